@@ -1,0 +1,97 @@
+"""What one op is called with: tensors as shape, stride, dtype; every other argument by value.
+
+A :class:`Call` is the key of a cost and enough to run the op alone on synthetic inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Call", "TensorSpec", "call_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor argument without its values.
+
+    Attributes:
+        shape: sizes.
+        stride: strides, in elements.
+        dtype: element type.
+        device: device type, ``"cpu"`` or ``"cuda"``.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last that the tensor reaches."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}:{list(self.stride)}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op with its arguments; tensors are :class:`TensorSpec`, nested lists and tuples are kept.
+
+    Attributes:
+        target: the ATen overload.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        outputs: the tensors it returns, in order.
+        signature: target and arguments as text: the key of its cost besides device, threads and build.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[TensorSpec, ...]
+    signature: str
+
+
+def _spec(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype, value.device.type)
+    return value
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(v) for v in value)}]"
+    return str(value)
+
+
+def call_of(node: fx.Node) -> Call:
+    """The call that ``node`` makes, by the fake values in ``meta["val"]`` of its inputs."""
+
+    def value(n: fx.Node) -> Any:
+        return _spec(n.meta["val"])
+
+    args = fx.map_arg(node.args, value)
+    kwargs = fx.map_arg(node.kwargs, value)
+    produced = node.meta["val"]
+    produced = produced if isinstance(produced, list | tuple) else (produced,)
+    outputs = tuple(_spec(v) for v in produced if isinstance(v, torch.Tensor))
+    text = f"{node.target}({_text(args)}, {_text(sorted(kwargs.items()))})"
+    assert callable(node.target)
+    return Call(node.target, tuple(args), dict(kwargs), outputs, text)  # type: ignore[arg-type]

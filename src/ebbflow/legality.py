@@ -1,0 +1,217 @@
+"""What makes a schedule legal, written from the definitions and independently of the simulator.
+
+1. Every read finds its buffer resident.
+2. Before ``Boundary``: every forward output and the first run of every random op or op that may not run again,
+   in captured order among themselves, and nothing that depends on a tangent. Every op runs at least once.
+3. An op may run again any number of times, before or after the boundary, unless it is not rerunnable; an op
+   that reads a mutated input may not run after the boundary.
+4. A buffer that is freed is resident; one that is reloaded was offloaded; one that is offloaded is resident.
+5. Outputs of the program are never freed once they exist and exist at the end.
+6. The peak on the device is within the budget, if one is given.
+
+Clause 2 speaks of ops before the captured boundary only: a random op of the backward runs after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbflow.program import Program
+from ebbflow.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
+
+__all__ = ["Violation", "check"]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken clause.
+
+    Attributes:
+        clause: its number in the module's list.
+        action: index of the action that breaks it; the number of actions for the end of the schedule.
+        message: what is wrong.
+    """
+
+    clause: int
+    action: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"clause {self.clause} at action {self.action}: {self.message}"
+
+
+def check(program: Program, schedule: Schedule, above_budget_bytes: int | None = None) -> list[Violation]:
+    """All violations of ``schedule``; an empty list says that it is legal.
+
+    Args:
+        program: what is scheduled.
+        schedule: any sequence of actions.
+        above_budget_bytes: bytes that the step may take above its start; not checked if ``None``.
+    """
+    checker = _Checker(program)
+    for index, action in enumerate(schedule.actions):
+        checker.step(index, action)
+    checker.end(len(schedule.actions))
+    if above_budget_bytes is not None and not checker.found:
+        peak = _peak_by_lifetimes(program, schedule)
+        if peak > above_budget_bytes:
+            message = f"the peak is {peak} bytes above the start, the budget allows {above_budget_bytes}"
+            checker.found.append(Violation(6, len(schedule.actions), message))
+    return checker.found
+
+
+class _Checker:
+    """One pass over the actions with the set of resident buffers."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.found: list[Violation] = []
+        self.resident: set[int] = set()
+        self.away: set[int] = set()
+        self.ran: set[int] = set()
+        self.boundaries = 0
+        self.last_ordered = -1
+
+    def step(self, index: int, action: object) -> None:
+        def broken(clause: int, message: str) -> None:
+            self.found.append(Violation(clause, index, message))
+
+        buffer_count, op_count = len(self.program.buffers), len(self.program.ops)
+        match action:
+            case Compute(op) if 0 <= op < op_count:
+                self._compute(op, broken)
+            case Free(buffer) if 0 <= buffer < buffer_count:
+                if buffer not in self.resident:
+                    broken(4, f"buffer {buffer} is freed and is not resident")
+                if buffer in self.program.pinned:
+                    broken(5, f"output {buffer} is freed")
+                self.resident.discard(buffer)
+            case Offload(buffer, _) if 0 <= buffer < buffer_count:
+                if buffer not in self.resident:
+                    broken(4, f"buffer {buffer} is offloaded and is not resident")
+                self.away.add(buffer)
+            case Reload(buffer) if 0 <= buffer < buffer_count:
+                if buffer not in self.away:
+                    broken(4, f"buffer {buffer} is reloaded and was not offloaded")
+                self.away.discard(buffer)
+                self.resident.add(buffer)
+            case Boundary():
+                self._boundary(broken)
+            case _:
+                broken(1, f"{action!r} names no op or buffer of the program")
+
+    def _compute(self, index: int, broken: object) -> None:
+        assert callable(broken)
+        op = self.program.ops[index]
+        for b in op.inputs:
+            if b not in self.resident:
+                broken(1, f"op {index} reads buffer {b}, which is not resident")
+        ordered = op.random or not op.rerunnable
+        if index not in self.ran:
+            if ordered and index < self.last_ordered:
+                broken(2, f"op {index} has its first run after that of op {self.last_ordered}")
+            if ordered:
+                self.last_ordered = index
+            if ordered and index < self.program.boundary and self.boundaries:
+                broken(2, f"op {index} has its first run after the boundary")
+        elif not op.rerunnable:
+            broken(3, f"op {index} runs again and is not rerunnable")
+        if op.reads_mutated and self.boundaries:
+            broken(3, f"op {index} reads a mutated input after the boundary")
+        if self.program.after_boundary[index] and not self.boundaries:
+            broken(2, f"op {index} depends on a tangent and runs before the boundary")
+        self.ran.add(index)
+        self.resident.update(op.outputs)
+
+    def _boundary(self, broken: object) -> None:
+        assert callable(broken)
+        self.boundaries += 1
+        if self.boundaries > 1:
+            broken(2, "there is a second boundary")
+        for b in self.program.forward_outputs:
+            if b not in self.resident:
+                broken(2, f"forward output {b} is not resident at the boundary")
+        self.resident.update(self.program.tangents)
+
+    def end(self, index: int) -> None:
+        if self.boundaries == 0:
+            self.found.append(Violation(2, index, "there is no boundary"))
+        for op in range(len(self.program.ops)):
+            if op not in self.ran:
+                self.found.append(Violation(2, index, f"op {op} never runs"))
+        for b in sorted(self.program.pinned):
+            if b not in self.resident:
+                self.found.append(Violation(5, index, f"output {b} does not exist at the end"))
+
+
+def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
+    """The peak of a legal schedule as a sum over lifetimes, without running it: a second opinion.
+
+    Every copy of a buffer lives from the action that makes it to the action after which nobody wants it; the
+    peak is the largest sum over the copies alive at one action.
+    """
+    actions = schedule.actions
+    runs: dict[int, list[int]] = {}
+    spans: list[tuple[int, int, int]] = []  # first action, last action, bytes
+    makes: dict[int, list[int]] = {b: [-1] for b in program.tangents}
+    wants: dict[int, list[int]] = {}
+    ends = len(actions)
+    for index, action in enumerate(actions):
+        match action:
+            case Compute(op):
+                runs.setdefault(op, []).append(index)
+                for b in program.ops[op].outputs:
+                    makes.setdefault(b, []).append(index)
+                for b in program.ops[op].inputs:
+                    wants.setdefault(b, []).append(index)
+            case Free(buffer) | Offload(buffer, _):
+                wants.setdefault(buffer, []).append(index)
+            case Reload(buffer):
+                makes.setdefault(buffer, []).append(index)
+            case Boundary():
+                for b in program.tangents:
+                    makes[b] = [index]
+    frees: dict[int, list[int]] = {}
+    for index, action in enumerate(actions):
+        if isinstance(action, Free):
+            frees.setdefault(action.buffer, []).append(index)
+    for b, made in makes.items():
+        size = program.buffers[b].bytes
+        held_until = -1
+        for position, begin in enumerate(made):
+            following = made[position + 1] if position + 1 < len(made) else ends + 1
+            if begin <= held_until:
+                # A copy exists already: this one lives during its op only.
+                spans.append((begin, begin, size))
+                continue
+            if b in program.pinned:
+                held_until = ends
+            else:
+                free = next((f for f in frees.get(b, []) if f > begin), None)
+                wanted = [w for w in wants.get(b, []) if begin < w < following]
+                # The copy is held to its free; without one in time, it goes with its op.
+                held_until = free - 1 if free is not None and (wanted or free < following) else begin
+                if free is None and wanted:
+                    held_until = ends
+                if not wanted:
+                    held_until = begin
+            spans.append((begin, held_until, size))
+    delta = [0] * (ends + 2)
+    for begin, end, size in spans:
+        delta[begin] += size
+        delta[end + 1] -= size
+    for op, positions in runs.items():
+        for position, at in enumerate(positions):
+            delta[at] += program.ops[op].workspace_bytes
+            delta[at + 1] -= program.ops[op].workspace_bytes
+            if program.ops[op].random and position:
+                delta[at] += program.ops[op].state_bytes
+                delta[at + 1] -= program.ops[op].state_bytes
+        if program.ops[op].random and len(positions) > 1:
+            delta[positions[0]] += program.ops[op].state_bytes
+            delta[positions[-1] + 1] -= program.ops[op].state_bytes
+    level = peak = 0
+    for change in delta:
+        level += change
+        peak = max(peak, level)
+    return peak

@@ -1,0 +1,150 @@
+"""The contract of a planner: a pure function from a program and a budget to a schedule.
+
+One algorithm per file; a planner registers itself under its name with :func:`planner` and is found by
+:func:`planner_named`. A planner may assume a valid program with costs, must never return a schedule that is
+illegal or over its budget (status ``FEASIBLE`` or ``OPTIMAL`` promises both), and must return its best so far
+when its effort, its time limit or Ctrl-C ends it. It never prints: it reports through ``Problem.progress``.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ebbflow.errors import UsageError
+from ebbflow.machine import Machine
+from ebbflow.program import Program
+from ebbflow.schedule import Schedule
+
+__all__ = ["Answer", "Interrupt", "Planner", "Problem", "Progress", "Status", "planner", "planner_named", "planner_names"]
+
+
+class Status(enum.Enum):
+    """How planning ended. The value is the user's message."""
+
+    OPTIMAL = "the plan is proven optimal in its class"
+    FEASIBLE = "the plan fits the budget; its distance to the bound is given as gap"
+    INFEASIBLE = "no schedule within the budget was found"
+    TIME_LIMIT = "the time limit came first; this is the best plan found until then"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a planner knows while it works.
+
+    Attributes:
+        stage: what it is doing, in a few words.
+        best_overhead: overhead of the best schedule so far, or ``None``.
+        bound: proven lower bound on the overhead so far, or ``None``.
+    """
+
+    stage: str
+    best_overhead: float | None = None
+    bound: float | None = None
+
+
+class Interrupt:
+    """Tells a planner when to stop: a time limit, or :meth:`set` from a signal handler or another thread."""
+
+    def __init__(self, time_limit_seconds: float | None = None) -> None:
+        self._event = threading.Event()
+        self._deadline = None if time_limit_seconds is None else time.monotonic() + time_limit_seconds
+
+    def set(self) -> None:
+        """Ask the planner to stop and return its best so far."""
+        self._event.set()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether :meth:`set` was called."""
+        return self._event.is_set()
+
+    @property
+    def expired(self) -> bool:
+        """Whether the time limit has passed."""
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def __bool__(self) -> bool:
+        return self.interrupted or self.expired
+
+
+def _silent(_: Progress) -> None:
+    """No progress wanted."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a planner is asked.
+
+    Attributes:
+        program: with costs.
+        above_budget_bytes: what the step may take above its start: budget minus resident bytes.
+        machine: for the seconds of transfers; planners that only recompute ignore it.
+        effort: how many local-search moves a planner may try; deterministic, unlike a clock.
+        seed: of every random choice.
+        seeds: schedules to start from (of a smaller budget, of a cheaper planner).
+        interrupt: when to stop.
+        progress: called with what is known, from the planner's own thread.
+    """
+
+    program: Program
+    above_budget_bytes: int
+    machine: Machine | None = None
+    effort: int = 20_000
+    seed: int = 0
+    seeds: tuple[Schedule, ...] = ()
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    progress: Callable[[Progress], None] = _silent
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a planner found.
+
+    Attributes:
+        status: how it ended.
+        schedule: ``None`` exactly if no schedule within the budget was found.
+        bound: proven lower bound on the overhead at this budget, or ``None`` if the planner proves none.
+        bound_class: the class in which ``bound`` holds, e.g. ``"order: program, tiers: none"``.
+        notes: facts for the plan's provenance.
+    """
+
+    status: Status
+    schedule: Schedule | None
+    bound: float | None = None
+    bound_class: str = ""
+    notes: dict[str, str] = field(default_factory=dict[str, str])
+
+
+Planner = Callable[[Problem], Answer]
+_REGISTRY: dict[str, Planner] = {}
+
+
+def planner(name: str) -> Callable[[Planner], Planner]:
+    """Register a planner under ``name``."""
+
+    def register(function: Planner) -> Planner:
+        assert name not in _REGISTRY, f"two planners are named {name}"
+        _REGISTRY[name] = function
+        return function
+
+    return register
+
+
+def planner_names() -> list[str]:
+    """Names that ``planner=`` accepts."""
+    return sorted(_REGISTRY)
+
+
+def planner_named(name: str) -> Planner:
+    """The planner ``name``.
+
+    Raises:
+        UsageError: if there is none, listing those there are.
+    """
+    if name not in _REGISTRY:
+        raise UsageError(f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}")
+    return _REGISTRY[name]

@@ -1,0 +1,260 @@
+"""A training step as plain data: ops in captured order that create buffers, and what must be left at the end.
+
+Definitions (the docs use these words and no others):
+1. An *op* is one call with at least one output that is not a view. Programs are SSA: an op creates its
+   buffers and never changes one.
+2. A *buffer* is one storage: the bytes that live and die together, as the device's allocator rounds them.
+   Views are no ops; an op reads buffers, each through a chain of views kept as text for people and for the
+   program's identity.
+3. Parameters and inputs are no buffers: they are resident whatever the plan, ``resident_bytes`` in all.
+4. A *tangent* is a buffer without a producer: it appears at the boundary and is held until the step ends.
+5. ``ops[:boundary]`` run before the boundary in captured order, the rest after it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+__all__ = ["Buffer", "Op", "Program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One storage.
+
+    Attributes:
+        name: the captured name, for people.
+        bytes: what the device's allocator takes for it.
+        producer: index of the op that creates it, or ``None`` for a tangent.
+    """
+
+    name: str
+    bytes: int
+    producer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call that creates buffers.
+
+    Attributes:
+        name: the captured name, unique in the program.
+        target: what is called, e.g. ``aten.mm.default``.
+        inputs: indices of the buffers it reads, each once, ascending. Parameters and inputs are not among them.
+        outputs: indices of the buffers it creates, in output order; those that nobody reads are there too.
+        views: how each argument is read, as text (definition 2).
+        workspace_bytes: what the call takes beyond its outputs while it runs.
+        seconds: what one call takes.
+        state_bytes: bytes of generator state that a replay needs; positive exactly for random ops.
+        rerunnable: whether a second run is allowed and gives the same bits (false for effectful ops,
+            collectives and kernels that are not reproducible).
+        reads_mutated: whether it reads a parameter or input that the boundary's copy-back changes;
+            such an op cannot run after the boundary.
+        source: ``file:line`` in the user's code, if known.
+        module: the module path that issued it, if known.
+        signature: key of its cost; ops with one signature cost the same.
+    """
+
+    name: str
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    views: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    seconds: float = 0.0
+    state_bytes: int = 0
+    rerunnable: bool = True
+    reads_mutated: bool = False
+    source: str = ""
+    module: str = ""
+    signature: str = ""
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws from a generator, so that a repeat must replay the state of its first run."""
+        return self.state_bytes > 0
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        return f"{self.name} ({self.target}){where}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One captured training step. Immutable; analyses are cached on it and never rewrite it.
+
+    Attributes:
+        name: the case it was captured from.
+        ops: in captured order, which is a topological order.
+        buffers: all storages that the ops create, and the tangents.
+        boundary: definition 5.
+        forward_outputs: buffers that must exist at the boundary and are held until the step ends: the
+            forward's outputs and the new values of mutated parameters and inputs.
+        gradients: buffers that must exist at the end.
+        resident_bytes: definition 3.
+        context: what the program depends on besides its ops (device, threads, torch build).
+
+    Raises:
+        ValueError: if it is not a program (an index out of range, an op that reads what does not exist yet).
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    buffers: tuple[Buffer, ...]
+    boundary: int
+    forward_outputs: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    resident_bytes: int = 0
+    context: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        self._validate()
+
+    def _validate(self) -> None:
+        if not 0 <= self.boundary <= len(self.ops):
+            raise ValueError(f"boundary {self.boundary} is not in 0..{len(self.ops)}")
+        produced = {b for b, buffer in enumerate(self.buffers) if buffer.producer is None}
+        tangents = frozenset(produced)
+        for buffer in self.buffers:
+            if buffer.bytes < 0:
+                raise ValueError(f"buffer {buffer.name} has {buffer.bytes} bytes")
+        for index, op in enumerate(self.ops):
+            if not op.outputs:
+                raise ValueError(f"op {index} {op.name} creates no buffer")
+            if op.workspace_bytes < 0 or op.seconds < 0 or op.state_bytes < 0:
+                raise ValueError(f"op {index} {op.name} has a negative cost")
+            for b in op.inputs:
+                if b not in produced:
+                    raise ValueError(f"op {index} {op.name} reads buffer {b} before it exists")
+                if index < self.boundary and b in tangents:
+                    raise ValueError(f"op {index} {op.name} reads a tangent before the boundary")
+            for b in op.outputs:
+                if not 0 <= b < len(self.buffers) or self.buffers[b].producer != index or b in produced:
+                    raise ValueError(f"op {index} {op.name} does not create buffer {b} once")
+                produced.add(b)
+        if len(produced) != len(self.buffers):
+            raise ValueError("a buffer has a producer that does not create it")
+        for b in self.forward_outputs:
+            if b not in produced or (self.buffers[b].producer or 0) >= self.boundary:
+                raise ValueError(f"forward output {b} is not created before the boundary")
+        for b in self.gradients:
+            if b not in produced:
+                raise ValueError(f"gradient {b} is not created")
+
+    # -- analyses -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Per buffer, the indices of the ops that read it, ascending."""
+        found: list[list[int]] = [[] for _ in self.buffers]
+        for index, op in enumerate(self.ops):
+            for b in op.inputs:
+                found[b].append(index)
+        return tuple(tuple(each) for each in found)
+
+    @cached_property
+    def tangents(self) -> tuple[int, ...]:
+        """Indices of the tangents, definition 4."""
+        return tuple(b for b, buffer in enumerate(self.buffers) if buffer.producer is None)
+
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """Buffers that stay once they exist: forward outputs, gradients and tangents."""
+        return frozenset(self.forward_outputs) | frozenset(self.gradients) | frozenset(self.tangents)
+
+    @cached_property
+    def after_boundary(self) -> tuple[bool, ...]:
+        """Per op, whether it depends on a tangent, so that it cannot run before the boundary."""
+        late = [buffer.producer is None for buffer in self.buffers]
+        flags: list[bool] = []
+        for op in self.ops:
+            flag = any(late[b] for b in op.inputs)
+            flags.append(flag)
+            for b in op.outputs:
+                late[b] = flag
+        return tuple(flags)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of all ops once: the unplanned step."""
+        return sum(op.seconds for op in self.ops)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of what is computed: ops, reads, sizes and outputs, without costs, names of places or context."""
+        digest = hashlib.sha256()
+        for op in self.ops:
+            row = (op.target, op.inputs, op.outputs, op.views, op.state_bytes, op.rerunnable, op.reads_mutated)
+            digest.update(repr(row).encode())
+        for buffer in self.buffers:
+            digest.update(repr((buffer.bytes, buffer.producer)).encode())
+        digest.update(repr((self.boundary, self.forward_outputs, self.gradients)).encode())
+        return digest.hexdigest()[:32]
+
+    # -- derived programs and forms -------------------------------------------------------------------------
+
+    def with_costs(self, seconds: Iterable[float], workspace_bytes: Iterable[int]) -> Program:
+        """The same program with other costs per op."""
+        ops = tuple(
+            replace(op, seconds=float(s), workspace_bytes=int(w))
+            for op, s, w in zip(self.ops, seconds, workspace_bytes, strict=True)
+        )
+        return replace(self, ops=ops)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for :func:`json.dumps`; :meth:`from_json` reads it back."""
+        return {
+            "name": self.name,
+            "boundary": self.boundary,
+            "forward_outputs": list(self.forward_outputs),
+            "gradients": list(self.gradients),
+            "resident_bytes": self.resident_bytes,
+            "context": dict(self.context),
+            "buffers": [[b.name, b.bytes, b.producer] for b in self.buffers],
+            "ops": [[getattr(op, name) for name in _OP_FIELDS] for op in self.ops],
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Program:
+        """The program that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError: if ``data`` is no program.
+        """
+        ops: list[Op] = []
+        for row in data["ops"]:
+            values = dict(zip(_OP_FIELDS, row, strict=True))
+            for key in ("inputs", "outputs", "views"):
+                values[key] = tuple(values[key])
+            ops.append(Op(**values))
+        return Program(
+            name=str(data["name"]),
+            ops=tuple(ops),
+            buffers=tuple(Buffer(str(n), int(size), p) for n, size, p in data["buffers"]),
+            boundary=int(data["boundary"]),
+            forward_outputs=tuple(data["forward_outputs"]),
+            gradients=tuple(data["gradients"]),
+            resident_bytes=int(data["resident_bytes"]),
+            context={str(k): str(v) for k, v in data["context"].items()},
+        )
+
+    def __str__(self) -> str:
+        lines = [f"program {self.name}: {len(self.ops)} ops, {len(self.buffers)} buffers, boundary {self.boundary}"]
+        for index, op in enumerate(self.ops):
+            if index == self.boundary:
+                lines.append("  -- boundary --")
+            outs = ", ".join(f"b{b}[{self.buffers[b].bytes}]" for b in op.outputs)
+            lines.append(f"  {index}: {outs} = {op.target}({', '.join(f'b{b}' for b in op.inputs)})")
+        return "\n".join(lines)
+
+    def json_text(self) -> str:
+        """:meth:`to_json` as compact text."""
+        return json.dumps(self.to_json(), separators=(",", ":"))
+
+
+_OP_FIELDS = tuple(Op.__dataclass_fields__)
