@@ -14,7 +14,10 @@ Clause 2 speaks of ops before the captured boundary only: a random op of the bac
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ebbflow.program import Program
 from ebbflow.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
@@ -60,6 +63,16 @@ def check(program: Program, schedule: Schedule, above_budget_bytes: int | None =
     return checker.found
 
 
+class _Event(enum.Enum):
+    MAKE = enum.auto()
+    USE = enum.auto()
+    FREE = enum.auto()
+    RELOAD = enum.auto()  # from a slower tier, or a tangent's appearance
+
+
+_Broken = Callable[[int, str], None]
+
+
 class _Checker:
     """One pass over the actions with the set of resident buffers."""
 
@@ -100,8 +113,7 @@ class _Checker:
             case _:
                 broken(1, f"{action!r} names no op or buffer of the program")
 
-    def _compute(self, index: int, broken: object) -> None:
-        assert callable(broken)
+    def _compute(self, index: int, broken: _Broken) -> None:
         op = self.program.ops[index]
         for b in op.inputs:
             if b not in self.resident:
@@ -123,8 +135,7 @@ class _Checker:
         self.ran.add(index)
         self.resident.update(op.outputs)
 
-    def _boundary(self, broken: object) -> None:
-        assert callable(broken)
+    def _boundary(self, broken: _Broken) -> None:
         self.boundaries += 1
         if self.boundaries > 1:
             broken(2, "there is a second boundary")
@@ -145,73 +156,73 @@ class _Checker:
 
 
 def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
-    """The peak of a legal schedule as a sum over lifetimes, without running it: a second opinion.
-
-    Every copy of a buffer lives from the action that makes it to the action after which nobody wants it; the
-    peak is the largest sum over the copies alive at one action.
-    """
-    actions = schedule.actions
+    """The peak of a legal schedule as a sum over lifetimes, without running it: a second opinion."""
+    end = len(schedule.actions)
+    spans = [
+        (first, last, program.buffers[b].bytes)
+        for b, events in enumerate(_events(program, schedule))
+        for first, last in _lifetimes(events, end, pinned=b in program.pinned)
+    ]
     runs: dict[int, list[int]] = {}
-    spans: list[tuple[int, int, int]] = []  # first action, last action, bytes
-    makes: dict[int, list[int]] = {b: [-1] for b in program.tangents}
-    wants: dict[int, list[int]] = {}
-    ends = len(actions)
-    for index, action in enumerate(actions):
+    for index, action in enumerate(schedule.actions):
+        if isinstance(action, Compute):
+            runs.setdefault(action.op, []).append(index)
+            spans.append((index, index, program.ops[action.op].workspace_bytes))
+    for op, positions in runs.items():
+        if len(positions) > 1:
+            state = program.ops[op].state_bytes
+            spans.append((positions[0], positions[-1], state))
+            spans.extend((index, index, state) for index in positions[1:])
+    change = [0] * (end + 2)
+    for first, last, size in spans:
+        change[first] += size
+        change[last + 1] -= size
+    return max(accumulate(change))
+
+
+def _events(program: Program, schedule: Schedule) -> list[list[tuple[int, _Event]]]:
+    """Per buffer, what happens to it: position and kind, in order."""
+    events: list[list[tuple[int, _Event]]] = [[] for _ in program.buffers]
+    for index, action in enumerate(schedule.actions):
         match action:
             case Compute(op):
-                runs.setdefault(op, []).append(index)
-                for b in program.ops[op].outputs:
-                    makes.setdefault(b, []).append(index)
                 for b in program.ops[op].inputs:
-                    wants.setdefault(b, []).append(index)
-            case Free(buffer) | Offload(buffer, _):
-                wants.setdefault(buffer, []).append(index)
+                    events[b].append((index, _Event.USE))
+                for b in program.ops[op].outputs:
+                    events[b].append((index, _Event.MAKE))
+            case Free(buffer):
+                events[buffer].append((index, _Event.FREE))
+            case Offload(buffer, _):
+                events[buffer].append((index, _Event.USE))
             case Reload(buffer):
-                makes.setdefault(buffer, []).append(index)
+                events[buffer].append((index, _Event.RELOAD))
             case Boundary():
                 for b in program.tangents:
-                    makes[b] = [index]
-    frees: dict[int, list[int]] = {}
-    for index, action in enumerate(actions):
-        if isinstance(action, Free):
-            frees.setdefault(action.buffer, []).append(index)
-    for b, made in makes.items():
-        size = program.buffers[b].bytes
-        held_until = -1
-        for position, begin in enumerate(made):
-            following = made[position + 1] if position + 1 < len(made) else ends + 1
-            if begin <= held_until:
-                # A copy exists already: this one lives during its op only.
-                spans.append((begin, begin, size))
-                continue
-            if b in program.pinned:
-                held_until = ends
-            else:
-                free = next((f for f in frees.get(b, []) if f > begin), None)
-                wanted = [w for w in wants.get(b, []) if begin < w < following]
-                # The copy is held to its free; without one in time, it goes with its op.
-                held_until = free - 1 if free is not None and (wanted or free < following) else begin
-                if free is None and wanted:
-                    held_until = ends
-                if not wanted:
-                    held_until = begin
-            spans.append((begin, held_until, size))
-    delta = [0] * (ends + 2)
-    for begin, end, size in spans:
-        delta[begin] += size
-        delta[end + 1] -= size
-    for op, positions in runs.items():
-        for position, at in enumerate(positions):
-            delta[at] += program.ops[op].workspace_bytes
-            delta[at + 1] -= program.ops[op].workspace_bytes
-            if program.ops[op].random and position:
-                delta[at] += program.ops[op].state_bytes
-                delta[at + 1] -= program.ops[op].state_bytes
-        if program.ops[op].random and len(positions) > 1:
-            delta[positions[0]] += program.ops[op].state_bytes
-            delta[positions[-1] + 1] -= program.ops[op].state_bytes
-    level = peak = 0
-    for change in delta:
-        level += change
-        peak = max(peak, level)
-    return peak
+                    events[b].append((index, _Event.RELOAD))
+    return events
+
+
+def _lifetimes(events: list[tuple[int, _Event]], end: int, *, pinned: bool) -> list[tuple[int, int]]:
+    """First and last position of every copy of one buffer.
+
+    A copy that is made while another is there, or that nobody uses or frees before the next, lives for its op only.
+    """
+    spans: list[tuple[int, int]] = []
+    since: int | None = None
+    for position, (index, kind) in enumerate(events):
+        following = events[position + 1][1] if position + 1 < len(events) else None
+        match kind:
+            case _Event.MAKE if since is None and (pinned or following in (_Event.USE, _Event.FREE)):
+                since = index
+            case _Event.MAKE:
+                spans.append((index, index))
+            case _Event.RELOAD:
+                since = index if since is None else since
+            case _Event.FREE if since is not None:
+                spans.append((since, index - 1))
+                since = None
+            case _:
+                pass
+    if since is not None:
+        spans.append((since, end))
+    return spans

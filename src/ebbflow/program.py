@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -242,6 +242,13 @@ class Program:
             resident_bytes=int(data["resident_bytes"]),
             context={str(k): str(v) for k, v in data["context"].items()},
         )
+
+    @staticmethod
+    def from_graph(data: Mapping[str, Any], *, name: str | None = None) -> Program:
+        """The program of a published graph in networkx node-link JSON (``program_graph``)."""
+        from ebbflow.program_graph import program_from_graph
+
+        return program_from_graph(data, name=name)
 
     def __str__(self) -> str:
         lines = [f"program {self.name}: {len(self.ops)} ops, {len(self.buffers)} buffers, boundary {self.boundary}"]

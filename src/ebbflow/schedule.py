@@ -14,7 +14,7 @@ from typing import Any
 
 from ebbflow.program import Program
 
-__all__ = ["Action", "Boundary", "Compute", "Free", "Offload", "Reload", "Schedule"]
+__all__ = ["Action", "Boundary", "Compute", "Free", "Offload", "Reload", "Schedule", "kept_outputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,7 @@ class Schedule:
     @property
     def computes(self) -> list[int | None]:
         """Ops in the order they run, ``None`` at the boundary."""
-        return [
-            a.op if isinstance(a, Compute) else None for a in self.actions if isinstance(a, Compute | Boundary)
-        ]
+        return [a.op if isinstance(a, Compute) else None for a in self.actions if isinstance(a, Compute | Boundary)]
 
     @staticmethod
     def from_computes(program: Program, order: Sequence[int | None]) -> Schedule:
@@ -157,3 +155,29 @@ class Schedule:
                 case Boundary():
                     words.append("boundary")
         return "\n".join(words)
+
+
+def kept_outputs(program: Program, schedule: Schedule) -> list[tuple[int, ...]]:
+    """Per action, the outputs of a compute that somebody wants after it; the others go when it ends.
+
+    A copy is wanted if it is an output of the program, or if it is read, offloaded or explicitly freed before it
+    is made again.
+    """
+    wanted = [b in program.pinned for b in range(len(program.buffers))]
+    kept: list[tuple[int, ...]] = [()] * len(schedule.actions)
+    for index in range(len(schedule.actions) - 1, -1, -1):
+        match schedule.actions[index]:
+            case Compute(op):
+                outputs = program.ops[op].outputs
+                kept[index] = tuple(b for b in outputs if wanted[b])
+                for b in outputs:
+                    wanted[b] = b in program.pinned
+                for b in program.ops[op].inputs:
+                    wanted[b] = True
+            case Offload(buffer, _) | Free(buffer):
+                wanted[buffer] = True
+            case Reload(buffer):
+                wanted[buffer] = False
+            case Boundary():
+                pass
+    return kept

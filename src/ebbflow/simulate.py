@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ebbflow.machine import Machine
 from ebbflow.program import Program
-from ebbflow.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
+from ebbflow.schedule import Boundary, Compute, Free, Offload, Reload, Schedule, kept_outputs
 
 __all__ = ["Timeline", "simulate"]
 
@@ -119,33 +119,10 @@ class _Bytes:
         self._resident = [False] * len(program.buffers)
         self._tier_of: dict[int, str] = {}
         self._total_runs = np.zeros(len(program.ops), np.int64)
-        self._kept = self._kept_outputs(schedule)
-
-    def _kept_outputs(self, schedule: Schedule) -> list[tuple[int, ...]]:
-        """Per action, the outputs that somebody wants after it (only for computes; clause 1)."""
-        program = self.program
-        wanted = [b in program.pinned for b in range(len(program.buffers))]
-        kept: list[tuple[int, ...]] = [()] * len(schedule.actions)
-        for index in range(len(schedule.actions) - 1, -1, -1):
-            match schedule.actions[index]:
-                case Compute(op):
-                    self._total_runs[op] += 1
-                    outputs = program.ops[op].outputs
-                    kept[index] = tuple(b for b in outputs if wanted[b])
-                    for b in outputs:
-                        wanted[b] = b in program.pinned
-                    for b in program.ops[op].inputs:
-                        wanted[b] = True
-                case Offload(buffer, _):
-                    wanted[buffer] = True
-                case Free(buffer):
-                    # An explicit free is the planner's word that the copy is held until here.
-                    wanted[buffer] = True
-                case Reload(buffer):
-                    wanted[buffer] = False
-                case Boundary():
-                    pass
-        return kept
+        self._kept = kept_outputs(program, schedule)
+        for op in schedule.computes:
+            if op is not None:
+                self._total_runs[op] += 1
 
     def compute(self, index: int, op_index: int) -> int:
         """Run an op; the peak while it runs."""

@@ -1,0 +1,60 @@
+"""The command line: one file per command, one way to fail.
+
+Standard output holds results alone, with ``--json`` one object; progress and messages go to standard error.
+Exit codes: 0 done, 1 a promise was broken, 2 the request cannot be met as written, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import ebbflow
+from ebbflow.cli.demo import demo
+from ebbflow.cli.plan import plan
+from ebbflow.errors import BudgetExceeded, EbbflowError, VerificationError
+
+__all__ = ["app", "main"]
+
+
+class _Group(TyperGroup):
+    """Commands whose expected errors are one message and an exit code; all others keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except EbbflowError as error:
+            print(f"ebbflow: {error}", file=sys.stderr)
+            broken = isinstance(error, BudgetExceeded | VerificationError)
+            raise typer.Exit(1 if broken else 2) from error
+
+
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
+)
+app.command()(demo)
+app.command()(plan)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ebbflow {ebbflow.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _ebbflow(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Train PyTorch models inside a byte budget, with the same numbers."""
+
+
+def main() -> None:
+    """The ``ebbflow`` command."""
+    app(prog_name="ebbflow")

@@ -1,1 +1,122 @@
-"""placeholder"""
+"""Greedy eviction from the unplanned step and from seeds, then a local search: no proof, no solver.
+
+Start points are the unplanned step and every seed that has captured order. Each is repaired to the budget and
+cleaned up; the best is annealed. If none can be repaired, the budget is descended to in steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbflow import legality
+from ebbflow.planners import local_search
+from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
+from ebbflow.planners.interval_state import IntervalState, reruns_of
+from ebbflow.schedule import Schedule
+from ebbflow.simulate import simulate
+
+__all__ = ["Found", "checked", "greedy", "start_from"]
+
+Reruns = list[tuple[int, int]]
+SHARES = (0.0, 0.6)  # of the bytes gained: small inputs held through the peak; both, because neither always wins
+
+
+class Found:
+    """The best reruns found so far for one problem, over one interval state."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.state = IntervalState(problem.program)
+        self.reruns: Reruns | None = None
+        self.overhead = float("inf")
+        self.bound: float | None = None
+
+    def offer(self) -> bool:
+        """Keep the present state if it fits and is the best; whether it fits."""
+        if self.state.peak_bytes > self.problem.above_budget_bytes:
+            return False
+        if self.state.overhead < self.overhead:
+            self.reruns, self.overhead = self.state.reruns, self.state.overhead
+        return True
+
+    def tell(self, stage: str, overhead: float | None = None) -> None:
+        """Report progress."""
+        best = min(self.overhead, overhead if overhead is not None else self.overhead)
+        self.problem.progress(Progress(stage, best if best < float("inf") else None, self.bound))
+
+    def anneal(self, moves: int, seed: int) -> None:
+        """Anneal from the best."""
+        if self.reruns is None or moves <= 0 or self.overhead <= (self.bound or 0.0) + 1e-9:
+            return
+        self.state.load(self.reruns)
+        local_search.anneal(
+            self.state,
+            self.problem.above_budget_bytes,
+            moves,
+            seed,
+            self.problem.interrupt,
+            tell=lambda overhead: self.tell("local search", overhead),
+        )
+        self.offer()
+
+    def descend(self, moves: int, seed: int) -> None:
+        """Reach the budget from above in steps, from the unplanned step."""
+        self.tell("descending to the budget")
+        self.state.load([])
+        local_search.descend(self.state, self.problem.above_budget_bytes, seed, self.problem.interrupt, moves=moves)
+        self.offer()
+
+
+def start_from(found: Found, reruns: Reruns) -> bool:
+    """Repair a start point to the budget and clean it up, in each way there is; whether one fits."""
+    budget, interrupt = found.problem.above_budget_bytes, found.problem.interrupt
+    fits = False
+    for share in SHARES:
+        found.state.load(reruns)
+        if found.state.peak_bytes > budget:
+            local_search.repair(found.state, budget, interrupt, share=share)
+        if found.state.peak_bytes <= budget:
+            local_search.clean_up(found.state, budget)
+            fits = found.offer() or fits
+    return fits
+
+
+def checked(problem: Problem, found: Found, notes: dict[str, str], bound_class: str = "") -> Answer:
+    """The answer for what was found, after simulator and legality checker have agreed to it."""
+    if found.reruns is None:
+        status = Status.TIME_LIMIT if problem.interrupt else Status.INFEASIBLE
+        return Answer(status, None, bound=found.bound, bound_class=bound_class, notes=notes)
+    found.state.load(found.reruns)
+    schedule = found.state.to_schedule()
+    assert_within(problem, schedule)
+    status = Status.TIME_LIMIT if problem.interrupt else Status.FEASIBLE
+    if found.overhead <= (found.bound if found.bound is not None else 0.0) + 1e-6:
+        status = Status.OPTIMAL
+    return Answer(status, schedule, bound=found.bound, bound_class=bound_class, notes=notes)
+
+
+def assert_within(problem: Problem, schedule: Schedule) -> None:
+    """Hold a schedule against the budget and the clauses of legality, as no plan may leave without."""
+    above = simulate(problem.program, schedule).above_bytes
+    assert above <= problem.above_budget_bytes, f"planned {above} of {problem.above_budget_bytes} bytes"
+    violations = legality.check(problem.program, schedule, problem.above_budget_bytes)
+    assert not violations, f"planned an illegal schedule: {violations[0]}"
+
+
+def seeds_of(problem: Problem, extra: Sequence[Schedule] = ()) -> list[Reruns]:
+    """The start points that seeds give."""
+    each = [reruns_of(problem.program, schedule) for schedule in (*problem.seeds, *extra)]
+    return [reruns for reruns in each if reruns is not None]
+
+
+@planner("greedy")
+def greedy(problem: Problem) -> Answer:
+    """Greedy eviction, clean-up and annealing within the effort."""
+    found = Found(problem)
+    found.tell("greedy")
+    for reruns in ([], *seeds_of(problem)):
+        start_from(found, reruns)
+    if found.reruns is None:
+        found.descend(problem.effort // 2, problem.seed)
+    found.anneal(problem.effort, problem.seed)
+    return checked(problem, found, {"moves": str(problem.effort)})

@@ -1,0 +1,1 @@
+"""What runs: planned steps, random replay, fingerprints."""

@@ -1,0 +1,48 @@
+# Every target sets itself up: a machine with Python 3.11 or later and make is enough.
+# Nothing is installed outside .venv; no compiler is needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test lint types unit benchmarks clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo        train a language model under half of its peak, same bits, and print the proof"
+	@echo "make test        lint, check types, run all tests and the README's own code"
+	@echo "make benchmarks  list the benchmarks and how to run them"
+	@echo "make clean       remove .venv and all caches"
+
+setup: $(STAMP)
+
+# Set-up runs again only when what it installs from has changed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "ebbflow needs Python 3.11 or later; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/ebbflow demo
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest
+
+benchmarks: $(STAMP)
+	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,129 @@
+"""``plan``: what a step would take under a budget, before anything runs; no GPU and no memory needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ebbflow.capture.ahead import capture
+from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
+from ebbflow.cost.cache import device_context
+from ebbflow.fit import refuse_outside_loss, require_module
+from ebbflow.machine import Machine, machine_named
+from ebbflow.measure.resident import device_of, resident_bytes
+from ebbflow.measure.start import reserve_bytes
+from ebbflow.plan import Plan
+from ebbflow.planners import Interrupt, Progress, planner_named
+from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions, make_plan
+from ebbflow.program import Program
+from ebbflow.runtime.compiled import ALLOCATOR_GRANULARITY_BYTES
+from ebbflow.units import Budget
+
+__all__ = ["capture_program", "plan"]
+
+
+def _silent(_: Progress) -> None:
+    """No progress wanted."""
+
+
+def plan(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: str | int | Budget,
+    planner: str = "auto",
+    machine: str | Machine | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    effort: int = DEFAULT_EFFORT,
+    time_limit: float | None = None,
+    interrupt: Interrupt | None = None,
+    progress: Callable[[Progress], None] = _silent,
+    name: str = "",
+) -> Plan:
+    """Plan one training call of ``model`` under ``budget``; nothing of the model runs.
+
+    Args:
+        model: real, fake (built under ``FakeTensorMode``) or on the ``meta`` device.
+        args: positional arguments of the call, real, fake or meta like the model.
+        kwargs: keyword arguments.
+        budget: bytes of the step's peak, resident part included, or a share of the unplanned peak.
+        planner: name of the planner.
+        machine: a :class:`Machine` or the name of one in the catalogue; costs are then estimated by roofline and
+            the plan says so. ``None`` is the device at hand, on which costs are measured.
+        optimizer: its state counts as resident, also what it does not hold yet.
+        effort: local-search moves.
+        time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
+        interrupt: set it from elsewhere to end planning with the best plan so far.
+        progress: called with what is known while planning.
+        name: of the case, for reports; the model's class if empty.
+
+    Raises:
+        UsageError: for a budget, planner or machine that is none.
+        CaptureError: if the call is not one graph.
+        BudgetError: if the budget is below what is workable.
+    """
+    require_module(model, "plan")
+    parsed = Budget.parse(budget)
+    planner_named(planner)
+    target = machine_named(machine) if isinstance(machine, str) else machine
+    program, provenance = capture_program(model, args, kwargs or {}, machine=target, name=name)
+    device = program.context["device"]
+    granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
+    options = PlanningOptions(
+        planner=planner,
+        effort=effort,
+        time_limit_seconds=time_limit,
+        machine=target,
+        interrupt=interrupt,
+        progress=progress,
+        provenance=provenance,
+    )
+    return make_plan(
+        program,
+        parsed,
+        resident_bytes=resident_bytes([model, args, kwargs, optimizer], granularity),
+        reserve_bytes=reserve_bytes(model, optimizer, device, verify=True),
+        options=options,
+    )
+
+
+def capture_program(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    machine: Machine | None = None,
+    name: str = "",
+) -> tuple[Program, dict[str, str]]:
+    """The program of one training call with costs, and facts on where the costs are from.
+
+    Args:
+        model: real, fake or on ``meta``.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        machine: of the catalogue; ``None`` or the one named ``cpu`` is the device at hand.
+        name: of the case; the model's class if empty.
+
+    Raises:
+        CaptureError: if the call is not one graph.
+    """
+    at_hand = machine is None or machine.name == "cpu"
+    device = device_of([model, args]).replace("meta", "cpu")
+    context = device_context(device)
+    granularity = machine.granularity_bytes if machine is not None else ALLOCATOR_GRANULARITY_BYTES[device]
+    joint = capture(
+        model, args, kwargs, name=name or type(model).__name__, granularity_bytes=granularity, context=context
+    )
+    refuse_outside_loss(joint)
+    if at_hand:
+        return with_measured_costs(joint.program, joint.calls, device), {"machine": device, "costs": "measured"}
+    assert machine is not None
+    provenance = {
+        "machine": machine.name,
+        "costs": "roofline",
+        "estimate": f"captured on {device}, workspaces not counted; fit re-captures on the real device",
+    }
+    return with_roofline_costs(joint.program, joint.calls, machine), provenance

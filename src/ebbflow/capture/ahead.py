@@ -1,0 +1,107 @@
+"""Capture without running: a real, fake or meta model gives its joint graph and nothing is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ebbflow.capture.joint import Joint, read_joint
+from ebbflow.capture.trace import compile_step, translated_errors
+from ebbflow.errors import CaptureError, EbbflowError
+
+__all__ = ["capture"]
+
+
+class _Captured(EbbflowError):
+    """The joint graph is at hand; nothing has to run."""
+
+
+class _Reader:
+    """A partitioner that reads the joint graph and stops there."""
+
+    def __init__(self, name: str, granularity_bytes: int, context: dict[str, str]) -> None:
+        self._settings = {"name": name, "granularity_bytes": granularity_bytes, "context": context}
+        self.joint: Joint | None = None
+
+    def partition(self, joint: fx.GraphModule, forward_output_count: int) -> NoReturn:
+        self.joint = read_joint(joint.graph, forward_output_count, **self._settings)  # type: ignore[arg-type]
+        raise _Captured
+
+    def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        raise AssertionError("no graph is compiled after a capture")
+
+    backward_callable = forward_callable
+
+
+def capture(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    granularity_bytes: int,
+    context: dict[str, str],
+) -> Joint:
+    """The joint graph of one training call of ``model``; nothing runs and no memory is taken.
+
+    Args:
+        model: real, built under ``FakeTensorMode``, or on the ``meta`` device.
+        args: positional arguments, real, fake or meta like the model.
+        kwargs: keyword arguments.
+        name: of the case.
+        granularity_bytes: of the allocator of the machine planned for.
+        context: what the program depends on besides its ops.
+
+    Raises:
+        CaptureError: if the call is not one graph.
+    """
+    model, args, kwargs, mode = _as_fake(model, args, dict(kwargs))
+    reader = _Reader(name, granularity_bytes, context)
+    step = compile_step(reader)
+    forward = type(model).forward
+    with mode, torch.enable_grad(), contextlib.suppress(_Captured), translated_errors(model, forward, args, kwargs):
+        step(model, forward, args, kwargs)
+    if reader.joint is None:
+        raise CaptureError("the call was not captured: nothing in it takes a gradient")
+    return reader.joint
+
+
+def _as_fake(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], contextlib.AbstractContextManager[object]]:
+    """The call as it is if real, in its own mode if fake, moved to fake CPU tensors if on ``meta``."""
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
+    if fake is not None:
+        return model, args, kwargs, fake.fake_mode
+    if not any(t.is_meta for t in tensors):
+        return model, args, kwargs, contextlib.nullcontext()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+
+    def on_cpu(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value not in moved:
+            with mode:
+                twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            moved[value] = torch.nn.Parameter(twin, value.requires_grad) if is_parameter else twin
+        return moved[value]
+
+    twin_model = copy.deepcopy(model)
+    for module in twin_model.modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    table[key] = on_cpu(tensor)  # type: ignore[assignment]
+    args, kwargs = pytree.tree_map(on_cpu, (args, kwargs))
+    return twin_model, args, kwargs, mode

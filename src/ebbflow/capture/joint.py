@@ -1,0 +1,328 @@
+"""The joint graph read as a program: which node creates which storage, which is a view, what each op reads.
+
+Definitions:
+1. Two tensors share a buffer exactly if their fake values share a storage (``untyped_storage()._cdata``).
+2. A node that creates a storage is an *op*; one whose storages all exist already is a *view*, and so is a
+   ``getitem`` on either. Storages of the forward's inputs are resident and no buffers.
+3. A node is *live* if an output depends on it, or if it draws random numbers or has an effect.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ebbflow.capture.origin import module_of, source_of
+from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable
+from ebbflow.cost.call import Call, call_of
+from ebbflow.errors import CaptureError
+from ebbflow.program import Buffer, Op, Program
+
+__all__ = ["Joint", "read_joint"]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph with its program and the way from one to the other.
+
+    Attributes:
+        graph: the joint graph, unchanged.
+        program: what the planners see.
+        op_nodes: per op of the program, its node.
+        base_nodes: per buffer, the node whose value is the whole buffer; ``None`` if nobody reads it.
+        buffer_of: per node with a tensor value, its buffer, or ``None`` for a resident storage.
+        outputs: the joint outputs in order; ``None`` where there is none.
+        forward_output_count: how many of them the forward returns.
+        mutated: placeholders whose storage the boundary's copy-back changes.
+        calls: per op, what it is called with.
+    """
+
+    graph: fx.Graph
+    program: Program
+    op_nodes: tuple[fx.Node, ...]
+    base_nodes: tuple[fx.Node | None, ...]
+    buffer_of: dict[fx.Node, int | None]
+    outputs: tuple[Any, ...]
+    forward_output_count: int
+    mutated: frozenset[fx.Node]
+    calls: tuple[Call, ...]
+
+    @property
+    def primals(self) -> list[fx.Node]:
+        """Placeholders of the forward, in order."""
+        return [n for n in self.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+
+    @property
+    def tangents(self) -> list[fx.Node]:
+        """Placeholders that only the backward has, in order."""
+        return [n for n in self.graph.nodes if n.op == "placeholder" and is_tangent(n)]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of the joint graph is a tangent (AOTAutograd names them so)."""
+    return str(node.target).startswith("tangents")
+
+
+def tensors_of(value: object) -> list[torch.Tensor | None]:
+    """The elements of a node's value, ``None`` where an element is no tensor."""
+    elements: Sequence[object] = value if isinstance(value, list | tuple) else (value,)
+    return [e if isinstance(e, torch.Tensor) else None for e in elements]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the storage, definition 1."""
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass
+class _Reader:
+    """One pass over the joint graph in captured order."""
+
+    graph: fx.Graph
+    granularity_bytes: int
+    live: set[fx.Node]
+    resident_storages: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    buffer_of_storage: dict[int, int] = field(default_factory=dict[int, int])
+    buffers: list[Buffer] = field(default_factory=list[Buffer])
+    base_nodes: list[fx.Node | None] = field(default_factory=list["fx.Node | None"])
+    ops: list[Op] = field(default_factory=list[Op])
+    op_nodes: list[fx.Node] = field(default_factory=list[fx.Node])
+    calls: list[Call] = field(default_factory=list[Call])
+    buffer_of: dict[fx.Node, int | None] = field(default_factory=dict["fx.Node", "int | None"])
+    element_of_op: dict[tuple[fx.Node, int], int] = field(default_factory=dict["tuple[fx.Node, int]", int])
+    text: dict[fx.Node, str] = field(default_factory=dict["fx.Node", str])
+    resident_bytes: int = 0
+
+    def new_buffer(self, name: str, tensor: torch.Tensor, producer: int | None, base: fx.Node | None) -> int:
+        index = len(self.buffers)
+        size = -(-tensor.untyped_storage().nbytes() // self.granularity_bytes) * self.granularity_bytes
+        self.buffers.append(Buffer(name, int(size), producer))
+        self.base_nodes.append(base)
+        self.buffer_of_storage[storage_key(tensor)] = index
+        return index
+
+    def placeholder(self, node: fx.Node) -> None:
+        value = node.meta["val"]
+        self.text[node] = f"input{len(self.text)}"
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.SymInt):
+                raise CaptureError(f"input {node.name} has a dynamic size; mark the sizes static (dynamic=False)")
+            return
+        if is_tangent(node):
+            self.buffer_of[node] = self.new_buffer(node.name, value, None, node)
+            return
+        key = storage_key(value)
+        if key not in self.resident_storages:
+            self.resident_storages[key] = node
+            size = value.untyped_storage().nbytes()
+            self.resident_bytes += -(-size // self.granularity_bytes) * self.granularity_bytes
+        self.buffer_of[node] = None
+
+    def call(self, node: fx.Node, mutated_storages: frozenset[int]) -> None:
+        if node.target is operator.getitem:
+            self._getitem(node)
+            return
+        values = tensors_of(node.meta["val"])
+        keys = [storage_key(v) for v in values if v is not None]
+        known = [k in self.buffer_of_storage or k in self.resident_storages for k in keys]
+        if keys and all(known):
+            self._view(node, values)
+            return
+        if not keys or any(known) or len(set(keys)) != len(keys):
+            raise CaptureError(
+                f"op {node.target} at {source_of(node) or 'an unknown line'} returns "
+                + ("no tensor" if not keys else "tensors that share memory with each other or with its inputs")
+                + "; wrap it in a custom op that returns fresh tensors (torch.library.custom_op)"
+            )
+        self._op(node, values, mutated_storages)
+
+    def _getitem(self, node: fx.Node) -> None:
+        source, element = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(element, int)
+        if (source, element) in self.element_of_op:
+            index = self.element_of_op[source, element]
+            if self.base_nodes[index] is None:
+                self.base_nodes[index] = node
+            self.buffer_of[node] = index
+            self.text[node] = f"b{index}"
+        else:
+            self._view(node, tensors_of(node.meta["val"]))
+
+    def _view(self, node: fx.Node, values: list[torch.Tensor | None]) -> None:
+        first = next(v for v in values if v is not None)
+        self.buffer_of[node] = self.buffer_of_storage.get(storage_key(first))
+        self.text[node] = self._call_text(node)
+
+    def _call_text(self, node: fx.Node) -> str:
+        def text(n: fx.Node) -> Any:
+            return _Name(self.text[n])
+
+        args = fx.map_arg(node.args, text)
+        kwargs = fx.map_arg(node.kwargs, text)
+        inner = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in sorted(kwargs.items())]
+        return f"{node.target}({', '.join(inner)})"
+
+    def _op(self, node: fx.Node, values: list[torch.Tensor | None], mutated_storages: frozenset[int]) -> None:
+        inputs: set[int] = set()
+        reads_mutated = False
+        for source in node.all_input_nodes:
+            buffer = self.buffer_of.get(source)
+            if buffer is not None:
+                inputs.add(buffer)
+            elif source in self.buffer_of:
+                reads_mutated |= storage_key(tensors_of(source.meta["val"])[0]) in mutated_storages  # type: ignore[arg-type]
+        index = len(self.ops)
+        single = isinstance(node.meta["val"], torch.Tensor)
+        outputs: list[int] = []
+        for element, value in enumerate(values):
+            if value is None:
+                continue
+            name = node.name if single else f"{node.name}[{element}]"
+            buffer = self.new_buffer(name, value, index, node if single else None)
+            outputs.append(buffer)
+            if not single:
+                self.element_of_op[node, element] = buffer
+        if single:
+            self.buffer_of[node] = outputs[0]
+            self.text[node] = f"b{outputs[0]}"
+        call = call_of(node)
+        self.ops.append(
+            Op(
+                name=node.name,
+                target=str(node.target),
+                inputs=tuple(sorted(inputs)),
+                outputs=tuple(outputs),
+                views=(self._call_text(node),),
+                state_bytes=generator_state_bytes(node) if draws_random(node) else 0,
+                rerunnable=is_rerunnable(node),
+                reads_mutated=reads_mutated,
+                source=source_of(node),
+                module=module_of(node),
+                signature=call.signature,
+            )
+        )
+        self.op_nodes.append(node)
+        self.calls.append(call)
+
+
+class _Name(str):
+    """Text that prints without quotes inside argument lists."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
+    live: set[fx.Node] = set()
+    stack = [*roots, *(n for n in graph.nodes if n.op == "call_function" and (draws_random(n) or has_effect(n)))]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack.extend(node.all_input_nodes)
+    return live
+
+
+def _mutated_placeholders(graph: fx.Graph, outputs: Sequence[object], count: int) -> frozenset[fx.Node]:
+    """Placeholders that a forward output replaces, matched by AOTAutograd's output descriptors."""
+    output_node = next(iter(graph.find_nodes(op="output")))
+    descriptions = output_node.meta.get("desc") or []
+    names: set[object] = set()
+    for description in list(descriptions)[:count]:
+        mutated = getattr(description, "mutated_input", None)
+        if mutated is not None:
+            names.add(mutated)
+    found = [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in names]
+    if len(found) != len(names):
+        raise CaptureError("a mutated input of the captured step has no placeholder; this torch build is not supported")
+    return frozenset(found)
+
+
+def _boundary(reader: _Reader, forward_live: set[fx.Node]) -> int:
+    """Index of the first op that runs after the boundary in captured order.
+
+    Before it: all that the forward's outputs depend on, and every random op or op with an effect that precedes
+    the first op that depends on a tangent.
+    """
+    ops = reader.ops
+    tangents = {b for b, buffer in enumerate(reader.buffers) if buffer.producer is None}
+    first_late = next((i for i, op in enumerate(ops) if tangents.intersection(op.inputs)), len(ops))
+    ordered = [i for i, op in enumerate(ops) if op.random or not op.rerunnable]
+    ends = [i + 1 for i in range(len(ops)) if reader.op_nodes[i] in forward_live]
+    ends += [i + 1 for i in ordered if i < first_late]
+    return max(ends, default=0)
+
+
+def read_joint(
+    graph: fx.Graph, forward_output_count: int, *, name: str, granularity_bytes: int, context: dict[str, str]
+) -> Joint:
+    """The program of a joint graph from AOTAutograd, without costs.
+
+    Args:
+        graph: placeholders ``primals_*`` and ``tangents_*``, functional ATen calls, one output.
+        forward_output_count: how many of the outputs the forward returns.
+        name: of the case.
+        granularity_bytes: the device's allocator rounds blocks up to a multiple of this.
+        context: what the program depends on besides its ops.
+
+    Raises:
+        CaptureError: for dynamic sizes and for ops whose memory cannot be followed; names op and line.
+    """
+    outputs = tuple(pytree.tree_leaves(next(iter(graph.find_nodes(op="output"))).args))
+    forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
+    forward_live = _ancestors(forward_roots)
+    live = _live_nodes(graph, [n for n in outputs if isinstance(n, fx.Node)])
+    mutated = _mutated_placeholders(graph, outputs, forward_output_count)
+    mutated_storages = frozenset(storage_key(n.meta["val"]) for n in mutated)
+    reader = _Reader(graph, granularity_bytes, live)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            reader.placeholder(node)
+        elif node.op == "call_function" and node in live:
+            reader.call(node, mutated_storages)
+        elif node.op not in {"output", "call_function"}:
+            raise CaptureError(f"the captured step holds {node.op} {node.target}, which Ebbflow does not know")
+
+    def buffers_of(nodes: Iterable[object]) -> tuple[int, ...]:
+        found = (reader.buffer_of.get(n) for n in nodes if isinstance(n, fx.Node))
+        return tuple(sorted({b for b in found if b is not None}))
+
+    program = Program(
+        name=name,
+        ops=tuple(reader.ops),
+        buffers=tuple(reader.buffers),
+        boundary=_boundary(reader, forward_live),
+        forward_outputs=buffers_of(outputs[:forward_output_count]),
+        gradients=buffers_of(outputs[forward_output_count:]),
+        resident_bytes=reader.resident_bytes,
+        context=context,
+    )
+    return Joint(
+        graph=graph,
+        program=program,
+        op_nodes=tuple(reader.op_nodes),
+        base_nodes=tuple(reader.base_nodes),
+        buffer_of=reader.buffer_of,
+        outputs=outputs,
+        forward_output_count=forward_output_count,
+        mutated=mutated,
+        calls=tuple(reader.calls),
+    )
+
+
+def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen

@@ -1,0 +1,30 @@
+"""Where a node comes from in the user's code: source line and module path, for messages and reports."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import fx
+
+__all__ = ["module_of", "source_of"]
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def source_of(node: fx.Node) -> str:
+    """``file:line`` of the innermost frame outside torch, or ``""``."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    user = [f for f in frames if not f[0].startswith(_TORCH)] or frames
+    return f"{Path(user[-1][0]).name}:{user[-1][1]}" if user else ""
+
+
+def module_of(node: fx.Node) -> str:
+    """Path of the innermost module whose forward issued the node, or ``""``."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    if not paths:
+        return ""
+    return re.sub(r"L\['\w+'\]\.?|_modules\['(\w+)'\]", lambda m: m[1] or "", paths[-1]).strip(".")

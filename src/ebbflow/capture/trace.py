@@ -1,0 +1,196 @@
+"""From a call of a model to its joint graph, through torch.compile, and errors in the user's terms.
+
+``torch.compile`` with ``aot_autograd(partition_fn=ours)`` gives the joint graph of forward and backward and runs
+whatever two graphs we return (docs/adr/0001). One graph or a :class:`CaptureError`: a break would leave pieces
+that nobody plans together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import exc as dynamo_errors
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from ebbflow.errors import CaptureError, EbbflowError
+
+__all__ = ["Partitioner", "compile_step", "translated_errors"]
+
+
+class Partitioner(Protocol):
+    """What turns a joint graph into the two graphs that run, and those into callables."""
+
+    def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph of ``joint``; contracts: ``lower/lowering.py``."""
+        ...
+
+    def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """What runs the forward; takes a list and empties it (``_boxed_call``)."""
+        ...
+
+    def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """What runs the backward, likewise."""
+        ...
+
+
+_counter = itertools.count()
+
+
+def _template(module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    return forward(module, *args, **kwargs)
+
+
+def _fresh_step() -> Callable[..., Any]:
+    """A function with a code object of its own: Dynamo keeps its cache and its recompile limit per code object."""
+    name = f"ebbflow_step_{next(_counter)}"
+    return types.FunctionType(_template.__code__.replace(co_name=name), globals(), name)
+
+
+def _no_inference_graph(graph: fx.GraphModule, _: Any) -> Any:
+    raise CaptureError(
+        "the step needs no gradient: no parameter that requires one takes part in it; "
+        "call the model under torch.no_grad(), which runs unplanned, or unfreeze a parameter"
+    )
+
+
+def compile_step(partitioner: Partitioner) -> Callable[..., Any]:
+    """A function ``step(module, forward, args, kwargs)`` that captures at its first call and runs what we return.
+
+    The first call has to be made inside :func:`translated_errors`.
+    """
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        return partitioner.partition(joint, num_fwd_outputs)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: partitioner.forward_callable(graph),
+        bw_compiler=lambda graph, _: partitioner.backward_callable(graph),
+        inference_compiler=_no_inference_graph,
+        partition_fn=partition,
+    )
+    return torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=False)
+
+
+@contextmanager
+def capture_settings() -> Iterator[None]:
+    """Settings under which a step is captured.
+
+    ``donated_buffer`` would forbid ``retain_graph`` and boxed graphs do not need it; AOTAutograd's cache does not
+    know our partitioner; an automatic dynamic shape has no bytes.
+    """
+    with (
+        functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
+        dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True),
+    ):
+        yield
+
+
+# What fake tensors raise where real ones would not: the model itself is not to blame.
+_FAKE_LIMITS = (
+    UnsupportedFakeTensorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+
+@contextmanager
+def translated_errors(
+    module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Turn Dynamo's errors into ours or the user's own.
+
+    Raises:
+        EbbflowError: whatever our partitioner raised, unwrapped.
+        CaptureError: for a graph break, with its reason and the user's line.
+        Exception: the user's own, unchanged, where the model itself raises.
+    """
+    try:
+        with capture_settings():
+            yield
+    except dynamo_errors.TorchDynamoException as error:
+        ours = _ours_inside(error)
+        if ours is not None:
+            raise ours from None
+        theirs = _exception_of_the_model(module, forward, args, kwargs)
+        if theirs is not None:
+            raise theirs from None
+        raise CaptureError(_reason(error)) from error
+
+
+def _ours_inside(error: BaseException) -> EbbflowError | None:
+    """The error of ours that Dynamo wrapped, if it did."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, EbbflowError):
+            return seen
+        inner = getattr(seen, "inner_exception", None)
+        seen = inner if isinstance(inner, BaseException) and inner is not seen else seen.__cause__
+    return None
+
+
+def _exception_of_the_model(
+    module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Exception | None:
+    """What the model itself raises on these arguments, found out on fake tensors: no memory, no side effects."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(value: object) -> object:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
+    fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
+    original = type(module)
+    try:
+        with mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            module.__class__ = _as_plain(module, forward)
+            torch.func.functional_call(module, state, fake_args, fake_kwargs)
+    except (*_FAKE_LIMITS, EbbflowError):
+        return None
+    except Exception as error:
+        return error.with_traceback(None)
+    finally:
+        module.__class__ = original
+    return None
+
+
+def _as_plain(module: torch.nn.Module, forward: Callable[..., Any]) -> type:
+    """The class of ``module`` with ``forward`` as its forward (the class swap of ``fit`` taken off)."""
+    return next(c for c in type(module).__mro__ if getattr(c, "forward", None) is forward)
+
+
+def _reason(error: BaseException) -> str:
+    """Dynamo's reason and the user's line, without its internals."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    where = ""
+    if "from user code:" in text:
+        frames = [line for line in text.split("from user code:", 1)[1].splitlines() if 'File "' in line]
+        mine = [f for f in frames if not f.split('"')[1].startswith(str(torch.__path__[0]))] or frames
+        code = text.split(mine[-1], 1)[1].splitlines() if mine else []
+        where = f" at {mine[-1].strip()}" + (f": {code[1].strip()}" if len(code) > 1 else "") if mine else ""
+    inner = getattr(error, "inner_exception", None)
+    what = f"{type(inner).__name__}: {inner}" if inner is not None else lines[0] if lines else type(error).__name__
+    details = [line for line in lines[1:8] if line.startswith(("Explanation:", "Hint:"))]
+    return (
+        f"the step cannot be captured as one graph{where}. {what}. {' '.join(details[:2])} "
+        "Ebbflow plans whole steps only: take the statement out of the model's forward, or guard it with "
+        "`if not torch.compiler.is_compiling():`"
+    )

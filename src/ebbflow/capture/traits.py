@@ -1,0 +1,82 @@
+"""What an op may do besides computing: draw random numbers, have an effect, give other bits on a second run."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+__all__ = ["draws_random", "generator_state_bytes", "has_effect", "is_rerunnable"]
+
+# Arguments that make an op tagged as seeded draw nothing: attention with dropout probability 0 carries the tag too.
+_PROBABILITY_ARGUMENTS = ("dropout_p", "dropout", "p")
+
+# ATen kernels that accumulate with atomics on CUDA, so that two runs may differ in the last bits, unless
+# torch.use_deterministic_algorithms is on (PyTorch's own notes on torch.use_deterministic_algorithms).
+_ATOMIC_ON_CUDA = (
+    "index_add",
+    "index_put",
+    "scatter",
+    "embedding_dense_backward",
+    "embedding_bag",
+    "cumsum",
+    "histc",
+    "bincount",
+    "grid_sampler",
+    "upsample",
+    "max_pool3d",
+    "adaptive_max_pool2d_backward",
+    "avg_pool3d_backward",
+    "nll_loss2d",
+    "ctc_loss",
+    "reflection_pad",
+    "replication_pad",
+    "kthvalue",
+    "median",
+)
+
+
+def _overload(node: fx.Node) -> torch._ops.OpOverload | None:
+    return node.target if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether the call draws from the default generator (tagged ``nondeterministic_seeded``, probability not 0)."""
+    overload = _overload(node)
+    if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
+        return False
+    for position, argument in enumerate(overload._schema.arguments):
+        if argument.name in _PROBABILITY_ARGUMENTS:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            given = argument.default_value if given is None else given
+            if isinstance(given, int | float) and float(given) == 0.0:
+                return False
+        if argument.name == "train" and position < len(node.args) and node.args[position] is False:
+            return False
+    return True
+
+
+def generator_state_bytes(node: fx.Node) -> int:
+    """Bytes of the state that a replay of a random op needs: what the device's generator hands out."""
+    value = node.meta["val"]
+    first = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
+    # CUDA hands out seed and offset (16 bytes, which its allocator never sees: the state tensor lies on the host).
+    return 16 if first.device.type == "cuda" else torch.default_generator.get_state().nbytes
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the call does something besides returning values, so that it runs exactly once."""
+    overload = _overload(node)
+    if overload is None:
+        return node.op == "call_function" and bool(getattr(node.target, "has_side_effect", False))
+    return overload._schema.is_mutable or overload.namespace in {"_c10d_functional", "c10d", "c10d_functional"}
+
+
+def is_rerunnable(node: fx.Node) -> bool:
+    """Whether a second run is allowed and gives the same bits on this device."""
+    if has_effect(node):
+        return False
+    value = node.meta["val"]
+    tensors = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, torch.Tensor)]
+    if all(t.device.type != "cuda" for t in tensors) or torch.are_deterministic_algorithms_enabled():
+        return True
+    return not any(word in str(node.target) for word in _ATOMIC_ON_CUDA)

@@ -1,0 +1,116 @@
+"""What a command is asked to plan for: ``zoo:NAME``, ``FILE.py:function`` or ``graph.json``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ebbflow.case import Case
+from ebbflow.errors import UsageError
+from ebbflow.program import Program
+from ebbflow.zoo import build
+
+__all__ = ["load_case"]
+
+_FORMS = (
+    "a case is zoo:NAME, FILE.py:function (the function takes an int and returns an ebbflow.Case), "
+    "or graph.json (networkx node-link)"
+)
+
+
+def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case | Program:
+    """What ``text`` names.
+
+    Args:
+        text: ``zoo:NAME``, ``FILE.py:function`` or a path that ends in ``.json``.
+        size: passed to the function: batch, length or layers, as it takes it. ``None`` is its own default.
+        fake: build the model under ``FakeTensorMode``: shapes without memory.
+
+    Raises:
+        UsageError: if ``text`` names nothing, saying what would work.
+    """
+    if size is not None and size < 1:
+        raise UsageError(f"--size {size} is not 1 or more")
+    head, colon, tail = text.rpartition(":")
+    if text.endswith(".json"):
+        return _graph(Path(text))
+    if not colon or not tail:
+        raise UsageError(f"{text!r} is no case: {_FORMS}")
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    if head == "zoo":
+        with mode:
+            return build(tail, size)
+    if not head.endswith(".py"):
+        raise UsageError(f"{text!r} is no case: {_FORMS}")
+    function = _function(Path(head), tail)
+    arguments = _arguments(function, size, text)
+    with mode:
+        case = function(*arguments)
+    if not isinstance(case, Case):
+        raise UsageError(f"{text} returned {type(case).__name__}; return ebbflow.Case(model, args, kwargs)")
+    return case if case.name else Case(case.model, case.args, case.kwargs, tail)
+
+
+def _graph(path: Path) -> Program:
+    """The program of a published graph file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); {_FORMS}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON ({error}); {_FORMS}") from error
+    if isinstance(data, dict) and str(data.get("schema", "")).startswith("ebbflow-plan"):
+        raise UsageError(f"{path} is a plan already; read it with ebbflow.Plan.load, or name a graph file")
+    name = data.get("graph", {}).get("name") if isinstance(data, dict) and isinstance(data.get("graph"), dict) else None
+    return Program.from_graph(data, name=str(name or path.stem))
+
+
+def _function(path: Path, name: str) -> Callable[..., object]:
+    """The function ``name`` of the file, which is run as a module to find it."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}; {_FORMS}")
+    module = _module(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise UsageError(f"{path} has no function {name!r}; it has: {', '.join(sorted(own)) or 'none'}")
+    return function
+
+
+def _module(path: Path) -> ModuleType:
+    """The file as a module; its neighbours can be imported, as when Python runs it. Its errors are its own."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = path.stem if path.stem not in sys.modules else f"_ebbflow_case_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and torch.compile look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments(function: Callable[..., object], size: int | None, text: str) -> tuple[int, ...]:
+    """The arguments for ``function``: the size, or none where it has a default."""
+    signature = inspect.signature(function)
+    arguments = () if size is None else (size,)
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        hint = "give it with --size N" if size is None else "it has to take one int, or leave --size out"
+        raise UsageError(f"{text}{signature} cannot be called with {arguments}: {error}; {hint}") from error
+    return arguments

@@ -1,0 +1,46 @@
+"""``ebbflow demo``: a language model trained under half of its peak, bit for bit as in eager, with the proof."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbflow.cli.output import check_writable, save_plan, write_json
+from ebbflow.cli.training import DemoConfig, run_demo
+from ebbflow.report.demo_text import write_demo
+from ebbflow.report.progress import ProgressDisplay
+
+__all__ = ["demo"]
+
+_SIZE = typer.Option(min=1, hidden=True)
+
+
+def demo(
+    steps: Annotated[int, typer.Option(help="optimizer steps")] = 20,
+    budget: Annotated[str, typer.Option(help="of the planned copy: 300MiB, or 50% of the unplanned peak")] = "50%",
+    out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    layers: Annotated[int, _SIZE] = 6,
+    width: Annotated[int, _SIZE] = 256,
+    length: Annotated[int, _SIZE] = 256,
+    batch: Annotated[int, _SIZE] = 8,
+) -> None:
+    """Train a GPT on the Python standard library's sources: eager, unplanned and within a budget, side by side.
+
+    Exit code 0 says that losses, parameters and random state are bit-equal to eager's and that the measured peak is
+    within the budget; 1 says that something of this is not so.
+    """
+    check_writable(out)
+    config = DemoConfig(steps=steps, budget=budget, layers=layers, width=width, length=length, batch=batch)
+    with ProgressDisplay(sys.stderr) as display:
+        record, plan = run_demo(config, display.stage)
+    save_plan(plan, out)
+    if as_json:
+        write_json(record.to_json())
+    else:
+        write_demo(record, sys.stdout)
+    if not record.kept:
+        raise typer.Exit(1)

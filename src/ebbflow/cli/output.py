@@ -1,0 +1,51 @@
+"""What commands write besides text: one JSON object last on standard output, and plan files."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ebbflow.errors import UsageError
+from ebbflow.plan import Plan
+
+__all__ = ["check_writable", "save_plan", "write_json"]
+
+
+def write_json(data: Mapping[str, object]) -> None:
+    """Print ``data`` as one line of JSON."""
+    print(json.dumps(data), file=sys.stdout, flush=True)
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse an output file that cannot be written, before any work is done.
+
+    Raises:
+        UsageError: if ``path`` is a folder, or its folder does not exist or is read-only.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"--out {path} is a folder; name a file in it")
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"--out {path}: there is no folder {folder}; make it first")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--out {path}: the folder {folder} cannot be written to; name another")
+
+
+def save_plan(plan: Plan, path: Path | None) -> None:
+    """Write ``plan`` to ``path``, if one is given, and say so on standard error.
+
+    Raises:
+        UsageError: if the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise UsageError(f"--out {path} cannot be written ({error.strerror}); name another file") from error
+    print(f"plan written to {path}", file=sys.stderr)

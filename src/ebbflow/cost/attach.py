@@ -1,0 +1,53 @@
+"""Costs for a captured program: measured on the device at hand, or by roofline for a catalogue machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbflow.cost.cache import CostCache, device_context
+from ebbflow.cost.call import Call
+from ebbflow.cost.profile import Cost, profile_calls
+from ebbflow.cost.roofline import roofline_seconds
+from ebbflow.errors import CaptureError
+from ebbflow.machine import Machine
+from ebbflow.measure.cpu_allocations import profiler_active
+from ebbflow.program import Program
+
+__all__ = ["with_measured_costs", "with_roofline_costs"]
+
+_KNOWN: dict[str, dict[str, Cost]] = {}  # per cache file, what this process has read or measured
+
+
+def with_measured_costs(program: Program, calls: Sequence[Call], device: str) -> Program:
+    """``program`` with seconds and workspaces measured on this device; measured once and cached on disk.
+
+    Args:
+        program: captured.
+        calls: one per op.
+        device: ``"cpu"`` or ``"cuda"``, where the step will run.
+
+    Raises:
+        CaptureError: if something has to be measured while a profiler is active.
+    """
+    cache = CostCache(device_context(device))
+    key = str(cache.path)
+    if key not in _KNOWN:
+        _KNOWN[key] = cache.load()
+    known = _KNOWN[key]
+    missing = [call for call in calls if call.signature not in known]
+    if missing:
+        if device == "cpu" and profiler_active():
+            raise CaptureError(
+                "the step's ops have to be measured once, which a running profiler (or ebbflow.measure) does not "
+                "allow; run the first step outside of it"
+            )
+        measured = profile_calls(missing, device)
+        known.update(measured)
+        cache.add(measured)
+    costs = [known[call.signature] for call in calls]
+    return program.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
+
+
+def with_roofline_costs(program: Program, calls: Sequence[Call], machine: Machine) -> Program:
+    """``program`` with seconds by roofline on ``machine``; workspaces are not known and taken as zero."""
+    return program.with_costs([roofline_seconds(call, machine) for call in calls], [0] * len(calls))

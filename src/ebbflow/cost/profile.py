@@ -1,0 +1,136 @@
+"""Seconds and workspace of each distinct op, measured by running it alone on this device.
+
+Every distinct call (``Call.signature``) runs on synthetic inputs of the same shapes, strides and dtypes: floats
+are uniform, integers zero, booleans true; no data dependence of bytes has been seen. Only one op's tensors
+exist at a time, so profiling stays under any budget that the step itself can meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ebbflow.cost.call import Call, TensorSpec
+from ebbflow.measure.cpu_allocations import AllocationRecorder
+from ebbflow.measure.peak import peak_above
+
+__all__ = ["Cost", "profile_calls"]
+
+# Timing takes the least of at least _LEAST_RUNS runs, more of them for short ops until _WANTED_SECONDS are spent:
+# the least is what the op takes undisturbed, and machines are shared.
+_LEAST_RUNS = 3
+_MOST_RUNS = 30
+_WANTED_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call costs on one device.
+
+    Attributes:
+        seconds: one run, undisturbed.
+        workspace_bytes: the peak while it runs beyond its outputs.
+    """
+
+    seconds: float
+    workspace_bytes: int
+
+
+def _synthetic(spec: TensorSpec) -> torch.Tensor:
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        base = torch.rand(spec.extent, dtype=torch.float32, device=spec.device).to(spec.dtype)
+    elif spec.dtype is torch.bool:
+        base = torch.ones(spec.extent, dtype=spec.dtype, device=spec.device)
+    else:
+        base = torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
+    return base.as_strided(spec.shape, spec.stride)
+
+
+def _arguments(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
+    def make(value: object) -> object:
+        return _synthetic(value) if isinstance(value, TensorSpec) else value
+
+    args, kwargs = pytree.tree_map(make, (call.args, call.kwargs), is_leaf=lambda v: isinstance(v, TensorSpec))
+    return args, kwargs
+
+
+def _output_bytes(result: object, granularity_bytes: int) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in pytree.tree_leaves(result) if _is_tensor(t)}
+    return sum(-(-s.nbytes() // granularity_bytes) * granularity_bytes for s in storages.values())
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _profile_on_cpu(call: Call) -> Cost:
+    args, kwargs = _arguments(call)
+    call.target(*args, **kwargs)  # first use of a kernel sets up caches that later runs do not pay for
+    recorder = AllocationRecorder()
+    recorder.start()
+    result = call.target(*args, **kwargs)
+    events = recorder.stop()
+    workspace = peak_above(events) - _output_bytes(result, 1)
+    del result
+    return Cost(_least_seconds(lambda: call.target(*args, **kwargs)), max(workspace, 0))
+
+
+def _least_seconds(run: Callable[[], object]) -> float:
+    best = float("inf")
+    begin = time.perf_counter()
+    for count in range(_MOST_RUNS):
+        start = time.perf_counter()
+        run()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if count + 1 >= _LEAST_RUNS and now - begin > _WANTED_SECONDS:
+            break
+    return best
+
+
+def _profile_on_cuda(call: Call) -> Cost:
+    args, kwargs = _arguments(call)
+    result = call.target(*args, **kwargs)
+    del result
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call.target(*args, **kwargs)
+    torch.cuda.synchronize()
+    workspace = torch.cuda.max_memory_allocated() - before - _output_bytes(result, 512)
+    del result
+    best = float("inf")
+    for _ in range(_LEAST_RUNS + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call.target(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3)
+    return Cost(best, max(workspace, 0))
+
+
+def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
+    """The cost of each distinct call by signature. The generators are left as they were.
+
+    Args:
+        calls: any number, each signature is run once.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        RuntimeError: on CPU, if a profiler is active already.
+    """
+    costs: dict[str, Cost] = {}
+    measure_one = _profile_on_cuda if device == "cuda" else _profile_on_cpu
+    # Capture traces under a fake-tensor mode, which would otherwise answer in place of the kernels.
+    with _disable_current_modes(), torch.random.fork_rng(), torch.no_grad():
+        for call in calls:
+            if call.signature not in costs:
+                costs[call.signature] = measure_one(call)
+    return costs

@@ -1,0 +1,180 @@
+"""A schedule becomes two FX graphs in schedule order; FX's generated Python is the executor.
+
+A repeated op is a new node; a free is the last use (the generated code writes ``x = None`` after it); what the
+backward reads before it makes it again crosses the boundary as a saved tensor. Contracts of the two graphs
+(AOTAutograd's ``partition_fn``): the forward has all primals as placeholders in order and returns the joint
+forward outputs, then the saved values; the backward takes the saved values in the same order, then the
+tangents, and returns one value per primal. A placeholder's name must equal its target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from ebbflow.capture.joint import Joint
+from ebbflow.lower.emit import Emitter
+from ebbflow.runtime.random_state import read_state, replay
+from ebbflow.schedule import Boundary, Compute, Free, Schedule, kept_outputs
+
+__all__ = ["STATE_OF", "Lowered", "lower"]
+
+STATE_OF = "ebbflow_state_of"
+"""Key in a lowered node's meta: the random op whose generator state the node holds."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The two graphs of a schedule.
+
+    Attributes:
+        forward: placeholders are the primals; returns the forward outputs, then what is saved.
+        backward: placeholders are what is saved, then the tangents; returns one value per primal.
+        saved_count: how many values cross the boundary.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    saved_count: int
+
+
+@dataclass
+class _Lowering:
+    joint: Joint
+    schedule: Schedule
+    runs: list[int] = field(default_factory=list[int])
+    states: dict[int, fx.Node] = field(default_factory=dict[int, "fx.Node"])
+    saved_states: dict[int, fx.Node] = field(default_factory=dict[int, "fx.Node"])
+    saved: list[tuple[fx.Node, fx.Node]] = field(default_factory=list["tuple[fx.Node, fx.Node]"])
+
+    def __post_init__(self) -> None:
+        self.total_runs = [0] * len(self.joint.program.ops)
+        for op in self.schedule.computes:
+            if op is not None:
+                self.total_runs[op] += 1
+        self.runs = [0] * len(self.joint.program.ops)
+        self.forward = Emitter(self.joint, self._never)
+        self.backward = Emitter(self.joint, self._save)
+        self.current = self.forward
+        self.inputs_end: fx.Node | None = None
+
+    def _never(self, node: fx.Node) -> fx.Node:
+        raise AssertionError(f"the forward reads {node}, which it has not made")
+
+    def _save(self, node: fx.Node) -> fx.Node:
+        """The backward needs ``node`` from the forward: save it there, take it here."""
+        held = self.forward.value(node)
+        placeholder = self._saved_placeholder(held)
+        self.backward.bind(node, placeholder)
+        return placeholder
+
+    def _saved_placeholder(self, held: fx.Node) -> fx.Node:
+        graph = self.backward.graph
+        with graph.inserting_before(self.inputs_end):
+            placeholder = graph.placeholder(f"ebbflow_saved_{len(self.saved)}")
+        assert placeholder.name == placeholder.target
+        self.saved.append((held, placeholder))
+        return placeholder
+
+    def start(self) -> None:
+        for index, node in enumerate(self.joint.primals):
+            placeholder = self.forward.graph.placeholder(f"ebbflow_input_{index}")
+            self.forward.bind(node, placeholder)
+
+    def boundary(self) -> None:
+        self.current = self.backward
+        for index, node in enumerate(self.joint.tangents):
+            placeholder = self.backward.graph.placeholder(f"ebbflow_tangent_{index}")
+            self.backward.bind(node, placeholder)
+            self.inputs_end = self.inputs_end or placeholder
+        if self.inputs_end is None:
+            # No tangents: saved placeholders still have to precede everything else.
+            self.inputs_end = self.backward.graph.call_function(len, ((),))
+
+    def compute(self, index: int, kept: tuple[int, ...]) -> None:
+        op = self.joint.program.ops[index]
+        first = self.runs[index] == 0
+        self.runs[index] += 1
+        if not op.random or self.total_runs[index] == 1:
+            self.current.run(index, kept)
+            return
+        device = self._device_of(index)
+        if first:
+            state = self.current.graph.call_function(read_state, (device,))
+            state.meta[STATE_OF] = index
+            state.meta["val"] = None
+            self.states[index] = state
+            self.current.run(index, kept)
+        else:
+            self.current.run(index, kept, lambda node: self._replay(index, device, node))
+
+    def _replay(self, index: int, device: str, node: fx.Node) -> fx.Node:
+        args, kwargs = self.current.mapped(node)
+        call = (device, self._state(index), node.target, args, kwargs)
+        return self.current.graph.call_function(replay, call)  # type: ignore[arg-type]
+
+    def _state(self, index: int) -> fx.Node:
+        held = self.states[index]
+        if held.graph is self.current.graph:
+            return held
+        if index not in self.saved_states:
+            placeholder = self._saved_placeholder(held)
+            placeholder.meta[STATE_OF] = index
+            placeholder.meta["val"] = None
+            self.saved_states[index] = placeholder
+        return self.saved_states[index]
+
+    def _device_of(self, index: int) -> str:
+        value = self.joint.op_nodes[index].meta["val"]
+        tensors = value if isinstance(value, list | tuple) else (value,)
+        return next(t.device.type for t in tensors if isinstance(t, torch.Tensor))
+
+    def finish(self) -> Lowered:
+        count = self.joint.forward_output_count
+        gradients = [self._result(self.backward, out) for out in self.joint.outputs[count:]]
+        results = [self._result(self.forward, out) for out in self.joint.outputs[:count]]
+        self.backward.graph.output(tuple(gradients))
+        self.forward.graph.output((*results, *(held for held, _ in self.saved)))
+        return Lowered(_module(self.forward.graph), _module(self.backward.graph), len(self.saved))
+
+    def _result(self, emitter: Emitter, out: Argument) -> Argument:
+        return emitter.value(out) if isinstance(out, fx.Node) else out
+
+
+def _module(graph: fx.Graph) -> fx.GraphModule:
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and node.target is not read_state:
+            # Elements that nobody reads: erased, they die right after their op.
+            if node.meta.get("val") is None or _is_element(node):
+                graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _is_element(node: fx.Node) -> bool:
+    return (
+        bool(node.args) and isinstance(node.args[0], fx.Node) and isinstance(node.args[0].meta.get("val"), list | tuple)
+    )
+
+
+def lower(joint: Joint, schedule: Schedule) -> Lowered:
+    """The two graphs of ``schedule``, which must be legal for ``joint.program`` and move no buffer.
+
+    The result is checked by ``proof.prove``, not here.
+    """
+    lowering = _Lowering(joint, schedule)
+    lowering.start()
+    for action, kept in zip(schedule.actions, kept_outputs(joint.program, schedule), strict=True):
+        match action:
+            case Compute(op):
+                lowering.compute(op, kept)
+            case Free(buffer):
+                lowering.current.free(buffer)
+            case Boundary():
+                lowering.boundary()
+            case _:
+                raise AssertionError(f"{action!r}: buffers are not moved by this executor")
+    return lowering.finish()

@@ -1,0 +1,217 @@
+"""The static proof that two lowered graphs are the program: every node is congruent to one joint node.
+
+Every lowered node claims a joint node. The claims hold by induction over the graphs if
+1. the forward's placeholders are the primals, the backward's are the forward's saved values in order, then the
+   tangents;
+2. a call has the claimed node's target and constants, and each tensor argument claims the claimed node's
+   argument or the same view of the same buffer;
+3. a replay runs the claimed random op under a state that was read right before that op's first run, and first
+   runs of random ops are in captured order;
+4. a folded view has the claimed node's sizes, strides, offset and dtype on the same buffer, with only strided
+   views between;
+5. the outputs claim the joint outputs;
+6. no mutated input is read after its mutation: none is saved for the backward.
+
+Written from the graphs alone, so that a fault of the lowering cannot hide in it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ebbflow.capture.joint import Joint
+from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM
+from ebbflow.lower.lowering import STATE_OF, Lowered
+from ebbflow.runtime.random_state import read_state, replay
+
+__all__ = ["ProofError", "prove"]
+
+
+class ProofError(AssertionError):
+    """A lowered graph is not the program: a fault of ours, never of the user's."""
+
+
+def prove(joint: Joint, lowered: Lowered) -> int:
+    """Check clauses 1-6; returns the number of nodes proven.
+
+    Raises:
+        ProofError: naming the first node that is not congruent.
+    """
+    proof = _Proof(joint)
+    forward = list(lowered.forward.graph.nodes)
+    backward = list(lowered.backward.graph.nodes)
+    proof.placeholders([n for n in forward if n.op == "placeholder"], joint.primals)
+    proof.calls(forward)
+    results = _results(forward)
+    count = joint.forward_output_count
+    proof.outputs(results[:count], joint.outputs[:count])
+    inputs = [n for n in backward if n.op == "placeholder"]
+    proof.saved(results[count:], inputs[: lowered.saved_count])
+    proof.placeholders(inputs[lowered.saved_count :], joint.tangents)
+    proof.calls(backward)
+    proof.outputs(_results(backward), joint.outputs[count:])
+    return len(forward) + len(backward)
+
+
+def _results(nodes: Sequence[fx.Node]) -> Sequence[object]:
+    (output,) = [n for n in nodes if n.op == "output"]
+    (results,) = output.args
+    assert isinstance(results, list | tuple)
+    return results
+
+
+class _Proof:
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.claims: dict[fx.Node, fx.Node] = {}
+        self.states: dict[fx.Node, int] = {}
+        self.index_of = {node: i for i, node in enumerate(joint.op_nodes)}
+        self.last_random = -1
+        self.ran: set[int] = set()
+        self.pending: tuple[fx.Node, int] | None = None
+
+    def placeholders(self, nodes: Sequence[fx.Node], expected: Sequence[fx.Node]) -> None:
+        _require(len(nodes) == len(expected), f"{len(nodes)} placeholders stand for {len(expected)}")
+        for node, joint_node in zip(nodes, expected, strict=True):
+            _require(node.name == node.target, f"placeholder {node.name} is not named as its target")
+            _require(node.meta.get(CLAIM) is joint_node, f"placeholder {node} does not claim {joint_node}")
+            self.claims[node] = joint_node
+
+    def saved(self, values: Sequence[object], placeholders: Sequence[fx.Node]) -> None:
+        _require(len(values) == len(placeholders), "what is saved and what is taken differ in number")
+        for value, placeholder in zip(values, placeholders, strict=True):
+            assert isinstance(value, fx.Node)
+            _require(placeholder.name == placeholder.target, f"{placeholder.name} is not named as its target")
+            if value in self.states:
+                _require(placeholder.meta.get(STATE_OF) == self.states[value], f"{placeholder}: another state")
+                self.states[placeholder] = self.states[value]
+                continue
+            claim = self.claims[value]
+            _require(placeholder.meta.get(CLAIM) is claim, f"{placeholder} claims another value than it holds")
+            _require(claim not in self.joint.mutated, f"{claim} is mutated and saved for the backward")
+            self.claims[placeholder] = claim
+
+    def calls(self, nodes: Sequence[fx.Node]) -> None:
+        for node in nodes:
+            if node.op == "call_function":
+                self._call(node)
+            else:
+                _require(node.op in {"placeholder", "output"}, f"{node} is a {node.op}")
+
+    def _call(self, node: fx.Node) -> None:
+        if node.target is read_state:
+            self.pending = (node, node.meta[STATE_OF])
+            self.states[node] = node.meta[STATE_OF]
+            return
+        claim = node.meta.get(CLAIM)
+        _require(isinstance(claim, fx.Node), f"{node} claims nothing")
+        assert isinstance(claim, fx.Node)
+        if node.target is replay:
+            self._replay(node, claim)
+        elif node.target is claim.target:
+            self._same_arguments(node, claim, node.args, node.kwargs)
+            self._first_run(node, claim)
+        else:
+            self._folded(node, claim)
+        self.claims[node] = claim
+
+    def _first_run(self, node: fx.Node, claim: fx.Node) -> None:
+        index = self.index_of.get(claim)
+        if index is None:
+            return
+        pending, self.pending = self.pending, None
+        if pending is not None and pending[1] != index:
+            # Views of the op's arguments may stand between; any other op may not.
+            raise ProofError(f"the state of op {pending[1]} is read before op {index}")
+        if self.joint.program.ops[index].random:
+            _require(index not in self.ran, f"random op {index} runs again without a replay")
+            _require(index > self.last_random, f"random op {index} runs after op {self.last_random}")
+            self.last_random = index
+        self.ran.add(index)
+
+    def _replay(self, node: fx.Node, claim: fx.Node) -> None:
+        _device, state, target, args, kwargs = node.args
+        index = self.index_of[claim]
+        assert isinstance(state, fx.Node)
+        _require(target is claim.target, f"{node} replays {target}")
+        _require(self.states.get(state) == index, f"{node} replays under the state of another op")
+        _require(index in self.ran or state.op == "placeholder", f"{node} replays before the first run")
+        self._same_arguments(node, claim, args, kwargs)
+
+    def _same_arguments(self, node: fx.Node, claim: fx.Node, args: Any, kwargs: Any) -> None:
+        given, wanted = (args, kwargs), (claim.args, claim.kwargs)
+        if not self._congruent(given, wanted):
+            raise ProofError(f"{node} is called with {given}, {claim} with {wanted}")
+
+    def _congruent(self, given: Any, wanted: Any) -> bool:
+        if isinstance(wanted, fx.Node):
+            if not isinstance(given, fx.Node) or given not in self.claims:
+                return False
+            return self._same_value(self.claims[given], wanted)
+        if isinstance(wanted, list | tuple):
+            return (
+                isinstance(given, list | tuple)
+                and len(given) == len(wanted)
+                and all(self._congruent(g, w) for g, w in zip(given, wanted, strict=True))
+            )
+        if isinstance(wanted, dict):
+            return (
+                isinstance(given, dict)
+                and given.keys() == wanted.keys()
+                and all(self._congruent(given[k], wanted[k]) for k in wanted)
+            )
+        return type(given) is type(wanted) and (given == wanted or given is wanted or repr(given) == repr(wanted))
+
+    def _same_value(self, claim: fx.Node, wanted: fx.Node) -> bool:
+        """Whether the two joint nodes are one tensor: the same node, or the same strided view of one buffer."""
+        if claim is wanted:
+            return True
+        buffer = self.joint.buffer_of.get(wanted)
+        if buffer is None or self.joint.buffer_of.get(claim) != buffer:
+            return False
+        base = self.joint.base_nodes[buffer]
+        return base is not None and claim is base and self._strided(wanted, base) and _layout(claim) == _layout(wanted)
+
+    def _strided(self, node: fx.Node, base: fx.Node) -> bool:
+        while node is not base:
+            if node.target not in _STRIDED_VIEWS or not node.all_input_nodes:
+                return False
+            node = node.all_input_nodes[0]
+        return True
+
+    def _folded(self, node: fx.Node, claim: fx.Node) -> None:
+        _require(node.target is torch.ops.aten.as_strided.default, f"{node} calls {node.target} for {claim}")
+        source, sizes, strides, offset = node.args
+        assert isinstance(source, fx.Node)
+        buffer = self.joint.buffer_of.get(claim)
+        _require(buffer is not None, f"{node} folds a view of a forward input")
+        assert buffer is not None
+        base = self.joint.base_nodes[buffer]
+        assert base is not None
+        _require(self.claims.get(source) is base, f"{node} folds a view of another buffer than {claim}")
+        _require(self._strided(claim, base), f"{claim} is no strided view of {base}")
+        _require(base.meta["val"].storage_offset() == 0, f"{base} does not start its storage")
+        layout = (tuple(sizes), tuple(strides), offset, base.meta["val"].dtype)  # type: ignore[arg-type]
+        _require(layout == _layout(claim), f"{node} has {layout}, {claim} has {_layout(claim)}")
+
+    def outputs(self, given: Sequence[object], wanted: Sequence[object]) -> None:
+        _require(len(given) == len(wanted), f"{len(given)} outputs stand for {len(wanted)}")
+        for g, w in zip(given, wanted, strict=True):
+            _require(self._congruent(g, w), f"output {g} stands for {w}")
+
+
+def _layout(node: fx.Node) -> tuple[object, ...]:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return (node.target is operator.getitem, node)
+    return (tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ProofError(message)

@@ -1,0 +1,87 @@
+"""The CPU allocator's events, as PyTorch's own profiler reports them: the only true count of bytes on CPU.
+
+The profiler sees every block that torch's CPU allocator hands out or takes back on this thread while it runs;
+it costs time and no allocator bytes. A release counts only if its block was handed out in the same window: for
+older blocks the profiler reports nothing, or the size of whatever block lay at that address in an earlier
+window (its table of sizes outlives a window), so levels are relative to the window's start.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch.autograd import profiler
+
+__all__ = ["AllocationEvent", "AllocationRecorder", "profiler_active"]
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationEvent:
+    """One allocation (positive) or release (negative).
+
+    Attributes:
+        time_ns: when, on the profiler's clock.
+        bytes: what was taken, or given back if negative.
+    """
+
+    time_ns: int
+    bytes: int
+
+
+def profiler_active() -> bool:
+    """Whether somebody's profiler runs already; a second one must not be started."""
+    return profiler._is_profiler_enabled
+
+
+class AllocationRecorder:
+    """Records allocation events between :meth:`start` and :meth:`stop`.
+
+    A window has to start and stop on the same side of a backward: autograd runs a backward under a copy of the
+    thread's state and puts the old one back afterwards, with a profiler that was stopped inside still in it.
+
+    Args:
+        known: blocks handed out in an earlier window that are still in use, size by address.
+
+    Attributes:
+        live: after :meth:`stop`, the blocks that are still in use, those of ``known`` among them.
+    """
+
+    def __init__(self, known: dict[int, int] | None = None) -> None:
+        # Kineto writes a line to standard error at every start and stop below this level; it reads it once.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        self._profile = profiler.profile(use_cpu=True, profile_memory=True, use_kineto=True)
+        self.live: dict[int, int] = dict(known or {})
+
+    def start(self) -> None:
+        """Begin recording.
+
+        Raises:
+            RuntimeError: if a profiler is active already.
+        """
+        if profiler_active():
+            raise RuntimeError("a profiler is active; allocations cannot be recorded at the same time")
+        self._profile.__enter__()
+
+    def stop(self) -> list[AllocationEvent]:
+        """End recording; the events in order of time."""
+        self._profile.__exit__(None, None, None)
+        results = self._profile.kineto_results
+        assert results is not None
+        found: list[tuple[int, int, int]] = []
+        stack: list[Any] = list(results.experimental_event_tree())
+        while stack:
+            event = stack.pop()
+            if event.tag.name == "Allocation":
+                found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            stack.extend(event.children)
+        found.sort(key=lambda row: row[0])
+        events: list[AllocationEvent] = []
+        for time_ns, pointer, size in found:
+            if size > 0:
+                self.live[pointer] = size
+                events.append(AllocationEvent(time_ns, size))
+            elif pointer in self.live:
+                events.append(AllocationEvent(time_ns, -self.live.pop(pointer)))
+        return events

@@ -1,0 +1,50 @@
+"""What is resident at a step's start: the storages reachable from the roots that the user names.
+
+On CPU the allocator keeps no total, so the level is counted from roots: modules (parameters, buffers,
+gradients), optimizers (their state), tensors, and containers of these. On CUDA the allocator is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+__all__ = ["device_of", "resident_bytes", "tensors_in"]
+
+
+def tensors_in(root: object) -> Iterator[torch.Tensor]:
+    """Every tensor reachable from ``root``: a module, an optimizer, a tensor, or a container of these."""
+    if isinstance(root, torch.Tensor):
+        yield root
+        if root.is_leaf and root.grad is not None:
+            yield root.grad
+    elif isinstance(root, torch.nn.Module):
+        for parameter in root.parameters():
+            yield from tensors_in(parameter)
+        yield from root.buffers()
+    elif isinstance(root, torch.optim.Optimizer):
+        for state in root.state.values():
+            yield from tensors_in(state)
+        for group in root.param_groups:
+            yield from tensors_in(group["params"])
+    elif isinstance(root, Mapping):
+        for value in root.values():
+            yield from tensors_in(value)
+    elif isinstance(root, list | tuple | set | frozenset):
+        for value in root:
+            yield from tensors_in(value)
+
+
+def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
+    """Bytes of the distinct storages reachable from ``roots``, each rounded up to ``granularity_bytes``."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors_in(list(roots)):
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = -(-storage.nbytes() // granularity_bytes) * granularity_bytes
+    return sum(sizes.values())
+
+
+def device_of(roots: Iterable[object]) -> str:
+    """Device type of the first tensor reachable from ``roots``; ``"cpu"`` if there is none."""
+    return next((t.device.type for t in tensors_in(list(roots))), "cpu")

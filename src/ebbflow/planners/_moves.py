@@ -1,0 +1,402 @@
+"""Changes of the interval state that planners are made of, compiled: evict, cancel, repair, clean up, anneal.
+
+1. *Evict* an op's outputs over an idle gap around stage ``t``: rerun the op right before their next use, and
+   take each missing input by the first that fits: hold it longer, or rerun its producer too, to any depth. A
+   rerun that already stands later is pulled forward (taken away there) wherever its outputs can be held.
+2. *Cancel* a rerun: its outputs are held instead, and reruns that only served it go with it.
+3. *Repair*: while some stage is over the budget, take the highest, offer its idle gaps by added cost per byte
+   gained, and apply the best. Prices of offers are the last measured ones, so an offer is applied to be measured
+   and accepted when no other's price undercuts it: a lazy heap with a few live entries.
+4. *Anneal*: cancel a few reruns, repair with noise, clean up around them; keep by Metropolis' rule, else undo.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ebbflow.planners._jit import Ints, jit
+from ebbflow.planners._layout import (
+    B_BYTES,
+    B_PINNED,
+    B_PRODUCER,
+    H_BEST_COST,
+    H_COST,
+    H_HIGH,
+    H_JOURNAL,
+    H_NODES,
+    H_OFFERS_AT,
+    H_OPS,
+    H_PENDING_AT,
+    H_RANDOM,
+    H_RERUNS,
+    H_ROOM,
+    H_STACK_AT,
+    H_TOP,
+    N_COLUMNS,
+    N_IN_STAGE,
+    N_OP,
+    N_STAGE,
+    OFFERS,
+    OP_COST,
+    OP_ESTIMATE,
+    OP_FORBID,
+    OP_IN,
+    OP_IN_END,
+    OP_LIMIT,
+    OP_OUT,
+    OP_OUT_END,
+    OP_REACH,
+    S_HEAD,
+    at,
+)
+from ebbflow.planners._runs import add_run, end_of, remove_run, runs_around, save_best, undo, uses_around
+from ebbflow.planners._segment_tree import argmax, max_range, value
+
+__all__ = ["DONE", "FAILED", "UNFINISHED", "anneal", "clean_up", "repair"]
+
+UNFINISHED, DONE, FAILED = 0, 1, 2  # answers of repair
+RUIN = 8  # reruns cancelled by one move at most
+CLEAN = 6  # cancellations tried after each move
+FORBIDDEN = 1e3  # price factor of an eviction that the same move has just cancelled
+PRICE = float(1 << 20)  # prices are kept as integers in units of 1 / PRICE cost per byte
+
+
+@jit
+def draw(m: Ints) -> float:
+    """A number in [0, 1): xorshift64 (Marsaglia 2003), so that plans are reproducible everywhere."""
+    x = m[H_RANDOM]
+    x ^= x << 13
+    x ^= (x >> 7) & 0x01FFFFFFFFFFFFFF
+    x ^= x << 17
+    m[H_RANDOM] = x
+    return ((x >> 11) & 0x1FFFFFFFFFFFFF) / 9007199254740992.0
+
+
+@jit
+def useless(m: Ints, o: int, p: int, q: int) -> bool:
+    """Whether no output of ``o`` made at ``p`` is read before it is made again at ``q``."""
+    for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+        b = m[i]
+        if m[b + B_PINNED] == 0:
+            last, _ = uses_around(m, b, q - 1)
+            if last >= p:
+                return False
+    return True
+
+
+@jit
+def cancel(m: Ints, o: int, t: int) -> bool:
+    """Take away a rerun and the reruns that only served it (clause 2); false if the journal is full."""
+    pending = m[H_PENDING_AT]
+    m[pending], m[pending + 1] = o, t
+    count = 1
+    while count > 0:
+        count -= 1
+        o, t = m[pending + 2 * count], m[pending + 2 * count + 1]
+        before, _ = runs_around(m, o, t)
+        if before != t:
+            continue
+        if not remove_run(m, o, t):
+            return False
+        for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+            b = m[i]
+            if m[b + B_PINNED] == 0:
+                producer = m[b + B_PRODUCER]
+                p, q = runs_around(m, producer, t)
+                if p > producer and useless(m, producer, p, q) and count < m[H_ROOM]:
+                    m[pending + 2 * count], m[pending + 2 * count + 1] = producer, p
+                    count += 1
+    return True
+
+
+@jit
+def make(m: Ints, o: int, t: int, budget: int, small: int, cost_limit: int) -> bool:
+    """Rerun ``o`` at ``t`` with all it needs (clause 1); false if that is impossible or beyond ``cost_limit``.
+
+    Inputs of up to ``small`` bytes may be held through stages that are over the budget.
+    """
+    stack = m[H_STACK_AT]
+    m[stack] = o
+    count = 1
+    while count > 0:
+        count -= 1
+        o = m[stack + count]
+        before, _ = runs_around(m, o, t)
+        if before == t:
+            continue
+        for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+            b = m[i]
+            if m[b + B_PINNED] == 1:
+                continue
+            producer = m[b + B_PRODUCER]
+            p, q = runs_around(m, producer, t)
+            end = end_of(m, b, p, q)
+            size = m[b + B_BYTES]
+            if end >= t or size <= small:
+                continue
+            if max_range(m, max(end, p + 1), t - 1) + size > budget:
+                if t > m[at(producer) + OP_LIMIT] or count + 1 >= m[H_ROOM]:
+                    return False
+                m[stack + count] = producer
+                count += 1
+        if not add_run(m, o, t) or m[H_COST] > cost_limit:
+            return False
+        _, q = runs_around(m, o, t)
+        if q < m[H_OPS]:  # pull the later rerun forward
+            mark = m[H_JOURNAL]
+            held = max(budget, max_range(m, t, q))
+            if not cancel(m, o, q) or max_range(m, t, q) > held:
+                undo(m, mark)
+    return True
+
+
+@jit
+def offer(m: Ints, count: int, o: int, u: int, price: float) -> int:
+    """Insert an offer to rerun ``o`` at ``u`` into the sorted list of at most ``OFFERS``; the new length.
+
+    An offer is three words: price in units of ``1 / PRICE`` cost per byte, op, stage.
+    """
+    offers, worth = m[H_OFFERS_AT], int(min(price * PRICE, 4e18))
+    if count == OFFERS and worth >= m[offers + 3 * (count - 1)]:
+        return count
+    k = offers + 3 * min(count, OFFERS - 1)
+    while k > offers and m[k - 3] > worth:
+        m[k], m[k + 1], m[k + 2] = m[k - 3], m[k - 2], m[k - 1]
+        k -= 3
+    m[k], m[k + 1], m[k + 2] = worth, o, u
+    return min(count + 1, OFFERS)
+
+
+@jit
+def collect(m: Ints, t: int, excess: int, noise: float, trust: float, stamp: int) -> int:
+    """Fill the list of offers with the gaps around stage ``t``, cheapest per byte first; their number."""
+    count = 0
+    for o in range(t):
+        if m[at(o) + OP_REACH] < t or m[at(o) + OP_LIMIT] <= o:
+            continue
+        p, q = runs_around(m, o, t)
+        idle, idle_use, partly, partly_use, ending = 0, q, 0, q, 0
+        for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+            b = m[i]
+            if m[b + B_PINNED] == 1:
+                continue
+            last, use = uses_around(m, b, t)
+            if use < q:
+                if p < t and last < t:
+                    idle += m[b + B_BYTES]
+                    idle_use = min(idle_use, use)
+                else:
+                    partly += m[b + B_BYTES]
+                    partly_use = min(partly_use, use)
+            elif p < t and last == t:
+                ending += m[b + B_BYTES]
+        known = m[at(o) + OP_COST] + trust * (m[at(o) + OP_ESTIMATE] - m[at(o) + OP_COST])
+        known *= 1.0 - noise + 2.0 * noise * draw(m) if noise > 0.0 else 1.0
+        if m[at(o) + OP_FORBID] == stamp:
+            known *= FORBIDDEN
+        if idle > 0 and idle_use <= m[at(o) + OP_LIMIT]:
+            count = offer(m, count, o, idle_use, known / min(idle, excess))
+        if partly > 0 and partly_use <= m[at(o) + OP_LIMIT]:
+            count = offer(m, count, o, partly_use, 3.0 * known / min(partly, excess))
+        if ending > 0 and m[at(t) + S_HEAD] != at(t) and t <= m[at(o) + OP_LIMIT]:
+            count = offer(m, count, o, t, 6.0 * known / min(ending, excess))
+    return count
+
+
+@jit
+def evict(m: Ints, o: int, u: int, t: int, budget: int, share: float, cost_limit: int) -> float:
+    """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it)."""
+    at_t, at_u, cost = value(m, t), value(m, u), m[H_COST]
+    small = 0
+    if share > 0.0:
+        for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+            small += m[m[i] + B_BYTES]
+        small = int(small * share)
+    if not make(m, o, u, budget, small, cost_limit):
+        return -1.0
+    gain = min(at_t - value(m, t), at_t - budget)
+    if u != t:
+        gain -= max(0, value(m, u) - max(budget, at_u))
+    added = m[H_COST] - cost
+    m[at(o) + OP_ESTIMATE] = max(added, 0)
+    if gain <= 0:
+        return -1.0
+    return max(added, 1) / gain
+
+
+@jit
+def lighten(m: Ints, t: int, budget: int) -> bool:
+    """Cancel one rerun of stage ``t`` if that alone lowers it; whether one was found."""
+    at_t = value(m, t)
+    v = m[at(t) + S_HEAD]
+    tries = 0
+    while m[v + N_OP] != t and tries < 16:
+        o = m[v + N_OP]
+        mark = m[H_JOURNAL]
+        worst = m[m[H_TOP] + 1]
+        if cancel(m, o, t) and value(m, t) < at_t and m[m[H_TOP] + 1] <= worst:
+            return True
+        undo(m, mark)
+        v = m[v + N_IN_STAGE]
+        tries += 1
+    return False
+
+
+@jit
+def lower(m: Ints, t: int, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int) -> bool:
+    """Bring stage ``t`` down by one eviction (clause 3); false if no offer gains anything."""
+    count = collect(m, t, value(m, t) - budget, noise, trust, stamp)
+    offers = m[H_OFFERS_AT]
+    best, best_price = -1, 0.0
+    for k in range(offers, offers + 3 * count, 3):
+        if best >= 0 and best_price * PRICE <= m[k]:
+            break
+        mark = m[H_JOURNAL]
+        price = evict(m, m[k + 1], m[k + 2], t, budget, share, cost_limit)
+        better = price >= 0.0 and (best < 0 or price < best_price)
+        if better and (k + 3 == offers + 3 * count or price * PRICE <= m[k + 3]):
+            return True
+        undo(m, mark)
+        if better:
+            best, best_price = k, price
+    if best >= 0:
+        evict(m, m[best + 1], m[best + 2], t, budget, share, cost_limit)
+        return True
+    return lighten(m, t, budget)
+
+
+@jit
+def repair(
+    m: Ints, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int, steps: int, keep: bool
+) -> int:
+    """Evict until every stage fits (clause 3), at most ``steps`` times; ``keep`` makes each step final."""
+    for _ in range(steps):
+        if m[m[H_TOP] + 1] <= budget:
+            return DONE
+        if m[H_COST] > cost_limit:
+            return FAILED
+        if keep:
+            m[H_JOURNAL] = 0
+        t = argmax(m)
+        if t >= m[H_OPS] or not lower(m, t, budget, noise, trust, share, cost_limit, stamp):
+            return FAILED
+    return DONE if m[m[H_TOP] + 1] <= budget else UNFINISHED
+
+
+@jit
+def try_cancel(m: Ints, v: int, budget: int) -> bool:
+    """Cancel the rerun in row ``v`` if everything still fits and nothing costs more; whether it was done."""
+    mark = m[H_JOURNAL]
+    if cancel(m, m[v + N_OP], m[v + N_STAGE]) and m[m[H_TOP] + 1] <= budget:
+        return True
+    undo(m, mark)
+    return False
+
+
+@jit
+def clean_up(m: Ints, budget: int) -> int:
+    """Try to cancel every rerun once; how many were cancelled. Final: the journal is emptied."""
+    done = 0
+    for v in range(m[H_HIGH] - N_COLUMNS, m[H_NODES] - 1, -N_COLUMNS):
+        if m[v + N_OP] >= 0:
+            m[H_JOURNAL] = 0
+            done += try_cancel(m, v, budget)
+    m[H_JOURNAL] = 0
+    return done
+
+
+@jit
+def pick(m: Ints) -> int:
+    """The row of a random rerun; -1 if there is none."""
+    rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
+    if m[H_RERUNS] == 0:
+        return -1
+    for _ in range(64):
+        v = m[H_NODES] + int(draw(m) * rows) * N_COLUMNS
+        if m[v + N_OP] >= 0:
+            return v
+    return -1
+
+
+@jit
+def near(m: Ints, o: int, t: int, window: int) -> int:
+    """The row of a random rerun whose op or stage lies near; -1 if none was hit."""
+    for _ in range(24):
+        v = pick(m)
+        if v >= 0 and (abs(m[v + N_OP] - o) <= window or abs(m[v + N_STAGE] - t) <= window // 4):
+            return v
+    return -1
+
+
+@jit
+def ruin(m: Ints, stamp: int) -> bool:
+    """Cancel a few random reruns, or those of one neighbourhood; false if there are none."""
+    v = pick(m)
+    if v < 0:
+        return False
+    o, t = m[v + N_OP], m[v + N_STAGE]
+    kind = draw(m)
+    count = 1 + int(draw(m) * draw(m) * RUIN)
+    window = 4 + int(draw(m) * 60)
+    for _ in range(count):
+        each = m[v + N_OP]
+        if draw(m) < 0.8:
+            m[at(each) + OP_FORBID] = stamp
+        if not cancel(m, each, m[v + N_STAGE]):
+            return False
+        v = pick(m) if kind < 0.3 else near(m, o, t, window)
+        if v < 0:
+            break
+    return True
+
+
+@jit
+def insert(m: Ints, budget: int) -> bool:
+    """Rerun a random op before a later use of its outputs; false if that is impossible or does not fit."""
+    n = m[H_OPS]
+    o = int(draw(m) * n)
+    t = o + int(draw(m) * (n - o))
+    p, q = runs_around(m, o, t)
+    use = q
+    for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+        b = m[i]
+        if m[b + B_PINNED] == 0:
+            _, after = uses_around(m, b, t)
+            use = min(use, after)
+    if use >= q or use > m[at(o) + OP_LIMIT]:
+        return False
+    return make(m, o, use, budget, 0, m[H_COST] + 8 * m[at(o) + OP_COST]) and m[m[H_TOP] + 1] <= budget
+
+
+@jit
+def anneal(m: Ints, budget: int, first: int, last: int, total: int, hot: float) -> None:
+    """Moves ``first..last-1`` of ``total`` (clause 4); the best is kept in the place of the best.
+
+    ``hot`` is the temperature at the start, in cost; it falls linearly to nothing.
+    """
+    for move in range(first, last):
+        m[H_JOURNAL] = 0
+        cost = m[H_COST]
+        heat = hot * (1.0 - move / total)
+        limit = cost + int(-heat * math.log(1.0 - draw(m)))
+        stamp = move + 1
+        if draw(m) < 0.15:
+            fine = insert(m, budget)
+        else:
+            fine = ruin(m, stamp)
+            share = 0.6 if draw(m) < 0.3 else 0.0
+            noise = 0.9 * draw(m)
+            if fine:
+                slack = limit + (limit - m[H_COST]) // 2
+                fine = repair(m, budget, noise, draw(m), share, slack, stamp, 60, False) == DONE
+        if fine:
+            for _ in range(CLEAN):
+                v = pick(m)
+                if v >= 0:
+                    try_cancel(m, v, budget)
+        if fine and m[H_COST] <= limit:
+            if m[H_COST] < m[H_BEST_COST]:
+                save_best(m)
+        else:
+            undo(m, 0)
+    m[H_JOURNAL] = 0

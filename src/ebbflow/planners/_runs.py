@@ -1,0 +1,379 @@
+"""The interval state, compiled: a set of runs, and the bytes of every stage as an exact function of it.
+
+Definitions:
+1. *Stage* ``t`` (``0 <= t < n``) is the reruns placed before the first run of op ``t``, ascending by op, each op
+   at most once, and then that first run. Stage ``n`` is the end of the step: no run, only what is left.
+2. The state is a set of reruns ``(op, stage)`` with ``stage > op``. Any such set is legal as long as the op may
+   run there (``OP_LIMIT``): a read at stage ``t`` uses the last production at a stage ``<= t``.
+3. The *interval* of a production at ``p`` is ``[p, e]``: ``e`` is the last stage below the next production that
+   reads the buffer, or ``p``. A pinned buffer has one interval, from its first run to stage ``n`` included.
+4. Bytes of stage ``t`` = *through* (intervals with ``p < t < e``, by range additions) + *local* (a walk over the
+   runs of the stage: while an op runs live bytes, its workspace and all its outputs; after it what is kept).
+5. A random op that runs again keeps its generator state from its first run to its last and takes it once more
+   during each repeat; it is treated as one more interval.
+
+Because the bytes depend on the set alone, undoing a change is making the opposite change. The journal records
+runs and the locals that they overwrote, so that undoing walks no stage a second time.
+"""
+
+from __future__ import annotations
+
+from ebbflow.planners._jit import Ints, jit
+from ebbflow.planners._layout import (
+    B_BYTES,
+    B_COLUMNS,
+    B_ENDS,
+    B_PINNED,
+    B_PRODUCER,
+    B_READ,
+    B_READ_END,
+    B_STAMP,
+    B_STEP,
+    H_BEST_AT,
+    H_BEST_COST,
+    H_BEST_COUNT,
+    H_BUFFERS,
+    H_BUFFERS_END,
+    H_COST,
+    H_FREE,
+    H_HIGH,
+    H_JOURNAL,
+    H_JOURNAL_AT,
+    H_JOURNAL_ROWS,
+    H_NODES,
+    H_OPS,
+    H_RERUNS,
+    H_STAMP,
+    H_STEPS_AT,
+    H_TOUCHED,
+    H_TOUCHED_AT,
+    J_ADDED,
+    J_LOCAL,
+    J_REMOVED,
+    JOURNAL_RESERVE,
+    N_COLUMNS,
+    N_IN_STAGE,
+    N_OF_OP,
+    N_OP,
+    N_STAGE,
+    OP_COST,
+    OP_IN,
+    OP_IN_END,
+    OP_LIMIT,
+    OP_MADE,
+    OP_OUT,
+    OP_OUT_END,
+    OP_REACH,
+    OP_STATE,
+    OP_WORKSPACE,
+    S_DIRTY,
+    S_HEAD,
+    S_LOCAL,
+    at,
+)
+from ebbflow.planners._segment_tree import add_range
+
+__all__ = ["add_run", "load_runs", "rebuild_locals", "remove_run", "save_best", "undo"]
+
+
+@jit
+def runs_around(m: Ints, o: int, t: int) -> tuple[int, int]:
+    """The last run of op ``o`` at a stage ``<= t`` (-1: none) and the first after ``t`` (``n + 1``: none)."""
+    before = -1
+    v = at(o)
+    while v >= 0:
+        stage = m[v + N_STAGE]
+        if stage > t:
+            return before, stage
+        before = stage
+        v = m[v + N_OF_OP]
+    return before, m[H_OPS] + 1
+
+
+@jit
+def uses_around(m: Ints, b: int, t: int) -> tuple[int, int]:
+    """The last stage ``<= t`` that reads buffer ``b`` (-1: none) and the first after ``t`` (``n + 1``: none)."""
+    before, after = -1, m[H_OPS] + 1
+    for i in range(m[b + B_READ], m[b + B_READ_END]):
+        left, right = runs_around(m, m[i], t)
+        before = max(before, left)
+        after = min(after, right)
+    return before, after
+
+
+@jit
+def end_of(m: Ints, b: int, p: int, q: int) -> int:
+    """The end of the interval of ``b`` made at ``p`` when the next production is at ``q`` (definition 3)."""
+    last, _ = uses_around(m, b, q - 1)
+    return max(last, p)
+
+
+@jit
+def touch(m: Ints, t: int) -> None:
+    """Note that the local bytes of stage ``t`` are to be walked again."""
+    if m[at(t) + S_DIRTY] == 0:
+        m[at(t) + S_DIRTY] = 1
+        m[m[H_TOUCHED_AT] + m[H_TOUCHED]] = t
+        m[H_TOUCHED] += 1
+
+
+@jit
+def link(m: Ints, o: int, t: int) -> None:
+    """Put a rerun into both of its lists."""
+    v = m[H_FREE]
+    m[H_FREE] = m[v + N_IN_STAGE]
+    m[H_HIGH] = max(m[H_HIGH], v + N_COLUMNS)
+    m[v + N_OP] = o
+    m[v + N_STAGE] = t
+    w = at(o)
+    while m[w + N_OF_OP] >= 0 and m[m[w + N_OF_OP] + N_STAGE] < t:
+        w = m[w + N_OF_OP]
+    m[v + N_OF_OP] = m[w + N_OF_OP]
+    m[w + N_OF_OP] = v
+    w = m[at(t) + S_HEAD]
+    if m[w + N_OP] > o:
+        m[v + N_IN_STAGE] = w
+        m[at(t) + S_HEAD] = v
+    else:
+        while m[m[w + N_IN_STAGE] + N_OP] < o:
+            w = m[w + N_IN_STAGE]
+        m[v + N_IN_STAGE] = m[w + N_IN_STAGE]
+        m[w + N_IN_STAGE] = v
+
+
+@jit
+def unlink(m: Ints, o: int, t: int) -> None:
+    """Take a rerun out of both of its lists."""
+    w = at(o)
+    while m[m[w + N_OF_OP] + N_STAGE] != t:
+        w = m[w + N_OF_OP]
+    v = m[w + N_OF_OP]
+    m[w + N_OF_OP] = m[v + N_OF_OP]
+    w = m[at(t) + S_HEAD]
+    if w == v:
+        m[at(t) + S_HEAD] = m[v + N_IN_STAGE]
+    else:
+        while m[w + N_IN_STAGE] != v:
+            w = m[w + N_IN_STAGE]
+        m[w + N_IN_STAGE] = m[v + N_IN_STAGE]
+    m[v + N_OP] = -1
+    m[v + N_IN_STAGE] = m[H_FREE]
+    m[H_FREE] = v
+
+
+@jit
+def change(m: Ints, o: int, t: int, sign: int) -> None:
+    """Add (``sign`` 1) or take away (-1) the rerun of ``o`` at ``t``; through bytes follow, locals are touched."""
+    if sign < 0:
+        unlink(m, o, t)
+    touch(m, t)
+    before, after = runs_around(m, o, t)
+    for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+        b = m[i]
+        if m[b + B_PINNED] == 0:
+            end = end_of(m, b, before, after)
+            if end >= t:
+                last, _ = uses_around(m, b, t - 1)
+                last = max(last, before)
+                touch(m, last)
+                add_range(m, max(last, before + 1), min(t, end - 1), -sign * m[b + B_BYTES])
+    for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+        b = m[i]
+        if m[b + B_PINNED] == 0:
+            producer = m[b + B_PRODUCER]
+            made, following = runs_around(m, producer, t)
+            end = end_of(m, b, made, following)
+            if end < t:
+                touch(m, end)
+                add_range(m, max(end, made + 1), t - 1, sign * m[b + B_BYTES])
+            m[at(producer) + OP_REACH] = max(m[at(producer) + OP_REACH], t)
+    if m[at(o) + OP_STATE] > 0:
+        last = o
+        v = m[at(o) + N_OF_OP]
+        while v >= 0:
+            last = m[v + N_STAGE]
+            v = m[v + N_OF_OP]
+        if last < t:
+            touch(m, last)
+            add_range(m, max(last, o + 1), t - 1, sign * m[at(o) + OP_STATE])
+    if sign > 0:
+        link(m, o, t)
+    m[H_COST] += sign * m[at(o) + OP_COST]
+    m[H_RERUNS] += sign
+
+
+@jit
+def local_bytes(m: Ints, t: int) -> int:
+    """The most bytes at any run of stage ``t`` without those that pass through (definition 4)."""
+    if t >= m[H_OPS]:
+        return 0
+    m[H_STAMP] += 1
+    stamp, steps = m[H_STAMP], m[H_STEPS_AT]
+    live = 0
+    v = m[at(t) + S_HEAD]
+    step = 0
+    while True:  # which buffers end in this stage, and at which step
+        o = m[v + N_OP]
+        for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+            b = m[i]
+            if m[b + B_PINNED] == 1:
+                continue
+            if m[b + B_STAMP] != stamp:
+                m[b + B_STAMP] = stamp
+                made, following = runs_around(m, m[b + B_PRODUCER], t)
+                _, use = uses_around(m, b, t)
+                ends = use >= following
+                m[b + B_ENDS] = ends
+                if ends and made < t:
+                    live += m[b + B_BYTES]
+            m[b + B_STEP] = step
+        if m[at(o) + OP_STATE] > 0 and o < t and m[v + N_OF_OP] < 0:
+            live += m[at(o) + OP_STATE]
+        m[steps + step] = v
+        step += 1
+        if o == t:
+            break
+        v = m[v + N_IN_STAGE]
+    most = 0
+    for k in range(step):
+        v = m[steps + k]
+        o = m[v + N_OP]
+        during = live + m[at(o) + OP_WORKSPACE] + m[at(o) + OP_MADE]
+        if m[at(o) + OP_STATE] > 0 and (o < t or m[v + N_OF_OP] >= 0):
+            during += m[at(o) + OP_STATE]
+        most = max(most, during)
+        if k + 1 == step:
+            break
+        for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+            b = m[i]
+            if m[b + B_PINNED] == 1:
+                continue
+            if m[b + B_STAMP] == stamp:
+                live += m[b + B_BYTES]
+            else:
+                _, following = runs_around(m, o, t)
+                _, use = uses_around(m, b, t)
+                if use < following:
+                    live += m[b + B_BYTES]
+        for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+            b = m[i]
+            if m[b + B_PINNED] == 0 and m[b + B_STEP] == k and m[b + B_ENDS] == 1:
+                live -= m[b + B_BYTES]
+        if m[at(o) + OP_STATE] > 0 and m[v + N_OF_OP] < 0:
+            live -= m[at(o) + OP_STATE]
+    return most
+
+
+@jit
+def set_local(m: Ints, t: int, amount: int) -> None:
+    """Give stage ``t`` new local bytes."""
+    add_range(m, t, t, amount - m[at(t) + S_LOCAL])
+    m[at(t) + S_LOCAL] = amount
+
+
+@jit
+def settle(m: Ints) -> None:
+    """Walk the touched stages again, journaling what changes."""
+    for i in range(m[H_TOUCHED]):
+        t = m[m[H_TOUCHED_AT] + i]
+        m[at(t) + S_DIRTY] = 0
+        amount = local_bytes(m, t)
+        if amount != m[at(t) + S_LOCAL]:
+            write(m, J_LOCAL, t, m[at(t) + S_LOCAL])
+            set_local(m, t, amount)
+    m[H_TOUCHED] = 0
+
+
+@jit
+def write(m: Ints, kind: int, first: int, second: int) -> None:
+    """Append to the journal."""
+    k = m[H_JOURNAL_AT] + 3 * m[H_JOURNAL]
+    m[k] = kind
+    m[k + 1] = first
+    m[k + 2] = second
+    m[H_JOURNAL] += 1
+
+
+@jit
+def add_run(m: Ints, o: int, t: int) -> bool:
+    """Rerun op ``o`` at stage ``t``; false if it may not run there, runs there already or no room is left."""
+    if t <= o or t > m[at(o) + OP_LIMIT] or m[H_FREE] < 0:
+        return False
+    if m[H_JOURNAL] + JOURNAL_RESERVE > m[H_JOURNAL_ROWS]:
+        return False
+    before, _ = runs_around(m, o, t)
+    if before == t:
+        return False
+    change(m, o, t, 1)
+    write(m, J_ADDED, o, t)
+    settle(m)
+    return True
+
+
+@jit
+def remove_run(m: Ints, o: int, t: int) -> bool:
+    """Take the rerun of ``o`` at ``t`` away; false if the journal has no room left."""
+    if m[H_JOURNAL] + JOURNAL_RESERVE > m[H_JOURNAL_ROWS]:
+        return False
+    change(m, o, t, -1)
+    write(m, J_REMOVED, o, t)
+    settle(m)
+    return True
+
+
+@jit
+def undo(m: Ints, mark: int) -> None:
+    """Take back everything journaled since the journal had ``mark`` rows."""
+    k = m[H_JOURNAL]
+    while k > mark:
+        k -= 1
+        row = m[H_JOURNAL_AT] + 3 * k
+        kind, first, second = m[row], m[row + 1], m[row + 2]
+        if kind == J_LOCAL:
+            set_local(m, first, second)
+        else:
+            change(m, first, second, -1 if kind == J_ADDED else 1)
+    for i in range(m[H_TOUCHED]):
+        m[at(m[m[H_TOUCHED_AT] + i]) + S_DIRTY] = 0
+    m[H_TOUCHED] = 0
+    m[H_JOURNAL] = mark
+
+
+@jit
+def rebuild_locals(m: Ints) -> None:
+    """Walk every stage: after the static through bytes were laid down."""
+    for t in range(m[H_OPS] + 1):
+        set_local(m, t, local_bytes(m, t))
+
+
+@jit
+def save_best(m: Ints) -> None:
+    """Copy the reruns into the place of the best."""
+    count = 0
+    for v in range(m[H_NODES], m[H_HIGH], N_COLUMNS):
+        if m[v + N_OP] >= 0:
+            m[m[H_BEST_AT] + 2 * count] = m[v + N_OP]
+            m[m[H_BEST_AT] + 2 * count + 1] = m[v + N_STAGE]
+            count += 1
+    m[H_BEST_COUNT] = count
+    m[H_BEST_COST] = m[H_COST]
+
+
+@jit
+def load_runs(m: Ints, pairs: Ints, count: int) -> None:
+    """Replace all reruns by the first ``count`` rows of ``pairs``; the journal is emptied."""
+    for v in range(m[H_NODES], m[H_HIGH], N_COLUMNS):
+        if m[v + N_OP] >= 0:
+            m[H_JOURNAL] = 0
+            remove_run(m, m[v + N_OP], m[v + N_STAGE])
+    for o in range(m[H_OPS]):
+        m[at(o) + OP_REACH] = 0
+    for b in range(m[H_BUFFERS], m[H_BUFFERS_END], B_COLUMNS):
+        for i in range(m[b + B_READ], m[b + B_READ_END]):
+            if m[b + B_PINNED] == 0:
+                o = m[b + B_PRODUCER]
+                m[at(o) + OP_REACH] = max(m[at(o) + OP_REACH], m[i])
+    for i in range(count):
+        m[H_JOURNAL] = 0
+        add_run(m, pairs[i, 0], pairs[i, 1])
+    m[H_JOURNAL] = 0

@@ -1,0 +1,283 @@
+"""The cut relaxation: a proven lower bound on the overhead at a budget, and a start point, from a few stages.
+
+Fix stages ``t_1 < .. < t_m``, the *cuts*. Variables, all 0 or 1:
+1. ``keep[j, b]``: buffer ``b``, made before ``t_j`` and not pinned, is resident while op ``t_j`` first runs.
+2. ``rerun[j, i]``: op ``i <= t_j`` runs again between the first run of ``t_j`` and that of ``t_(j+1)`` (or the end).
+
+Blocks of rows, each true of every legal schedule that runs first computes in captured order:
+3. *bytes*: what is kept at ``t_j``, the pinned buffers made before it, the generator states of random ops that run
+   again after it, workspace and outputs of ``t_j`` are within the budget; what ``t_j`` reads is kept.
+4. *reads*: an op whose first run lies in span ``j`` finds each input made at or before ``t_j`` kept at ``t_j`` or
+   made again in the span; so does every op that is rerun there. Outputs of ``t_j`` itself are taken as kept.
+5. *carry*: what is kept at ``t_(j+1)`` and was made before ``t_j`` was kept at ``t_j`` or made again in between.
+
+The least cost of reruns is therefore a bound: dropping rows (every stage that is no cut, how often an op runs in
+one span, reruns of ops that are new in the span) can only make it smaller. The dual bound is taken, never the
+value of a solution. Where bytes overflow in the plan of the solution a further cut is placed and the model solved
+again. Solver: HiGHS, in this process, one thread, interruptible.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ebbflow.planners.base import Interrupt
+from ebbflow.planners.interval_state import IntervalState
+from ebbflow.program import Program
+
+__all__ = ["CutBound", "cut_bound"]
+
+MIP_OPS = 5_000  # above, the linear relaxation: its knapsack rounding error vanishes at that size
+FIRST_SECONDS, LATER_SECONDS = 1.5, 1.0  # the clock only cuts off; nodes below end most solves first
+NODES = 400
+CUTS = 3  # more cuts pay at tight budgets and slow the model down beyond some hundred ops
+OP_CUTS = 2_500  # ops times cuts up to which further cuts are placed
+PERCENT = 100.0  # objective in percent of the unplanned step: HiGHS' tolerances are absolute
+SAFETY = 1e-6  # taken off the bound, in percent: HiGHS' own feasibility and optimality tolerance is 1e-7
+
+
+@dataclass(frozen=True)
+class CutBound:
+    """What the relaxation says.
+
+    Attributes:
+        bound: proven lower bound on the overhead, a fraction.
+        infeasible: whether no schedule in captured order fits the budget, proven.
+        cuts: how many cuts the last model had.
+        seeds: reruns ``(op, stage)`` of its solutions, to be repaired: they may be over the budget elsewhere.
+    """
+
+    bound: float
+    infeasible: bool
+    cuts: int
+    seeds: list[list[tuple[int, int]]] = field(default_factory=list[list[tuple[int, int]]])
+
+
+def cut_bound(
+    program: Program, budget: int, interrupt: Interrupt | None = None, *, state: IntervalState | None = None
+) -> CutBound:
+    """The bound of a program at a budget, and start points.
+
+    Args:
+        program: with costs.
+        budget: bytes above the step's start.
+        interrupt: when to stop with what is known.
+        state: any interval state of the program, used as a workbench; its reruns are replaced.
+    """
+    interrupt = interrupt or Interrupt()
+    state = state or IntervalState(program)
+    state.load([])
+    bound, seeds, cuts = 0.0, [], []
+    while len(cuts) < CUTS and not interrupt:
+        over = [(state.stage_bytes(t), -t) for t in range(len(program.ops)) if t not in cuts]
+        worst, stage = max(over, default=(0, 0))
+        if worst <= budget or (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
+            break
+        cuts = sorted([*cuts, -stage])
+        model = _Model(program, budget, cuts)
+        solved = model.solve(interrupt, FIRST_SECONDS if len(cuts) == 1 else LATER_SECONDS)
+        if solved.infeasible:
+            return CutBound(bound, True, len(cuts), seeds)
+        bound = max(bound, solved.bound)
+        if solved.reruns is None:
+            break
+        seeds.append(solved.reruns)
+        state.load(solved.reruns)
+    return CutBound(bound, False, len(cuts), seeds)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    bound: float
+    infeasible: bool
+    reruns: list[tuple[int, int]] | None
+
+
+class _Model:
+    """The sparse arrays of one relaxation, a method per block of rows."""
+
+    def __init__(self, program: Program, budget: int, cuts: list[int]) -> None:
+        self.program = program
+        self.cuts = cuts
+        self.budget = budget
+        self.cost: list[float] = []
+        self.lower: list[float] = []
+        self.keep: list[dict[int, int]] = []  # per cut: buffer -> column
+        self.rerun: list[dict[int, int]] = []  # per cut: op -> column
+        self.row_start: list[int] = [0]
+        self.row_column: list[int] = []
+        self.row_value: list[float] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
+        self.hopeless = False
+        self._columns()
+        for j in range(len(cuts)):
+            self._bytes_row(j)
+            self._read_rows(j)
+            if j + 1 < len(cuts):
+                self._carry_rows(j)
+
+    def _span(self, j: int) -> range:
+        """Ops whose first run lies in span ``j``."""
+        last = self.cuts[j + 1] if j + 1 < len(self.cuts) else len(self.program.ops) - 1
+        return range(self.cuts[j] + 1, last + 1)
+
+    def _old(self, j: int, b: int) -> bool:
+        """Whether reads of ``b`` in span ``j`` are constrained: made before the cut op, and not pinned."""
+        producer = self.program.buffers[b].producer
+        return producer is not None and producer < self.cuts[j] and b not in self.program.pinned
+
+    def _may_rerun(self, j: int, i: int) -> bool:
+        op = self.program.ops[i]
+        return op.rerunnable and not (op.reads_mutated and self.cuts[j] >= self.program.boundary)
+
+    def _columns(self) -> None:
+        """A column per buffer and op that can matter, found from the last cut to the first."""
+        program = self.program
+        wanted: set[int] = set()
+        columns: list[tuple[dict[int, int], dict[int, int]]] = []
+        unit = PERCENT / max(program.seconds, 1e-30)
+        for j in range(len(self.cuts) - 1, -1, -1):
+            wanted = {b for b in wanted if self._old(j, b)}
+            reads = [b for k in (self.cuts[j], *self._span(j)) for b in program.ops[k].inputs if self._old(j, b)]
+            open_buffers = list(wanted.union(reads))
+            wanted = set(open_buffers)
+            keep: dict[int, int] = {}
+            rerun: dict[int, int] = {}
+            while open_buffers:
+                b = open_buffers.pop()
+                keep[b] = len(self.cost)
+                self.cost.append(0.0)
+                self.lower.append(float(b in program.ops[self.cuts[j]].inputs))
+                producer = program.buffers[b].producer
+                assert producer is not None
+                if producer in rerun or not self._may_rerun(j, producer):
+                    continue
+                rerun[producer] = len(self.cost)
+                self.cost.append(program.ops[producer].seconds * unit)
+                self.lower.append(0.0)
+                fresh = {c for c in program.ops[producer].inputs if self._old(j, c)} - wanted
+                wanted |= fresh
+                open_buffers.extend(fresh)
+            columns.append((keep, rerun))
+        self.keep = [keep for keep, _ in reversed(columns)]
+        self.rerun = [rerun for _, rerun in reversed(columns)]
+
+    def _row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+        self.row_column.extend(column for column, _ in terms)
+        self.row_value.extend(value for _, value in terms)
+        self.row_start.append(len(self.row_column))
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+
+    def _bytes_row(self, j: int) -> None:
+        """Block 3, in units of the bytes left for choice, so that the solver's tolerance is relative."""
+        program, t = self.program, self.cuts[j]
+        size = program.buffers
+        op = program.ops[t]
+        left = self.budget - op.workspace_bytes - sum(size[b].bytes for b in op.outputs)
+        for b in program.pinned:
+            producer = size[b].producer
+            if (producer is None and t >= program.boundary) or (producer is not None and producer < t):
+                left -= size[b].bytes
+        left -= sum(size[b].bytes for b in op.inputs if self._old(j, b))
+        if left < 0:
+            self.hopeless = True
+            return
+        unit = max(left, 1)
+        terms = [(c, size[b].bytes / unit) for b, c in self.keep[j].items() if not self.lower[c]]
+        terms += [(c, program.ops[i].state_bytes / unit) for i, c in self.rerun[j].items() if program.ops[i].random]
+        self._row([(c, value) for c, value in terms if value > 0], -math.inf, left / unit + 1e-9)
+
+    def _served(self, j: int, b: int) -> list[tuple[int, float]]:
+        producer = self.program.buffers[b].producer
+        terms = [(self.keep[j][b], 1.0)]
+        if producer in self.rerun[j]:
+            terms.append((self.rerun[j][producer], 1.0))
+        return terms
+
+    def _read_rows(self, j: int) -> None:
+        """Block 4."""
+        ops = self.program.ops
+        for b in {b for k in self._span(j) for b in ops[k].inputs if self._old(j, b)}:
+            self._row(self._served(j, b), 1.0, math.inf)
+        for i, column in self.rerun[j].items():
+            for b in ops[i].inputs:
+                if self._old(j, b):
+                    self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
+
+    def _carry_rows(self, j: int) -> None:
+        """Block 5."""
+        for b, column in self.keep[j + 1].items():
+            if self._old(j, b):
+                self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
+
+    def solve(self, interrupt: Interrupt, seconds: float) -> _Solved:
+        """Bound and reruns of the model."""
+        if self.hopeless:
+            return _Solved(0.0, True, None)
+        if not self.cost:
+            return _Solved(0.0, False, [])
+        import highspy  # imported where used: a native library of some megabytes
+
+        whole = len(self.program.ops) <= MIP_OPS
+        solver = highspy.Highs()
+        solver.silent()
+        for name, value in {"threads": 1, "time_limit": seconds, "mip_max_nodes": NODES, "mip_rel_gap": 1e-5}.items():
+            solver.setOptionValue(name, value)
+
+        def stop(event: highspy.HighsCallbackEvent) -> None:
+            if interrupt:
+                event.interrupt()
+
+        for signal in (solver.cbMipInterrupt, solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
+            signal.subscribe(stop)
+        solver.passModel(self._lp(highspy, whole))
+        solver.run()
+        status, info = solver.getModelStatus(), solver.getInfo()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return _Solved(0.0, True, None)
+        if whole:
+            bound = info.mip_dual_bound
+        else:
+            bound = info.objective_function_value if status == highspy.HighsModelStatus.kOptimal else 0.0
+        bound = max(bound - SAFETY, 0.0) / PERCENT if math.isfinite(bound) else 0.0
+        known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        if not known:
+            return _Solved(bound, False, None)
+        return _Solved(bound, False, self._realise(np.asarray(solver.getSolution().col_value)))
+
+    def _lp(self, highspy: object, whole: bool) -> object:
+        lp = highspy.HighsLp()  # pyright: ignore[reportAttributeAccessIssue]
+        lp.num_col_, lp.num_row_ = len(self.cost), len(self.row_lower)
+        lp.col_cost_ = np.array(self.cost)
+        lp.col_lower_, lp.col_upper_ = np.array(self.lower), np.ones(len(self.cost))
+        lp.row_lower_, lp.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise  # pyright: ignore[reportAttributeAccessIssue]
+        lp.a_matrix_.start_ = np.array(self.row_start, np.int32)
+        lp.a_matrix_.index_ = np.array(self.row_column, np.int32)
+        lp.a_matrix_.value_ = np.array(self.row_value)
+        if whole:
+            integer = highspy.HighsVarType.kInteger  # pyright: ignore[reportAttributeAccessIssue]
+            lp.integrality_ = [integer] * len(self.cost)
+        return lp
+
+    def _realise(self, value: np.ndarray) -> list[tuple[int, int]]:
+        """Reruns of a solution, each right before its first use in its span."""
+        ops = self.program.ops
+        runs: list[tuple[int, int]] = []
+        for j in range(len(self.cuts)):
+            span = self._span(j)
+            first: dict[int, int] = {}
+            chosen = {i for i, c in self.rerun[j].items() if value[c] > 0.5}
+            for i in sorted(chosen, reverse=True):
+                uses = [
+                    first.get(r, r) for b in ops[i].outputs for r in self.program.readers[b] if r in first or r in span
+                ]
+                if uses:
+                    first[i] = min(uses)
+            runs.extend(first.items())
+        return runs

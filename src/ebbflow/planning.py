@@ -1,0 +1,170 @@
+"""From a program and a budget to a plan: one way for ``plan``, ``fit``, ``sweep`` and the command line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ebbflow.errors import BudgetError
+from ebbflow.machine import Machine
+from ebbflow.plan import Plan
+from ebbflow.planners import Interrupt, Problem, Progress, planner_named
+from ebbflow.planners.floor import floor_bytes
+from ebbflow.planners.keep_all import unplanned_schedule
+from ebbflow.planners.smallest import smallest_schedule
+from ebbflow.program import Program
+from ebbflow.schedule import Schedule
+from ebbflow.simulate import simulate
+from ebbflow.units import Budget, format_bytes
+
+__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_of"]
+
+DEFAULT_EFFORT = 20_000
+"""Local-search moves a planner may try; about a second on a 600-op program."""
+
+
+def _silent(_: Progress) -> None:
+    """No progress wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions:
+    """How to plan."""
+
+    planner: str = "auto"
+    """Name of the planner."""
+    effort: int = DEFAULT_EFFORT
+    """Local-search moves; plans are reproducible for one effort and seed."""
+    seed: int = 0
+    """Of every random choice."""
+    time_limit_seconds: float | None = None
+    """Cuts planning off; the plan then says ``TIME_LIMIT``."""
+    machine: Machine | None = None
+    """For transfers; planners that only recompute ignore it."""
+    interrupt: Interrupt | None = None
+    """Set by Ctrl-C; the best plan so far is kept."""
+    progress: Callable[[Progress], None] = field(default=_silent)
+    """Called with what is known while planning."""
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
+    """Facts to record in the plan."""
+
+
+_SMALLEST: dict[tuple[str, int], tuple[int, Schedule]] = {}
+
+
+def smallest_of(program: Program, effort: int = DEFAULT_EFFORT) -> tuple[int, Schedule]:
+    """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
+    key = (program.fingerprint, effort)
+    if key not in _SMALLEST:
+        if len(_SMALLEST) > 32:
+            _SMALLEST.clear()
+        _SMALLEST[key] = smallest_schedule(program, effort=effort)
+    return _SMALLEST[key]
+
+
+def make_plan(
+    program: Program,
+    budget: Budget,
+    *,
+    resident_bytes: int,
+    reserve_bytes: int = 0,
+    seeds: Sequence[Schedule] = (),
+    options: PlanningOptions | None = None,
+) -> Plan:
+    """The best plan found for ``program`` within ``budget``.
+
+    Args:
+        program: with costs.
+        budget: bytes, or a share of the unplanned peak (resident part included).
+        resident_bytes: bytes resident at the step's start.
+        reserve_bytes: bytes to keep free inside the budget besides.
+        seeds: schedules to start from.
+        options: how to plan.
+
+    Raises:
+        BudgetError: if no schedule within the budget was found.
+        UsageError: for an unknown planner.
+    """
+    options = options or PlanningOptions()
+    plan_with = planner_named(options.planner)
+    begin = time.perf_counter()
+    unplanned_above = simulate(program, unplanned_schedule(program)).above_bytes
+    budget_bytes = budget.resolve(resident_bytes + unplanned_above)
+    above_budget = budget_bytes - resident_bytes - reserve_bytes
+    floor_above, floor_op = floor_bytes(program)
+    smallest_above, smallest = smallest_of(program)
+    if above_budget >= smallest_above:
+        seeds = (*seeds, smallest)
+    interrupt = options.interrupt or Interrupt(options.time_limit_seconds)
+    answer = plan_with(
+        Problem(
+            program=program,
+            above_budget_bytes=above_budget,
+            machine=options.machine,
+            effort=options.effort,
+            seed=options.seed,
+            seeds=tuple(seeds),
+            interrupt=interrupt,
+            progress=options.progress,
+        )
+    )
+    if answer.schedule is None:
+        raise _budget_error(
+            program,
+            budget_bytes,
+            floor=resident_bytes + reserve_bytes + floor_above,
+            smallest=resident_bytes + reserve_bytes + smallest_above,
+            resident=resident_bytes + reserve_bytes,
+            floor_op=floor_op,
+            planner=options.planner,
+        )
+    return Plan(
+        program=program,
+        schedule=answer.schedule,
+        status=answer.status,
+        case=program.name,
+        planner=options.planner,
+        budget_bytes=budget_bytes,
+        resident_bytes=resident_bytes,
+        reserve_bytes=reserve_bytes,
+        floor_bytes=resident_bytes + reserve_bytes + floor_above,
+        floor_op=floor_op,
+        smallest_bytes=resident_bytes + reserve_bytes + smallest_above,
+        bound=answer.bound,
+        bound_class=answer.bound_class,
+        plan_seconds=time.perf_counter() - begin,
+        provenance={
+            **program.context,
+            **options.provenance,
+            **answer.notes,
+            "effort": str(options.effort),
+            "seed": str(options.seed),
+        },
+    )
+
+
+def _budget_error(
+    program: Program, budget: int, *, floor: int, smallest: int, resident: int, floor_op: int, planner: str
+) -> BudgetError:
+    pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
+    if budget >= smallest:
+        text = (
+            f"planner {planner!r} found no schedule within the budget of {format_bytes(budget)} ({budget} bytes); "
+            f"another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
+        )
+    else:
+        text = (
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small: "
+            f"the smallest that works is {format_bytes(smallest)} ({smallest} bytes). "
+            f"{format_bytes(resident)} are resident before the step starts; no schedule of any kind stays below "
+            f"{format_bytes(floor)}, which is pinned by {pin}. Use budget={smallest} or more, or make the batch smaller"
+        )
+    return BudgetError(
+        text,
+        budget_bytes=budget,
+        floor_bytes=floor,
+        smallest_bytes=smallest,
+        resident_bytes=resident,
+        pinned_by=pin,
+    )

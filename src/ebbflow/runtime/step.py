@@ -1,0 +1,252 @@
+"""One planned step as it runs: the two generated callables, the first step's proof, the second step's measurement.
+
+1. In the first step every buffer that comes back is held against its fingerprint (``fingerprint.py``).
+2. In the first step after that, allocations are recorded and the peak is held against prediction and budget.
+3. Every other step is the generated code alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils import _pytree as pytree
+
+from ebbflow.capture.joint import Joint, read_joint
+from ebbflow.errors import BudgetExceeded, VerificationError
+from ebbflow.lower.lowering import Lowered, lower
+from ebbflow.lower.proof import prove
+from ebbflow.measure.cpu_allocations import profiler_active
+from ebbflow.measure.peak import StepGauge
+from ebbflow.plan import Plan
+from ebbflow.runtime.fingerprint import Fingerprints, with_fingerprints
+from ebbflow.schedule import Compute
+from ebbflow.units import format_bytes, format_percent
+
+__all__ = ["PlannedStep"]
+
+# A measured peak that is further from the prediction than this is worth a word (DESIGN: 0.1 % on CPU, 1 % on CUDA).
+_TOLERANCE = {"cpu": 0.001, "cuda": 0.01}
+
+
+class PlannedStep:
+    """A step under a plan; the :class:`~ebbflow.capture.trace.Partitioner` of its capture.
+
+    Args:
+        planner: from a joint graph to the plan to run.
+        name: of the case.
+        device: ``"cpu"`` or ``"cuda"``.
+        granularity_bytes: of the device's allocator.
+        context: what the program depends on besides its ops.
+        verify: whether the first step is proven and a later one measured.
+    """
+
+    def __init__(
+        self,
+        planner: Callable[[Joint], Plan],
+        *,
+        name: str,
+        device: str,
+        granularity_bytes: int,
+        context: dict[str, str],
+        verify: bool,
+    ) -> None:
+        self._planner = planner
+        self._name = name
+        self._device = device
+        self._granularity_bytes = granularity_bytes
+        self._context = context
+        self._lowered: Lowered | None = None
+        self._fingerprints: Fingerprints | None = None
+        self._gauge: StepGauge | None = None
+        self._checked: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._plain: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._snapshot: Callable[[], None] | None = None
+        self._flights: set[int] = set()  # forwards whose backward has not come and whose graph is alive
+        self._overlapped = False
+        self._to_verify = verify
+        self._to_measure = verify
+        self.plan: Plan | None = None
+        self.forward_calls = 0
+        self.verified_buffers = 0
+        self.measured_above_bytes: int | None = None
+
+    # -- capture --------------------------------------------------------------------------------------------
+
+    def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Read, plan, lower and prove."""
+        read = read_joint(
+            joint.graph,
+            forward_output_count,
+            name=self._name,
+            granularity_bytes=self._granularity_bytes,
+            context=self._context,
+        )
+        self.plan = self._planner(read)
+        self._lowered = lower(read, self.plan.schedule)
+        prove(read, self._lowered)
+        for graph in (self._lowered.forward, self._lowered.backward):
+            _box(graph)
+        self._plain = (self._lowered.forward.forward, self._lowered.backward.forward)
+        if self._to_verify:
+            self._fingerprints = Fingerprints(read.program)
+            checked = with_fingerprints(self._lowered.forward, self._lowered.backward, self._fingerprints)
+            for graph in checked:
+                _box(graph)
+            self._checked = (checked[0].forward, checked[1].forward)
+        return self._lowered.forward, self._lowered.backward
+
+    def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Runs the forward."""
+        return _boxed(self._forward)
+
+    def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Runs the backward."""
+        return _boxed(self._backward)
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Called right before the forward: remember what a failed verification restores, start a measurement."""
+        self._overlapped = bool(self._flights)
+        if self._to_verify:
+            self._snapshot = None if self._overlapped else _snapshot(module, self._device)
+        elif self._to_measure and self._gauge is None and not self._overlapped and not self._measured_elsewhere():
+            self._gauge = StepGauge(self._device)
+
+    def after_forward(self, outputs: object) -> None:
+        """Called with what the forward returned: this forward is in flight until its backward or its end."""
+        grad_fn = next(
+            (t.grad_fn for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn), None
+        )
+        if grad_fn is not None:
+            self._flights.add(self.forward_calls)
+            weakref.finalize(grad_fn, self._flights.discard, self.forward_calls)
+
+    def abandon(self) -> None:
+        """The forward raised: what was begun for this step ends here."""
+        self._gauge = None
+
+    def _forward(self, args: list[Any]) -> Any:
+        self.forward_calls += 1
+        assert self._plain is not None
+        if not self._to_verify:
+            return self._plain[0](args) if self._gauge is None else _gauged(self._gauge, self._plain[0], args)
+        assert self._checked is not None
+        assert self._fingerprints is not None
+        if self._overlapped:
+            # Two steps at once would share the buffers' names: neither is proven, a later one is.
+            self._fingerprints.cancelled = True
+        else:
+            self._fingerprints.restart()
+        return self._checked[0](args)
+
+    def _backward(self, args: list[Any]) -> Any:
+        if len(self._flights) == 1:
+            # With several it cannot be told whose backward this is; they end with their graphs.
+            self._flights.clear()
+        assert self._plain is not None
+        if self._to_verify:
+            return self._verified_backward(args)
+        if self._gauge is None:
+            return self._plain[1](args)
+        if self._overlapped or self._measured_elsewhere():
+            self._gauge = None  # this step's figures would be another's as well; a later step is measured
+            return self._plain[1](args)
+        gradients = _gauged(self._gauge, self._plain[1], args)
+        self._finish_measuring()
+        return gradients
+
+    def _verified_backward(self, args: list[Any]) -> Any:
+        assert self._checked is not None
+        assert self._fingerprints is not None
+        try:
+            gradients = self._checked[1](args)
+        except VerificationError:
+            if self._snapshot is not None:
+                self._snapshot()
+            raise
+        if not self._fingerprints.cancelled:
+            self.verified_buffers = self._fingerprints.checked
+            self._to_verify = False
+            self._checked = self._fingerprints = self._snapshot = None
+        return gradients
+
+    # -- measuring ------------------------------------------------------------------------------------------
+
+    def _measured_elsewhere(self) -> bool:
+        """Whether somebody's profiler runs; then a later step is measured."""
+        return self._device == "cpu" and profiler_active()
+
+    def _finish_measuring(self) -> None:
+        gauge, self._gauge = self._gauge, None
+        plan = self.plan
+        assert gauge is not None
+        assert plan is not None
+        self._to_measure = False
+        self.measured_above_bytes = gauge.above_bytes
+        peak = plan.resident_bytes + gauge.above_bytes
+        where = plan.schedule.actions[plan.timeline.peak_action]
+        op = plan.program.ops[where.op] if isinstance(where, Compute) else "the boundary"
+        if peak > plan.budget_bytes:
+            raise BudgetExceeded(
+                f"the step took {format_bytes(peak)}, its budget is {format_bytes(plan.budget_bytes)}, the plan "
+                f"predicted {format_bytes(plan.predicted_peak_bytes)} at {op}; "
+                "delete Ebbflow's cost cache and report the op if it happens again",
+                budget_bytes=plan.budget_bytes,
+                measured_peak_bytes=peak,
+            )
+        predicted = plan.timeline.above_bytes
+        error = gauge.above_bytes / predicted - 1 if predicted else 0.0
+        if abs(error) > _TOLERANCE[self._device]:
+            warnings.warn(
+                f"the step took {format_bytes(gauge.above_bytes)} above its start, {format_percent(error)} off the "
+                f"predicted {format_bytes(predicted)}; the budget holds",
+                stacklevel=2,
+            )
+
+
+def _gauged(gauge: StepGauge, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    gauge.begin()
+    try:
+        return function(args)
+    finally:
+        gauge.end()
+
+
+def _boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``function`` as AOTAutograd wants it: told by ``_boxed_call`` that it takes one list and empties it."""
+
+    def run(args: list[Any]) -> Any:
+        return function(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _box(module: fx.GraphModule) -> None:
+    """Generate code that takes its arguments as one list and empties it, so that no frame keeps saved tensors."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+
+
+def _snapshot(module: torch.nn.Module, device: str) -> Callable[[], None]:
+    """What puts buffers and random state back to where they are now."""
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if device == "cuda" else None
+
+    def restore() -> None:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
+    return restore

@@ -1,0 +1,182 @@
+"""``verify``: whole steps compared bit by bit, planned against captured order and against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ebbflow.capture.joint import Joint
+from ebbflow.errors import PlanMismatch
+from ebbflow.measure.peak import measure
+from ebbflow.measure.resident import device_of
+from ebbflow.plan import Plan
+from ebbflow.planners.keep_all import unplanned_schedule
+from ebbflow.runtime.compiled import CompiledStep
+
+__all__ = ["Verification", "verify"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What three steps from the same state gave: planned, captured order, eager.
+
+    Attributes:
+        differences: where planned and captured order differ in a bit; empty is what Ebbflow promises.
+        eager_differences: where planned and eager differ (capture itself may reorder sums in a few models).
+        predicted_above_bytes: the plan's peak above the step's start.
+        measured_above_bytes: the planned step's, as the allocator counted it.
+        baseline_above_bytes: the unplanned step's measured peak above its start.
+        eager_above_bytes: eager's.
+        budget_above_bytes: what the budget allows above the start.
+    """
+
+    differences: tuple[str, ...]
+    eager_differences: tuple[str, ...]
+    predicted_above_bytes: int
+    measured_above_bytes: int
+    baseline_above_bytes: int
+    eager_above_bytes: int
+    budget_above_bytes: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether outputs, gradients, buffers and random state are bit-equal to captured order's."""
+        return not self.differences
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.measured_above_bytes <= self.budget_above_bytes
+
+    @property
+    def prediction_error(self) -> float:
+        """Predicted over measured bytes above the start, minus one."""
+        return self.predicted_above_bytes / self.measured_above_bytes - 1 if self.measured_above_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class _Result:
+    tensors: dict[str, torch.Tensor]
+    above_bytes: int
+
+
+def verify(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, plan: Plan) -> Verification:
+    """Run one step planned, one in captured order and one eager, from the same state, and compare every bit.
+
+    The model's buffers, gradients and random state are put back afterwards. All three steps have to fit.
+
+    Args:
+        model: whose call ``plan`` was made for; not fitted.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        plan: from :func:`ebbflow.plan`.
+
+    Raises:
+        PlanMismatch: if the plan is of another program.
+    """
+    kwargs = dict(kwargs or {})
+    device = device_of([model, args])
+    forward = type(model).forward
+    state = _State(model, device)
+    try:
+        eager = _run(model, state, lambda: forward(model, *args, **kwargs), device)
+        captured = _run_planned(model, state, args, kwargs, device, lambda joint: _in_order(plan, joint))
+        planned = _run_planned(model, state, args, kwargs, device, lambda joint: _as_given(plan, joint))
+    finally:
+        state.restore()
+    return Verification(
+        differences=_differences(planned, captured),
+        eager_differences=_differences(planned, eager),
+        predicted_above_bytes=plan.timeline.above_bytes,
+        measured_above_bytes=planned.above_bytes,
+        baseline_above_bytes=captured.above_bytes,
+        eager_above_bytes=eager.above_bytes,
+        budget_above_bytes=plan.budget_bytes - plan.resident_bytes,
+    )
+
+
+def _as_given(plan: Plan, joint: Joint) -> Plan:
+    if plan.program.fingerprint != joint.program.fingerprint:
+        raise PlanMismatch(f"the plan for {plan.case} is of another program than this call; plan anew")
+    return plan
+
+
+def _in_order(plan: Plan, joint: Joint) -> Plan:
+    return replace(_as_given(plan, joint), schedule=unplanned_schedule(plan.program))
+
+
+class _State:
+    """Buffers, gradients and random state of a model, to start every run from and to put back at the end."""
+
+    def __init__(self, model: torch.nn.Module, device: str) -> None:
+        self._model = model
+        self._cuda = device == "cuda"
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self._gradients = [(p, p.grad) for p in model.parameters()]
+        self._random = torch.get_rng_state()
+        self._cuda_random = torch.cuda.get_rng_state() if self._cuda else None
+
+    def start(self) -> None:
+        """The state before a step, without gradients."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        torch.set_rng_state(self._random)
+        if self._cuda_random is not None:
+            torch.cuda.set_rng_state(self._cuda_random)
+
+    def restore(self) -> None:
+        """The state as it was found."""
+        self.start()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+
+def _run_planned(
+    model: torch.nn.Module,
+    state: _State,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+    planner: Callable[[Joint], Plan],
+) -> _Result:
+    step = CompiledStep(planner, name=type(model).__name__, device=device, verify=False)
+    forward = type(model).forward
+    _run(model, state, lambda: step(model, forward, args, kwargs), device)  # captures, sets up kernels
+    return _run(model, state, lambda: step(model, forward, args, kwargs), device)
+
+
+def _run(model: torch.nn.Module, state: _State, call: Callable[[], Any], device: str) -> _Result:
+    state.start()
+    with measure(model) as gauge:
+        outputs = call()
+        torch.autograd.backward([t for t in _tensors(outputs) if t.requires_grad])
+    tensors = {f"output {i}": t.detach().clone() for i, t in enumerate(_tensors(outputs))}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tensors[f"gradient of {name}"] = parameter.grad.detach().clone()
+    tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
+    tensors["random state"] = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+    return _Result(tensors, gauge.above_bytes)
+
+
+def _tensors(outputs: object) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+
+
+def _differences(a: _Result, b: _Result) -> tuple[str, ...]:
+    names = sorted(a.tensors.keys() | b.tensors.keys())
+    return tuple(name for name in names if not _same_bits(a.tensors.get(name), b.tensors.get(name)))
+
+
+def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)
