@@ -8,17 +8,19 @@ from typing import Any
 import torch
 
 from ebbflow.capture.ahead import capture
+from ebbflow.capture.rules import refuse_outside_loss
 from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
-from ebbflow.fit import refuse_outside_loss, require_module
+from ebbflow.errors import UsageError
+from ebbflow.fit import require_module
 from ebbflow.machine import Machine, machine_named
 from ebbflow.measure.resident import device_of, resident_bytes
-from ebbflow.measure.start import reserve_bytes
 from ebbflow.plan import Plan
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions, make_plan
 from ebbflow.program import Program
 from ebbflow.runtime.compiled import ALLOCATOR_GRANULARITY_BYTES
+from ebbflow.runtime.reserve import reserve_bytes
 from ebbflow.units import Budget
 
 __all__ = ["capture_program", "plan"]
@@ -68,7 +70,7 @@ def plan(
     require_module(model, "plan")
     parsed = Budget.parse(budget)
     planner_named(planner)
-    target = machine_named(machine) if isinstance(machine, str) else machine
+    target = _machine_of(machine)
     program, provenance = capture_program(model, args, kwargs or {}, machine=target, name=name)
     device = program.context["device"]
     granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
@@ -88,6 +90,14 @@ def plan(
         reserve_bytes=reserve_bytes(model, optimizer, device, verify=True),
         options=options,
     )
+
+
+def _machine_of(value: object) -> Machine | None:
+    if value is None or isinstance(value, Machine):
+        return value
+    if isinstance(value, str):
+        return machine_named(value)
+    raise UsageError(f"machine takes a Machine or the name of one, not {type(value).__name__}")
 
 
 def capture_program(

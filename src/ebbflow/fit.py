@@ -16,19 +16,20 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ebbflow.capture.joint import Joint
+from ebbflow.capture.rules import refuse_outside_loss
 from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.cache import device_context
-from ebbflow.errors import BudgetError, CaptureError, PlanMismatch, UsageError
-from ebbflow.measure.resident import device_of
-from ebbflow.measure.start import reserve_bytes, start_bytes
+from ebbflow.errors import BudgetError, PlanMismatch, UsageError
+from ebbflow.measure.resident import device_of, start_bytes
 from ebbflow.plan import Plan
 from ebbflow.planners import planner_named
 from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.runtime.compiled import CompiledStep, StaleCapture
+from ebbflow.runtime.reserve import reserve_bytes
 from ebbflow.runtime.step import PlannedStep
 from ebbflow.units import Budget
 
-__all__ = ["fit", "plan_of", "refuse_outside_loss", "require_module", "step_of", "unfit"]
+__all__ = ["fit", "plan_of", "require_module", "step_of", "unfit"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -202,9 +203,7 @@ def _signature(module: torch.nn.Module, device: str, args: Any, kwargs: Any) -> 
     return (tuple(parts), str(spec), modes, torch.get_num_threads())
 
 
-def _planned(
-    model: weakref.ref[torch.nn.Module], fitted: _Fitted, device: str, resident: int, joint: Joint
-) -> Plan:
+def _planned(model: weakref.ref[torch.nn.Module], fitted: _Fitted, device: str, resident: int, joint: Joint) -> Plan:
     """The plan for a captured step. Nothing of the model has run when this returns or raises."""
     module = model()
     assert module is not None
@@ -222,22 +221,6 @@ def _planned(
         seeds=[plan.schedule for plan in earlier if plan.program.fingerprint == program.fingerprint],
         options=fitted.options,
     )
-
-
-def refuse_outside_loss(joint: Joint) -> None:
-    """What user code allocates between the two graphs is not seen: the forward has to end in the loss.
-
-    Raises:
-        CaptureError: if the forward returns anything but scalars that takes a gradient.
-    """
-    for node in joint.tangents:
-        value = node.meta["val"]
-        if value.numel() != 1:
-            raise CaptureError(
-                f"the forward returns a tensor of shape {tuple(value.shape)} that takes a gradient, so the loss is "
-                "computed outside the model, where its memory is not planned. Return the scalar loss from forward "
-                "(a small wrapper module will do), and .detach() whatever else is returned"
-            )
 
 
 def _given(plan: Plan, joint: Joint, context: dict[str, str], resident: int, reserve: int) -> Plan:

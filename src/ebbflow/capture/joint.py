@@ -129,6 +129,11 @@ class _Reader:
             self._getitem(node)
             return
         values = tensors_of(node.meta["val"])
+        if any(isinstance(size, torch.SymInt) for v in values if v is not None for size in v.shape):
+            raise CaptureError(
+                f"op {node.target} at {source_of(node) or 'an unknown line'} returns a tensor whose size depends on "
+                "data; Ebbflow plans fixed sizes only: mask instead of selecting"
+            )
         keys = [storage_key(v) for v in values if v is not None]
         known = [k in self.buffer_of_storage or k in self.resident_storages for k in keys]
         if keys and all(known):

@@ -8,6 +8,7 @@ that nobody plans together.
 from __future__ import annotations
 
 import itertools
+import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,15 +113,30 @@ _FAKE_LIMITS = (
 
 @contextmanager
 def translated_errors(
-    module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: torch.nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    runnable: bool = False,
 ) -> Iterator[None]:
     """Turn Dynamo's errors into ours or the user's own.
+
+    Args:
+        module: whose call is captured.
+        forward: its class's forward.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        runnable: whether a call that fails may be run as it is, so that it fails in its own words.
 
     Raises:
         EbbflowError: whatever our partitioner raised, unwrapped.
         CaptureError: for a graph break, with its reason and the user's line.
         Exception: the user's own, unchanged, where the model itself raises.
     """
+    # What goes wrong on fake tensors is raised; torch would log it as well, with its own frames.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
     try:
         with capture_settings():
             yield
@@ -130,8 +146,13 @@ def translated_errors(
             raise ours from None
         theirs = _exception_of_the_model(module, forward, args, kwargs)
         if theirs is not None:
+            if runnable:
+                with torch.no_grad():
+                    forward(module, *args, **kwargs)
             raise theirs from None
         raise CaptureError(_reason(error)) from error
+    finally:
+        log.disabled = disabled
 
 
 def _ours_inside(error: BaseException) -> EbbflowError | None:
@@ -158,6 +179,7 @@ def _exception_of_the_model(
     state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
     fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
     original = type(module)
+    attributes = [(each, dict(each.__dict__)) for each in module.modules()]
     try:
         with mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
             module.__class__ = _as_plain(module, forward)
@@ -168,6 +190,9 @@ def _exception_of_the_model(
         return error.with_traceback(None)
     finally:
         module.__class__ = original
+        for each, before in attributes:  # what the forward stored on the model is fake
+            each.__dict__.clear()
+            each.__dict__.update(before)
     return None
 
 

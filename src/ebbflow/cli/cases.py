@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -44,7 +45,7 @@ def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case
         return _graph(Path(text))
     if not colon or not tail:
         raise UsageError(f"{text!r} is no case: {_FORMS}")
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    mode = _without_memory() if fake else contextlib.nullcontext()
     if head == "zoo":
         with mode:
             return build(tail, size)
@@ -57,6 +58,15 @@ def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case
     if not isinstance(case, Case):
         raise UsageError(f"{text} returned {type(case).__name__}; return ebbflow.Case(model, args, kwargs)")
     return case if case.name else Case(case.model, case.args, case.kwargs, tail)
+
+
+@contextlib.contextmanager
+def _without_memory() -> Iterator[None]:
+    """Every tensor made inside has a shape and no memory."""
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        # torch's own: copy.deepcopy of a module, as nn.TransformerEncoder does, asks fake parameters for an address.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
 
 
 def _graph(path: Path) -> Program:

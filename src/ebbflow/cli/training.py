@@ -130,8 +130,8 @@ def run_demo(config: DemoConfig, say: Callable[[str], None]) -> tuple[DemoRecord
     for index, batch in enumerate(data):
         last = index == len(data) - 1
         for copy, kind in ((planned, "planned"), (unplanned, "unplanned"), (eager, "eager")):
-            first = ": capture, cost of every op, plan" if index == 0 and copy is not eager else ""
-            say(f"step {index + 1} of {config.steps}, {kind}{first}")
+            what = f" ({kind}: capture, cost of every op, plan)" if index == 0 and copy is not eager else ""
+            say(f"step {index + 1} of {config.steps}{what}")
             copy.step(batch, measured=last)
     return _record(config, eager, unplanned, planned)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbflow.errors import UsageError
 from ebbflow.measure.resident import resident_bytes
@@ -34,14 +35,15 @@ def future_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _state_bytes(kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter) -> int:
-    stand_in = torch.nn.Parameter(torch.zeros_like(like, requires_grad=False))
-    stand_in.grad = torch.zeros_like(stand_in)
-    try:
-        trial = kind([{**options, "params": [stand_in]}])  # type: ignore[call-arg]
-    except TypeError as error:
-        raise UsageError(
-            f"the state of {kind.__name__} cannot be foreseen ({error}); "
-            "run one optimizer step before fit, or leave optimizer= out"
-        ) from error
-    trial.step()
-    return resident_bytes([dict(trial.state[stand_in])])
+    with _disable_current_modes():  # a capture traces under a fake-tensor mode, in which no state takes bytes
+        stand_in = torch.nn.Parameter(torch.zeros_like(like, requires_grad=False))
+        stand_in.grad = torch.zeros_like(stand_in)
+        try:
+            trial = kind([{**options, "params": [stand_in]}])  # type: ignore[call-arg]
+        except TypeError as error:
+            raise UsageError(
+                f"the state of {kind.__name__} cannot be foreseen ({error}); "
+                "run one optimizer step before fit, or leave optimizer= out"
+            ) from error
+        trial.step()
+        return resident_bytes([dict(trial.state[stand_in])])

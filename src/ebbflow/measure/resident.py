@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-__all__ = ["device_of", "resident_bytes", "tensors_in"]
+__all__ = ["device_of", "resident_bytes", "start_bytes", "tensors_in"]
 
 
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
@@ -48,3 +48,10 @@ def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
 def device_of(roots: Iterable[object]) -> str:
     """Device type of the first tensor reachable from ``roots``; ``"cpu"`` if there is none."""
     return next((t.device.type for t in tensors_in(list(roots))), "cpu")
+
+
+def start_bytes(model: torch.nn.Module, arguments: object, optimizer: torch.optim.Optimizer | None, device: str) -> int:
+    """Bytes allocated right now: on CUDA all that the allocator has handed out, on CPU what the roots reach."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    return resident_bytes([model, arguments, optimizer])

@@ -11,7 +11,7 @@ named by their *address* in that array:
 
 from __future__ import annotations
 
-from ebbflow.planners._jit import jit
+from ebbflow.planners._jit import inner
 
 __all__ = ["HEADER", "at"]
 
@@ -44,7 +44,7 @@ JOURNAL_RESERVE = 4096
 OFFERS = 12
 
 
-@jit
+@inner
 def at(o: int) -> int:
     """The address of the row of op, first run and stage ``o``."""
     return HEADER + o * ROW

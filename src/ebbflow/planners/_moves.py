@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from ebbflow.planners._jit import Ints, jit
+from ebbflow.planners._jit import Words, inner, jit
 from ebbflow.planners._layout import (
     B_BYTES,
     B_PINNED,
@@ -55,14 +55,16 @@ from ebbflow.planners._segment_tree import argmax, max_range, value
 __all__ = ["DONE", "FAILED", "UNFINISHED", "anneal", "clean_up", "repair"]
 
 UNFINISHED, DONE, FAILED = 0, 1, 2  # answers of repair
+STEPS = 60  # evictions after which the repair of one move is given up
+NOTHING = 0  # passed as int(NOTHING): numba would compile a function anew for each literal argument
 RUIN = 8  # reruns cancelled by one move at most
 CLEAN = 6  # cancellations tried after each move
 FORBIDDEN = 1e3  # price factor of an eviction that the same move has just cancelled
 PRICE = float(1 << 20)  # prices are kept as integers in units of 1 / PRICE cost per byte
 
 
-@jit
-def draw(m: Ints) -> float:
+@inner
+def draw(m: Words) -> float:
     """A number in [0, 1): xorshift64 (Marsaglia 2003), so that plans are reproducible everywhere."""
     x = m[H_RANDOM]
     x ^= x << 13
@@ -72,10 +74,11 @@ def draw(m: Ints) -> float:
     return ((x >> 11) & 0x1FFFFFFFFFFFFF) / 9007199254740992.0
 
 
-@jit
-def useless(m: Ints, o: int, p: int, q: int) -> bool:
+@inner
+def useless(m: Words, o: int, p: int, q: int) -> bool:
     """Whether no output of ``o`` made at ``p`` is read before it is made again at ``q``."""
-    for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+    row = at(o)
+    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
         b = m[i]
         if m[b + B_PINNED] == 0:
             last, _ = uses_around(m, b, q - 1)
@@ -84,8 +87,8 @@ def useless(m: Ints, o: int, p: int, q: int) -> bool:
     return True
 
 
-@jit
-def cancel(m: Ints, o: int, t: int) -> bool:
+@inner
+def cancel(m: Words, o: int, t: int) -> bool:
     """Take away a rerun and the reruns that only served it (clause 2); false if the journal is full."""
     pending = m[H_PENDING_AT]
     m[pending], m[pending + 1] = o, t
@@ -98,7 +101,8 @@ def cancel(m: Ints, o: int, t: int) -> bool:
             continue
         if not remove_run(m, o, t):
             return False
-        for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+        row = at(o)
+        for i in range(m[row + OP_IN], m[row + OP_IN_END]):
             b = m[i]
             if m[b + B_PINNED] == 0:
                 producer = m[b + B_PRODUCER]
@@ -109,8 +113,8 @@ def cancel(m: Ints, o: int, t: int) -> bool:
     return True
 
 
-@jit
-def make(m: Ints, o: int, t: int, budget: int, small: int, cost_limit: int) -> bool:
+@inner
+def make(m: Words, o: int, t: int, budget: int, small: int, cost_limit: int) -> bool:
     """Rerun ``o`` at ``t`` with all it needs (clause 1); false if that is impossible or beyond ``cost_limit``.
 
     Inputs of up to ``small`` bytes may be held through stages that are over the budget.
@@ -124,7 +128,8 @@ def make(m: Ints, o: int, t: int, budget: int, small: int, cost_limit: int) -> b
         before, _ = runs_around(m, o, t)
         if before == t:
             continue
-        for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+        row = at(o)
+        for i in range(m[row + OP_IN], m[row + OP_IN_END]):
             b = m[i]
             if m[b + B_PINNED] == 1:
                 continue
@@ -150,8 +155,8 @@ def make(m: Ints, o: int, t: int, budget: int, small: int, cost_limit: int) -> b
     return True
 
 
-@jit
-def offer(m: Ints, count: int, o: int, u: int, price: float) -> int:
+@inner
+def offer(m: Words, count: int, o: int, u: int, price: float) -> int:
     """Insert an offer to rerun ``o`` at ``u`` into the sorted list of at most ``OFFERS``; the new length.
 
     An offer is three words: price in units of ``1 / PRICE`` cost per byte, op, stage.
@@ -167,16 +172,17 @@ def offer(m: Ints, count: int, o: int, u: int, price: float) -> int:
     return min(count + 1, OFFERS)
 
 
-@jit
-def collect(m: Ints, t: int, excess: int, noise: float, trust: float, stamp: int) -> int:
+@inner
+def collect(m: Words, t: int, excess: int, noise: float, trust: float, stamp: int) -> int:
     """Fill the list of offers with the gaps around stage ``t``, cheapest per byte first; their number."""
-    count = 0
+    count = int(NOTHING)
     for o in range(t):
-        if m[at(o) + OP_REACH] < t or m[at(o) + OP_LIMIT] <= o:
+        row = at(o)
+        if m[row + OP_REACH] < t or m[row + OP_LIMIT] <= o:
             continue
         p, q = runs_around(m, o, t)
         idle, idle_use, partly, partly_use, ending = 0, q, 0, q, 0
-        for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+        for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
             b = m[i]
             if m[b + B_PINNED] == 1:
                 continue
@@ -190,26 +196,27 @@ def collect(m: Ints, t: int, excess: int, noise: float, trust: float, stamp: int
                     partly_use = min(partly_use, use)
             elif p < t and last == t:
                 ending += m[b + B_BYTES]
-        known = m[at(o) + OP_COST] + trust * (m[at(o) + OP_ESTIMATE] - m[at(o) + OP_COST])
+        known = m[row + OP_COST] + trust * (m[row + OP_ESTIMATE] - m[row + OP_COST])
         known *= 1.0 - noise + 2.0 * noise * draw(m) if noise > 0.0 else 1.0
-        if m[at(o) + OP_FORBID] == stamp:
+        if m[row + OP_FORBID] == stamp:
             known *= FORBIDDEN
-        if idle > 0 and idle_use <= m[at(o) + OP_LIMIT]:
+        if idle > 0 and idle_use <= m[row + OP_LIMIT]:
             count = offer(m, count, o, idle_use, known / min(idle, excess))
-        if partly > 0 and partly_use <= m[at(o) + OP_LIMIT]:
+        if partly > 0 and partly_use <= m[row + OP_LIMIT]:
             count = offer(m, count, o, partly_use, 3.0 * known / min(partly, excess))
-        if ending > 0 and m[at(t) + S_HEAD] != at(t) and t <= m[at(o) + OP_LIMIT]:
+        if ending > 0 and m[at(t) + S_HEAD] != at(t) and t <= m[row + OP_LIMIT]:
             count = offer(m, count, o, t, 6.0 * known / min(ending, excess))
     return count
 
 
-@jit
-def evict(m: Ints, o: int, u: int, t: int, budget: int, share: float, cost_limit: int) -> float:
+@inner
+def evict(m: Words, o: int, u: int, t: int, budget: int, share: float, cost_limit: int) -> float:
     """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it)."""
     at_t, at_u, cost = value(m, t), value(m, u), m[H_COST]
     small = 0
     if share > 0.0:
-        for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+        row = at(o)
+        for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
             small += m[m[i] + B_BYTES]
         small = int(small * share)
     if not make(m, o, u, budget, small, cost_limit):
@@ -224,8 +231,8 @@ def evict(m: Ints, o: int, u: int, t: int, budget: int, share: float, cost_limit
     return max(added, 1) / gain
 
 
-@jit
-def lighten(m: Ints, t: int, budget: int) -> bool:
+@inner
+def lighten(m: Words, t: int, budget: int) -> bool:
     """Cancel one rerun of stage ``t`` if that alone lowers it; whether one was found."""
     at_t = value(m, t)
     v = m[at(t) + S_HEAD]
@@ -242,8 +249,8 @@ def lighten(m: Ints, t: int, budget: int) -> bool:
     return False
 
 
-@jit
-def lower(m: Ints, t: int, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int) -> bool:
+@inner
+def lower(m: Words, t: int, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int) -> bool:
     """Bring stage ``t`` down by one eviction (clause 3); false if no offer gains anything."""
     count = collect(m, t, value(m, t) - budget, noise, trust, stamp)
     offers = m[H_OFFERS_AT]
@@ -267,15 +274,15 @@ def lower(m: Ints, t: int, budget: int, noise: float, trust: float, share: float
 
 @jit
 def repair(
-    m: Ints, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int, steps: int, keep: bool
+    m: Words, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int, steps: int, final: int
 ) -> int:
-    """Evict until every stage fits (clause 3), at most ``steps`` times; ``keep`` makes each step final."""
+    """Evict until every stage fits (clause 3), at most ``steps`` times; ``final`` 1 makes each step final."""
     for _ in range(steps):
         if m[m[H_TOP] + 1] <= budget:
             return DONE
         if m[H_COST] > cost_limit:
             return FAILED
-        if keep:
+        if final:
             m[H_JOURNAL] = 0
         t = argmax(m)
         if t >= m[H_OPS] or not lower(m, t, budget, noise, trust, share, cost_limit, stamp):
@@ -283,8 +290,8 @@ def repair(
     return DONE if m[m[H_TOP] + 1] <= budget else UNFINISHED
 
 
-@jit
-def try_cancel(m: Ints, v: int, budget: int) -> bool:
+@inner
+def try_cancel(m: Words, v: int, budget: int) -> bool:
     """Cancel the rerun in row ``v`` if everything still fits and nothing costs more; whether it was done."""
     mark = m[H_JOURNAL]
     if cancel(m, m[v + N_OP], m[v + N_STAGE]) and m[m[H_TOP] + 1] <= budget:
@@ -294,7 +301,7 @@ def try_cancel(m: Ints, v: int, budget: int) -> bool:
 
 
 @jit
-def clean_up(m: Ints, budget: int) -> int:
+def clean_up(m: Words, budget: int) -> int:
     """Try to cancel every rerun once; how many were cancelled. Final: the journal is emptied."""
     done = 0
     for v in range(m[H_HIGH] - N_COLUMNS, m[H_NODES] - 1, -N_COLUMNS):
@@ -305,8 +312,8 @@ def clean_up(m: Ints, budget: int) -> int:
     return done
 
 
-@jit
-def pick(m: Ints) -> int:
+@inner
+def pick(m: Words) -> int:
     """The row of a random rerun; -1 if there is none."""
     rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
     if m[H_RERUNS] == 0:
@@ -318,8 +325,8 @@ def pick(m: Ints) -> int:
     return -1
 
 
-@jit
-def near(m: Ints, o: int, t: int, window: int) -> int:
+@inner
+def near(m: Words, o: int, t: int, window: int) -> int:
     """The row of a random rerun whose op or stage lies near; -1 if none was hit."""
     for _ in range(24):
         v = pick(m)
@@ -328,8 +335,8 @@ def near(m: Ints, o: int, t: int, window: int) -> int:
     return -1
 
 
-@jit
-def ruin(m: Ints, stamp: int) -> bool:
+@inner
+def ruin(m: Words, stamp: int) -> bool:
     """Cancel a few random reruns, or those of one neighbourhood; false if there are none."""
     v = pick(m)
     if v < 0:
@@ -350,26 +357,27 @@ def ruin(m: Ints, stamp: int) -> bool:
     return True
 
 
-@jit
-def insert(m: Ints, budget: int) -> bool:
+@inner
+def insert(m: Words, budget: int) -> bool:
     """Rerun a random op before a later use of its outputs; false if that is impossible or does not fit."""
     n = m[H_OPS]
     o = int(draw(m) * n)
     t = o + int(draw(m) * (n - o))
-    p, q = runs_around(m, o, t)
+    _, q = runs_around(m, o, t)
     use = q
-    for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+    row = at(o)
+    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
         b = m[i]
         if m[b + B_PINNED] == 0:
             _, after = uses_around(m, b, t)
             use = min(use, after)
     if use >= q or use > m[at(o) + OP_LIMIT]:
         return False
-    return make(m, o, use, budget, 0, m[H_COST] + 8 * m[at(o) + OP_COST]) and m[m[H_TOP] + 1] <= budget
+    return make(m, o, use, budget, int(NOTHING), m[H_COST] + 8 * m[at(o) + OP_COST]) and m[m[H_TOP] + 1] <= budget
 
 
 @jit
-def anneal(m: Ints, budget: int, first: int, last: int, total: int, hot: float) -> None:
+def anneal(m: Words, budget: int, first: int, last: int, total: int, hot: float) -> None:
     """Moves ``first..last-1`` of ``total`` (clause 4); the best is kept in the place of the best.
 
     ``hot`` is the temperature at the start, in cost; it falls linearly to nothing.
@@ -388,7 +396,7 @@ def anneal(m: Ints, budget: int, first: int, last: int, total: int, hot: float) 
             noise = 0.9 * draw(m)
             if fine:
                 slack = limit + (limit - m[H_COST]) // 2
-                fine = repair(m, budget, noise, draw(m), share, slack, stamp, 60, False) == DONE
+                fine = repair(m, budget, noise, draw(m), share, slack, stamp, int(STEPS), int(NOTHING)) == DONE
         if fine:
             for _ in range(CLEAN):
                 v = pick(m)
@@ -398,5 +406,5 @@ def anneal(m: Ints, budget: int, first: int, last: int, total: int, hot: float) 
             if m[H_COST] < m[H_BEST_COST]:
                 save_best(m)
         else:
-            undo(m, 0)
+            undo(m, int(NOTHING))
     m[H_JOURNAL] = 0

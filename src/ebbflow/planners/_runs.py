@@ -18,7 +18,7 @@ runs and the locals that they overwrote, so that undoing walks no stage a second
 
 from __future__ import annotations
 
-from ebbflow.planners._jit import Ints, jit
+from ebbflow.planners._jit import Words, inner, jit
 from ebbflow.planners._layout import (
     B_BYTES,
     B_COLUMNS,
@@ -75,9 +75,11 @@ from ebbflow.planners._segment_tree import add_range
 
 __all__ = ["add_run", "load_runs", "rebuild_locals", "remove_run", "save_best", "undo"]
 
+PLUS, MINUS = 1, -1  # passed as int(PLUS): numba would compile a function anew for each literal argument
 
-@jit
-def runs_around(m: Ints, o: int, t: int) -> tuple[int, int]:
+
+@inner
+def runs_around(m: Words, o: int, t: int) -> tuple[int, int]:
     """The last run of op ``o`` at a stage ``<= t`` (-1: none) and the first after ``t`` (``n + 1``: none)."""
     before = -1
     v = at(o)
@@ -90,8 +92,8 @@ def runs_around(m: Ints, o: int, t: int) -> tuple[int, int]:
     return before, m[H_OPS] + 1
 
 
-@jit
-def uses_around(m: Ints, b: int, t: int) -> tuple[int, int]:
+@inner
+def uses_around(m: Words, b: int, t: int) -> tuple[int, int]:
     """The last stage ``<= t`` that reads buffer ``b`` (-1: none) and the first after ``t`` (``n + 1``: none)."""
     before, after = -1, m[H_OPS] + 1
     for i in range(m[b + B_READ], m[b + B_READ_END]):
@@ -101,15 +103,15 @@ def uses_around(m: Ints, b: int, t: int) -> tuple[int, int]:
     return before, after
 
 
-@jit
-def end_of(m: Ints, b: int, p: int, q: int) -> int:
+@inner
+def end_of(m: Words, b: int, p: int, q: int) -> int:
     """The end of the interval of ``b`` made at ``p`` when the next production is at ``q`` (definition 3)."""
     last, _ = uses_around(m, b, q - 1)
     return max(last, p)
 
 
-@jit
-def touch(m: Ints, t: int) -> None:
+@inner
+def touch(m: Words, t: int) -> None:
     """Note that the local bytes of stage ``t`` are to be walked again."""
     if m[at(t) + S_DIRTY] == 0:
         m[at(t) + S_DIRTY] = 1
@@ -117,8 +119,8 @@ def touch(m: Ints, t: int) -> None:
         m[H_TOUCHED] += 1
 
 
-@jit
-def link(m: Ints, o: int, t: int) -> None:
+@inner
+def link(m: Words, o: int, t: int) -> None:
     """Put a rerun into both of its lists."""
     v = m[H_FREE]
     m[H_FREE] = m[v + N_IN_STAGE]
@@ -141,8 +143,8 @@ def link(m: Ints, o: int, t: int) -> None:
         m[w + N_IN_STAGE] = v
 
 
-@jit
-def unlink(m: Ints, o: int, t: int) -> None:
+@inner
+def unlink(m: Words, o: int, t: int) -> None:
     """Take a rerun out of both of its lists."""
     w = at(o)
     while m[m[w + N_OF_OP] + N_STAGE] != t:
@@ -161,14 +163,15 @@ def unlink(m: Ints, o: int, t: int) -> None:
     m[H_FREE] = v
 
 
-@jit
-def change(m: Ints, o: int, t: int, sign: int) -> None:
+@inner
+def change(m: Words, o: int, t: int, sign: int) -> None:
     """Add (``sign`` 1) or take away (-1) the rerun of ``o`` at ``t``; through bytes follow, locals are touched."""
+    row = at(o)
     if sign < 0:
         unlink(m, o, t)
     touch(m, t)
     before, after = runs_around(m, o, t)
-    for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
         b = m[i]
         if m[b + B_PINNED] == 0:
             end = end_of(m, b, before, after)
@@ -177,7 +180,7 @@ def change(m: Ints, o: int, t: int, sign: int) -> None:
                 last = max(last, before)
                 touch(m, last)
                 add_range(m, max(last, before + 1), min(t, end - 1), -sign * m[b + B_BYTES])
-    for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+    for i in range(m[row + OP_IN], m[row + OP_IN_END]):
         b = m[i]
         if m[b + B_PINNED] == 0:
             producer = m[b + B_PRODUCER]
@@ -187,23 +190,23 @@ def change(m: Ints, o: int, t: int, sign: int) -> None:
                 touch(m, end)
                 add_range(m, max(end, made + 1), t - 1, sign * m[b + B_BYTES])
             m[at(producer) + OP_REACH] = max(m[at(producer) + OP_REACH], t)
-    if m[at(o) + OP_STATE] > 0:
+    if m[row + OP_STATE] > 0:
         last = o
-        v = m[at(o) + N_OF_OP]
+        v = m[row + N_OF_OP]
         while v >= 0:
             last = m[v + N_STAGE]
             v = m[v + N_OF_OP]
         if last < t:
             touch(m, last)
-            add_range(m, max(last, o + 1), t - 1, sign * m[at(o) + OP_STATE])
+            add_range(m, max(last, o + 1), t - 1, sign * m[row + OP_STATE])
     if sign > 0:
         link(m, o, t)
-    m[H_COST] += sign * m[at(o) + OP_COST]
+    m[H_COST] += sign * m[row + OP_COST]
     m[H_RERUNS] += sign
 
 
-@jit
-def local_bytes(m: Ints, t: int) -> int:
+@inner
+def local_bytes(m: Words, t: int) -> int:
     """The most bytes at any run of stage ``t`` without those that pass through (definition 4)."""
     if t >= m[H_OPS]:
         return 0
@@ -214,7 +217,8 @@ def local_bytes(m: Ints, t: int) -> int:
     step = 0
     while True:  # which buffers end in this stage, and at which step
         o = m[v + N_OP]
-        for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+        row = at(o)
+        for i in range(m[row + OP_IN], m[row + OP_IN_END]):
             b = m[i]
             if m[b + B_PINNED] == 1:
                 continue
@@ -227,8 +231,8 @@ def local_bytes(m: Ints, t: int) -> int:
                 if ends and made < t:
                     live += m[b + B_BYTES]
             m[b + B_STEP] = step
-        if m[at(o) + OP_STATE] > 0 and o < t and m[v + N_OF_OP] < 0:
-            live += m[at(o) + OP_STATE]
+        if m[row + OP_STATE] > 0 and o < t and m[v + N_OF_OP] < 0:
+            live += m[row + OP_STATE]
         m[steps + step] = v
         step += 1
         if o == t:
@@ -238,13 +242,14 @@ def local_bytes(m: Ints, t: int) -> int:
     for k in range(step):
         v = m[steps + k]
         o = m[v + N_OP]
-        during = live + m[at(o) + OP_WORKSPACE] + m[at(o) + OP_MADE]
-        if m[at(o) + OP_STATE] > 0 and (o < t or m[v + N_OF_OP] >= 0):
-            during += m[at(o) + OP_STATE]
+        row = at(o)
+        during = live + m[row + OP_WORKSPACE] + m[row + OP_MADE]
+        if m[row + OP_STATE] > 0 and (o < t or m[v + N_OF_OP] >= 0):
+            during += m[row + OP_STATE]
         most = max(most, during)
         if k + 1 == step:
             break
-        for i in range(m[at(o) + OP_OUT], m[at(o) + OP_OUT_END]):
+        for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
             b = m[i]
             if m[b + B_PINNED] == 1:
                 continue
@@ -255,37 +260,37 @@ def local_bytes(m: Ints, t: int) -> int:
                 _, use = uses_around(m, b, t)
                 if use < following:
                     live += m[b + B_BYTES]
-        for i in range(m[at(o) + OP_IN], m[at(o) + OP_IN_END]):
+        for i in range(m[row + OP_IN], m[row + OP_IN_END]):
             b = m[i]
             if m[b + B_PINNED] == 0 and m[b + B_STEP] == k and m[b + B_ENDS] == 1:
                 live -= m[b + B_BYTES]
-        if m[at(o) + OP_STATE] > 0 and m[v + N_OF_OP] < 0:
-            live -= m[at(o) + OP_STATE]
+        if m[row + OP_STATE] > 0 and m[v + N_OF_OP] < 0:
+            live -= m[row + OP_STATE]
     return most
 
 
-@jit
-def set_local(m: Ints, t: int, amount: int) -> None:
+@inner
+def set_local(m: Words, t: int, amount: int) -> None:
     """Give stage ``t`` new local bytes."""
     add_range(m, t, t, amount - m[at(t) + S_LOCAL])
     m[at(t) + S_LOCAL] = amount
 
 
-@jit
-def settle(m: Ints) -> None:
+@inner
+def settle(m: Words) -> None:
     """Walk the touched stages again, journaling what changes."""
     for i in range(m[H_TOUCHED]):
         t = m[m[H_TOUCHED_AT] + i]
         m[at(t) + S_DIRTY] = 0
         amount = local_bytes(m, t)
         if amount != m[at(t) + S_LOCAL]:
-            write(m, J_LOCAL, t, m[at(t) + S_LOCAL])
+            write(m, int(J_LOCAL), t, m[at(t) + S_LOCAL])
             set_local(m, t, amount)
     m[H_TOUCHED] = 0
 
 
-@jit
-def write(m: Ints, kind: int, first: int, second: int) -> None:
+@inner
+def write(m: Words, kind: int, first: int, second: int) -> None:
     """Append to the journal."""
     k = m[H_JOURNAL_AT] + 3 * m[H_JOURNAL]
     m[k] = kind
@@ -295,7 +300,7 @@ def write(m: Ints, kind: int, first: int, second: int) -> None:
 
 
 @jit
-def add_run(m: Ints, o: int, t: int) -> bool:
+def add_run(m: Words, o: int, t: int) -> bool:
     """Rerun op ``o`` at stage ``t``; false if it may not run there, runs there already or no room is left."""
     if t <= o or t > m[at(o) + OP_LIMIT] or m[H_FREE] < 0:
         return False
@@ -304,25 +309,25 @@ def add_run(m: Ints, o: int, t: int) -> bool:
     before, _ = runs_around(m, o, t)
     if before == t:
         return False
-    change(m, o, t, 1)
-    write(m, J_ADDED, o, t)
+    change(m, o, t, int(PLUS))
+    write(m, int(J_ADDED), o, t)
     settle(m)
     return True
 
 
 @jit
-def remove_run(m: Ints, o: int, t: int) -> bool:
+def remove_run(m: Words, o: int, t: int) -> bool:
     """Take the rerun of ``o`` at ``t`` away; false if the journal has no room left."""
     if m[H_JOURNAL] + JOURNAL_RESERVE > m[H_JOURNAL_ROWS]:
         return False
-    change(m, o, t, -1)
-    write(m, J_REMOVED, o, t)
+    change(m, o, t, int(MINUS))
+    write(m, int(J_REMOVED), o, t)
     settle(m)
     return True
 
 
 @jit
-def undo(m: Ints, mark: int) -> None:
+def undo(m: Words, mark: int) -> None:
     """Take back everything journaled since the journal had ``mark`` rows."""
     k = m[H_JOURNAL]
     while k > mark:
@@ -332,7 +337,7 @@ def undo(m: Ints, mark: int) -> None:
         if kind == J_LOCAL:
             set_local(m, first, second)
         else:
-            change(m, first, second, -1 if kind == J_ADDED else 1)
+            change(m, first, second, int(MINUS) if kind == J_ADDED else int(PLUS))
     for i in range(m[H_TOUCHED]):
         m[at(m[m[H_TOUCHED_AT] + i]) + S_DIRTY] = 0
     m[H_TOUCHED] = 0
@@ -340,14 +345,14 @@ def undo(m: Ints, mark: int) -> None:
 
 
 @jit
-def rebuild_locals(m: Ints) -> None:
+def rebuild_locals(m: Words) -> None:
     """Walk every stage: after the static through bytes were laid down."""
     for t in range(m[H_OPS] + 1):
         set_local(m, t, local_bytes(m, t))
 
 
 @jit
-def save_best(m: Ints) -> None:
+def save_best(m: Words) -> None:
     """Copy the reruns into the place of the best."""
     count = 0
     for v in range(m[H_NODES], m[H_HIGH], N_COLUMNS):
@@ -360,8 +365,8 @@ def save_best(m: Ints) -> None:
 
 
 @jit
-def load_runs(m: Ints, pairs: Ints, count: int) -> None:
-    """Replace all reruns by the first ``count`` rows of ``pairs``; the journal is emptied."""
+def load_runs(m: Words, pairs: Words, count: int) -> None:
+    """Replace all reruns by the first ``count`` pairs of words (op, stage); the journal is emptied."""
     for v in range(m[H_NODES], m[H_HIGH], N_COLUMNS):
         if m[v + N_OP] >= 0:
             m[H_JOURNAL] = 0
@@ -375,5 +380,5 @@ def load_runs(m: Ints, pairs: Ints, count: int) -> None:
                 m[at(o) + OP_REACH] = max(m[at(o) + OP_REACH], m[i])
     for i in range(count):
         m[H_JOURNAL] = 0
-        add_run(m, pairs[i, 0], pairs[i, 1])
+        add_run(m, pairs[2 * i], pairs[2 * i + 1])
     m[H_JOURNAL] = 0

@@ -7,14 +7,14 @@ functions are compiled and take both arrays; ranges are inclusive.
 
 from __future__ import annotations
 
-from ebbflow.planners._jit import Ints, jit
+from ebbflow.planners._jit import Words, inner, jit
 from ebbflow.planners._layout import H_ADD, H_TOP, H_TREE_SIZE
 
 __all__ = ["add_range", "argmax", "max_range", "value"]
 
 
 @jit
-def add_range(m: Ints, first: int, last: int, amount: int) -> None:
+def add_range(m: Words, first: int, last: int, amount: int) -> None:
     """Add ``amount`` bytes to stages ``first..last``; nothing if the range is empty."""
     if first > last or amount == 0:
         return
@@ -40,8 +40,8 @@ def add_range(m: Ints, first: int, last: int, amount: int) -> None:
         left >>= 1
 
 
-@jit
-def max_range(m: Ints, first: int, last: int) -> int:
+@inner
+def max_range(m: Words, first: int, last: int) -> int:
     """The most bytes in stages ``first..last``; 0 if the range is empty."""
     if first > last:
         return 0
@@ -66,7 +66,7 @@ def max_range(m: Ints, first: int, last: int) -> int:
 
 
 @jit
-def value(m: Ints, stage: int) -> int:
+def value(m: Words, stage: int) -> int:
     """The bytes of one stage."""
     size, top, add = m[H_TREE_SIZE], m[H_TOP], m[H_ADD]
     node = stage + size
@@ -78,10 +78,10 @@ def value(m: Ints, stage: int) -> int:
     return total
 
 
-@jit
-def argmax(m: Ints) -> int:
+@inner
+def argmax(m: Words) -> int:
     """The first stage with the most bytes."""
-    size, top, add = m[H_TREE_SIZE], m[H_TOP], m[H_ADD]
+    size, top = m[H_TREE_SIZE], m[H_TOP]
     node = 1
     while node < size:
         node = 2 * node if m[top + 2 * node] >= m[top + 2 * node + 1] else 2 * node + 1

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ebbflow.planners.base import Interrupt
 from ebbflow.planners.interval_state import IntervalState
@@ -70,7 +72,9 @@ def cut_bound(
     interrupt = interrupt or Interrupt()
     state = state or IntervalState(program)
     state.load([])
-    bound, seeds, cuts = 0.0, [], []
+    bound = 0.0
+    seeds: list[list[tuple[int, int]]] = []
+    cuts: list[int] = []
     while len(cuts) < CUTS and not interrupt:
         over = [(state.stage_bytes(t), -t) for t in range(len(program.ops)) if t not in cuts]
         worst, stage = max(over, default=(0, 0))
@@ -250,22 +254,22 @@ class _Model:
             return _Solved(bound, False, None)
         return _Solved(bound, False, self._realise(np.asarray(solver.getSolution().col_value)))
 
-    def _lp(self, highspy: object, whole: bool) -> object:
-        lp = highspy.HighsLp()  # pyright: ignore[reportAttributeAccessIssue]
+    def _lp(self, highspy: Any, whole: bool) -> Any:
+        lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.cost), len(self.row_lower)
         lp.col_cost_ = np.array(self.cost)
         lp.col_lower_, lp.col_upper_ = np.array(self.lower), np.ones(len(self.cost))
         lp.row_lower_, lp.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise  # pyright: ignore[reportAttributeAccessIssue]
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         lp.a_matrix_.start_ = np.array(self.row_start, np.int32)
         lp.a_matrix_.index_ = np.array(self.row_column, np.int32)
         lp.a_matrix_.value_ = np.array(self.row_value)
         if whole:
-            integer = highspy.HighsVarType.kInteger  # pyright: ignore[reportAttributeAccessIssue]
+            integer = highspy.HighsVarType.kInteger
             lp.integrality_ = [integer] * len(self.cost)
         return lp
 
-    def _realise(self, value: np.ndarray) -> list[tuple[int, int]]:
+    def _realise(self, value: NDArray[np.float64]) -> list[tuple[int, int]]:
         """Reruns of a solution, each right before its first use in its span."""
         ops = self.program.ops
         runs: list[tuple[int, int]] = []

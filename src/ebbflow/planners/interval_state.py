@@ -8,12 +8,13 @@ canonical schedule of its order of runs, whose bytes are those of the state.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 
 from ebbflow.planners import _layout as L
 from ebbflow.planners import _runs
-from ebbflow.planners._jit import Ints
+from ebbflow.planners._jit import Ints, Words
 from ebbflow.planners._segment_tree import add_range, value
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
@@ -40,8 +41,9 @@ class IntervalState:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.memory = _memory(program)
-        rows = self.memory[L.HEADER :][: L.ROW * len(program.ops)].reshape(-1, L.ROW)
+        self._array = _memory(program)
+        self.memory = cast(Words, self._array)
+        rows = self._array[L.HEADER :][: L.ROW * len(program.ops)].reshape(-1, L.ROW)
         self.base_cost = int(rows[:, L.OP_COST].sum())
 
     @property
@@ -86,20 +88,20 @@ class IntervalState:
     @property
     def reruns(self) -> list[tuple[int, int]]:
         """All reruns as ``(op, stage)``, ascending by stage, then op."""
-        node = self.memory[self.memory[L.H_NODES] : self.memory[L.H_HIGH]].reshape(-1, L.N_COLUMNS)
+        node = self._array[self._array[L.H_NODES] : self._array[L.H_HIGH]].reshape(-1, L.N_COLUMNS)
         used = node[node[:, L.N_OP] >= 0]
         return sorted(((int(o), int(t)) for o, t in used[:, :2]), key=lambda run: (run[1], run[0]))
 
     def best_reruns(self) -> list[tuple[int, int]]:
         """The reruns that the compiled search last saved as its best."""
         first = int(self.memory[L.H_BEST_AT])
-        pairs = self.memory[first : first + 2 * int(self.memory[L.H_BEST_COUNT])].reshape(-1, 2)
+        pairs = self._array[first : first + 2 * int(self.memory[L.H_BEST_COUNT])].reshape(-1, 2)
         return [(int(o), int(t)) for o, t in pairs]
 
     def load(self, reruns: Iterable[tuple[int, int]]) -> None:
         """Replace all reruns; those that may not run where they are placed are left out."""
-        pairs = np.array(list(reruns), np.int64).reshape(-1, 2)
-        _runs.load_runs(self.memory, pairs, len(pairs))
+        pairs = np.array([word for run in reruns for word in run], np.int64)
+        _runs.load_runs(self.memory, cast(Words, pairs), len(pairs) // 2)
 
     def order(self) -> list[int | None]:
         """Ops in the order they run, ``None`` at the boundary."""
@@ -181,11 +183,11 @@ def _memory(program: Program) -> Ints:
     place(3 * (L.OFFERS + 1), L.H_OFFERS_AT)
     place(2 * room, L.H_BEST_AT)
     memory = np.concatenate(parts)
-    _lay_through_bytes(program, memory)
+    _lay_through_bytes(program, cast(Words, memory))
     return memory
 
 
-def _lay_through_bytes(program: Program, memory: Ints) -> None:
+def _lay_through_bytes(program: Program, memory: Words) -> None:
     """Range additions of the unplanned step: tangents, and every buffer between its first run and last read."""
     n = len(program.ops)
     for leaf in range(n + 1, int(memory[L.H_TREE_SIZE])):
@@ -195,7 +197,7 @@ def _lay_through_bytes(program: Program, memory: Ints) -> None:
         if buffer.producer is not None:
             last = n + 1 if b in program.pinned else max(program.readers[b], default=buffer.producer)
             add_range(memory, buffer.producer + 1, last - 1, buffer.bytes)
-    _runs.load_runs(memory, np.zeros((0, 2), np.int64), 0)
+    _runs.load_runs(memory, cast(Words, np.zeros(0, np.int64)), 0)
     _runs.rebuild_locals(memory)
 
 

@@ -18,7 +18,7 @@ __all__ = ["anneal", "clean_up", "descend", "repair"]
 
 NO_LIMIT = 1 << 62
 CHUNK_SECONDS = 0.03
-HOT = 0.002  # first temperature as a share of the unplanned step; 0.0005-0.005 differ by less than seeds do
+HOT = 0.002  # first temperature as a share of the unplanned step: about the cost of one op in a 500-op step
 STEPS_PER_OP = 20  # evictions after which a repair is given up: each op is rerun a few times at the deepest budgets
 DESCENT = (0.03, 0.01, 0.003)  # share of the peak taken off at once; the next smaller one when that fails
 DESCENT_MOVES = 150  # annealing moves after each step down, and before another try
@@ -38,7 +38,7 @@ def repair(state: IntervalState, budget: int, interrupt: Interrupt, *, share: fl
     chunk = 16
     while steps > 0 and not interrupt:
         begin = time.perf_counter()
-        done = _moves.repair(state.memory, budget, 0.0, 1.0, share, NO_LIMIT, -1, min(chunk, steps), True)
+        done = _moves.repair(state.memory, budget, 0.0, 1.0, share, NO_LIMIT, -1, min(chunk, steps), 1)
         state.commit()
         if done != _moves.UNFINISHED:
             return done == _moves.DONE

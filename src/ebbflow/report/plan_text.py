@@ -15,8 +15,14 @@ def write_plan(plan: Plan, stream: TextIO) -> None:
     print(plan.report(), file=stream)
     print(f"  status     {plan.status.value}", file=stream)
     if "costs" in facts:
-        where = facts.get("machine", facts.get("device", "this machine"))
-        kit = ", ".join(f"{key} {facts[key]}" for key in ("torch", "threads") if key in facts)
-        print(f"  costs      {facts['costs']} for {where}{f' ({kit})' if kit else ''}", file=stream)
+        print(f"  costs      {facts['costs']} for {facts.get('machine', 'this machine')}{_kit(plan)}", file=stream)
     if "estimate" in facts:
         print(f"  estimate   {facts['estimate']}", file=stream)
+
+
+def _kit(plan: Plan) -> str:
+    """What measured costs depend on; a roofline depends on the machine alone."""
+    if plan.provenance["costs"] != "measured":
+        return ""
+    facts = [f"{key} {plan.provenance[key]}" for key in ("torch", "threads") if key in plan.provenance]
+    return f" ({', '.join(facts)})" if facts else ""

@@ -69,7 +69,7 @@ class CompiledStep:
                 with torch.compiler.set_stance("fail_on_recompile"):
                     outputs = self._compiled(module, forward, args, kwargs)
             else:
-                with translated_errors(module, forward, args, kwargs):
+                with translated_errors(module, forward, args, kwargs, runnable=True):
                     outputs = self._compiled(module, forward, args, kwargs)
                 self._captured = True
         except BaseException as error:

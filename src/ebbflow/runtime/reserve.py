@@ -1,4 +1,4 @@
-"""The level at a step's start, and what has to be kept free inside a budget for what no program shows."""
+"""What has to be kept free inside a budget for what no program shows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import resident_bytes
 from ebbflow.runtime.fingerprint import SCRATCH_BYTES_CUDA
 
-__all__ = ["reserve_bytes", "start_bytes"]
+__all__ = ["reserve_bytes"]
 
 _GENERATOR_STATE_BYTES = 2 * 5056  # remembered over the proven step, and the copy made to put it back
-
-
-def start_bytes(model: torch.nn.Module, arguments: object, optimizer: torch.optim.Optimizer | None, device: str) -> int:
-    """Bytes allocated right now: on CUDA all that the allocator has handed out, on CPU what the roots reach."""
-    if device == "cuda":
-        return torch.cuda.memory_allocated()
-    return resident_bytes([model, arguments, optimizer])
 
 
 def reserve_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: str, *, verify: bool) -> int:

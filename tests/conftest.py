@@ -1,0 +1,57 @@
+"""What every test gets: one thread, a fixed seed, a cache directory of its own, and no deadlines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
+# that a red run is about the change; elsewhere each run draws new ones.
+settings.register_profile("ebbflow", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+settings.load_profile("ebbflow")
+
+
+def pytest_configure() -> None:
+    """Bits depend on the thread count; one thread is also the kindest to whatever else the machine does."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none: everything marked ``gpu`` and all of ``tests/gpu``."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is false here")
+    here = Path(__file__).parent / "gpu"
+    for item in items:
+        if item.get_closest_marker("gpu") is not None or here in item.path.parents:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_seed() -> Iterator[None]:
+    """Seed 0 before every test; a test that changes the thread count need not change it back."""
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests share measured costs with each other, never with the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty user cache directory for one test; platformdirs finds it."""
+    directory = tmp_path / "cache"
+    directory.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
+    return directory

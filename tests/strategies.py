@@ -1,0 +1,85 @@
+"""Random programs for property tests: small, and with everything that a capture can bring."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from ebbflow.program import Buffer, Op, Program
+
+__all__ = ["chain", "programs", "reruns"]
+
+
+@st.composite
+def programs(draw: st.DrawFn, max_ops: int = 12, max_tangents: int = 2) -> Program:
+    """A program with multi-output, random, single-run and mutated-input ops, workspaces, pins and tangents."""
+    count = draw(st.integers(1, max_ops))
+    boundary = draw(st.integers(0, count))
+    small = st.integers(0, 9)
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+    for index in range(draw(st.integers(0, max_tangents))):
+        buffers.append(Buffer(f"tangent{index}", draw(small), None))
+    tangents = list(range(len(buffers)))
+    made: list[int] = []
+    for index in range(count):
+        readable = made if index < boundary else made + tangents
+        inputs = draw(st.sets(st.sampled_from(readable[-6:]), max_size=3)) if readable else set[int]()
+        outputs = tuple(range(len(buffers), len(buffers) + draw(st.sampled_from([1, 1, 1, 2, 3]))))
+        buffers.extend(Buffer(f"b{b}", draw(small), index) for b in outputs)
+        made.extend(outputs)
+        trait = draw(st.sampled_from(["", "", "", "", "random", "once", "mutated"]))
+        ops.append(
+            Op(
+                name=f"op{index}",
+                target="test",
+                inputs=tuple(sorted(inputs)),
+                outputs=outputs,
+                workspace_bytes=draw(st.sampled_from([0, 0, 3])),
+                seconds=draw(st.integers(1, 5)) * 1e-3,
+                state_bytes=2 if trait == "random" else 0,
+                rerunnable=trait != "once",
+                reads_mutated=trait == "mutated" and index < boundary,
+            )
+        )
+    forward = [b for b in made if (buffers[b].producer or 0) < boundary]
+    some = lambda of: tuple(sorted(draw(st.sets(st.sampled_from(of), max_size=2)))) if of else ()  # noqa: E731
+    return Program("random", tuple(ops), tuple(buffers), boundary, forward_outputs=some(forward), gradients=some(made))
+
+
+@st.composite
+def reruns(draw: st.DrawFn, program: Program, max_size: int = 8) -> list[tuple[int, int]]:
+    """Places for reruns; some may not be allowed."""
+    count = len(program.ops)
+    if count < 2:
+        return []
+    pairs = st.integers(0, count - 2).flatmap(lambda o: st.tuples(st.just(o), st.integers(o + 1, count - 1)))
+    return draw(st.lists(pairs, max_size=max_size))
+
+
+def chain(layers: int, activation_bytes: int = 8, gradient_bytes: int = 1) -> Program:
+    """A chain of (linear, gelu) with its backward and parameter gradients."""
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+
+    def op(name: str, inputs: list[int], size: int, seconds: float) -> int:
+        buffers.append(Buffer(name, size, len(ops)))
+        ops.append(Op(name, name, tuple(sorted(inputs)), (len(buffers) - 1,), seconds=seconds))
+        return len(buffers) - 1
+
+    outputs: list[tuple[int, int]] = []
+    last: list[int] = []
+    for layer in range(layers):
+        linear = op(f"linear{layer}", last, activation_bytes, 4e-3)
+        last = [op(f"gelu{layer}", [linear], activation_bytes, 1e-3)]
+        outputs.append((linear, last[0]))
+    boundary = len(ops)
+    buffers.append(Buffer("tangent", activation_bytes, None))
+    flow = len(buffers) - 1
+    gradients: list[int] = []
+    for layer in range(layers - 1, -1, -1):
+        flow = op(f"gelu_backward{layer}", [flow, outputs[layer][0]], activation_bytes, 2e-3)
+        below = [outputs[layer - 1][1]] if layer else []
+        gradients.append(op(f"weight{layer}", [flow, *below], gradient_bytes, 4e-3))
+        if layer:
+            flow = op(f"flow{layer}", [flow], activation_bytes, 4e-3)
+    return Program("chain", tuple(ops), tuple(buffers), boundary, gradients=tuple(gradients))
