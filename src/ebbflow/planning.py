@@ -50,12 +50,13 @@ class PlanningOptions:
     """Facts to record in the plan."""
 
 
-_SMALLEST: dict[tuple[str, int], tuple[int, Schedule]] = {}
+_SMALLEST: dict[object, tuple[int, Schedule]] = {}
 
 
 def smallest_of(program: Program, effort: int = DEFAULT_EFFORT) -> tuple[int, Schedule]:
     """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
-    key = (program.fingerprint, effort)
+    costs = tuple((op.seconds, op.workspace_bytes) for op in program.ops)
+    key = (program.fingerprint, costs, effort)
     if key not in _SMALLEST:
         if len(_SMALLEST) > 32:
             _SMALLEST.clear()

@@ -35,7 +35,7 @@ CASES = """
     from ebbflow.zoo import mlp_chain
 
     def chain(batch: int = 16) -> ebbflow.Case:
-        return mlp_chain(batch, layers=4, width=WIDTH)
+        return mlp_chain(batch, layers=8, width=WIDTH)
 
     def needs_size(batch: int) -> ebbflow.Case:
         return chain(batch)
@@ -68,7 +68,7 @@ def graph(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cases(tmp_path: Path) -> Path:
-    (tmp_path / "helper.py").write_text("WIDTH = 8\n")
+    (tmp_path / "helper.py").write_text("WIDTH = 64\n")
     path = tmp_path / "cases.py"
     path.write_text(textwrap.dedent(CASES))
     return path
@@ -100,8 +100,8 @@ def test_a_plan_as_text_says_what_its_status_means(graph: Path) -> None:
 
 
 def test_a_zoo_model_for_a_catalogue_machine() -> None:
-    data = last_json(run("plan", "zoo:mlp_chain", "--budget", "50%", "--size", 32, "--machine", "t4-16gb", "--json"))
-    assert data["case"] == "mlp_chain-64L-d64-b32"
+    data = last_json(run("plan", "zoo:mlp_chain", "--budget", "50%", "--size", 512, "--machine", "t4-16gb", "--json"))
+    assert data["case"] == "mlp_chain-64L-d64-b512"
     provenance = data["provenance"]
     assert isinstance(provenance, dict)
     assert provenance["machine"] == "t4-16gb"
@@ -109,8 +109,8 @@ def test_a_zoo_model_for_a_catalogue_machine() -> None:
 
 
 def test_a_function_of_a_file_that_imports_its_neighbour(cases: Path) -> None:
-    data = last_json(run("plan", f"{cases}:chain", "--budget", "90%", "--size", 24, "--json"))
-    assert data["case"] == "mlp_chain-4L-d8-b24"
+    data = last_json(run("plan", f"{cases}:chain", "--budget", "90%", "--size", 256, "--json"))
+    assert data["case"] == "mlp_chain-8L-d64-b256"
     provenance = data["provenance"]
     assert isinstance(provenance, dict)
     assert provenance["costs"] == "measured"

@@ -19,7 +19,17 @@ from ebbflow.machine import Machine
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 
-__all__ = ["Answer", "Interrupt", "Planner", "Problem", "Progress", "Status", "planner", "planner_named", "planner_names"]
+__all__ = [
+    "Answer",
+    "Interrupt",
+    "Planner",
+    "Problem",
+    "Progress",
+    "Status",
+    "planner",
+    "planner_named",
+    "planner_names",
+]
 
 
 class Status(enum.Enum):

@@ -1,0 +1,1 @@
+"""What every benchmark shares: rows with targets, child processes, measuring, grid budgets."""

@@ -1,0 +1,73 @@
+"""Small models that have everything the large ones have, each captured and planned once per thread count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import ebbflow
+from ebbflow.case import Case
+from ebbflow.planning import PlanningOptions, make_plan, smallest_of
+from ebbflow.units import Budget
+from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+
+EFFORT = 2_000
+
+
+def small_gpt(dropout: float, tied: bool) -> Case:
+    config = GPTConfig(vocabulary=64, length=16, layers=1, width=16, heads=2, dropout=dropout, tied=tied)
+    return gpt(4, config)
+
+
+BUILDERS: dict[str, Callable[[], Case]] = {
+    "mlp_chain": lambda: mlp_chain(128, layers=6, width=32),
+    "mlp_chain with dropout": lambda: mlp_chain(128, layers=6, width=32, dropout=0.1),
+    "gpt": lambda: small_gpt(0.0, tied=True),
+    "gpt with dropout": lambda: small_gpt(0.1, tied=True),
+    "gpt untied": lambda: small_gpt(0.0, tied=False),
+    "gpt untied with dropout": lambda: small_gpt(0.1, tied=False),
+}
+
+
+@dataclass
+class Study:
+    """A case with its unplanned plan, from which plans at any depth are made."""
+
+    case: Case
+    unplanned: ebbflow.Plan
+
+    def at(self, share: float) -> ebbflow.Plan:
+        """The plan at an f-budget: smallest + share * (unplanned - smallest), nothing in reserve."""
+        smallest, _ = smallest_of(self.unplanned.program)
+        above = int(smallest + share * (self.unplanned.baseline.above_bytes - smallest))
+        return self._within(above)
+
+    def just_above_smallest(self) -> ebbflow.Plan:
+        smallest, _ = smallest_of(self.unplanned.program)
+        return self._within(int(1.02 * smallest))
+
+    def _within(self, above_bytes: int) -> ebbflow.Plan:
+        resident = self.unplanned.resident_bytes
+        options = PlanningOptions(effort=EFFORT, provenance=dict(self.unplanned.provenance))
+        return make_plan(
+            self.unplanned.program, Budget(bytes=resident + above_bytes), resident_bytes=resident, options=options
+        )
+
+
+@pytest.fixture(scope="session")
+def study() -> Callable[[str, int], Study]:
+    """The study of a named model at a thread count."""
+    known: dict[tuple[str, int], Study] = {}
+
+    def get(name: str, threads: int = 1) -> Study:
+        if (name, threads) not in known:
+            torch.manual_seed(1)
+            torch.set_num_threads(threads)
+            case = BUILDERS[name]()
+            known[name, threads] = Study(case, ebbflow.plan(case.model, case.args, budget="1000%", name=name))
+        return known[name, threads]
+
+    return get

@@ -1,0 +1,97 @@
+"""A fitted model is still the user's model: its class, its keys, its copies; and unfit gives it back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import ebbflow
+from ebbflow.errors import UsageError
+from ebbflow.zoo import MLPChain
+
+
+@pytest.fixture
+def model() -> MLPChain:
+    return ebbflow.fit(MLPChain(layers=2, width=8), "1MiB")
+
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def test_fit_returns_the_same_object_under_the_same_name() -> None:
+    plain = MLPChain(layers=2, width=8)
+    fitted = ebbflow.fit(plain, "1MiB")
+    assert fitted is plain
+    assert isinstance(fitted, MLPChain)
+    assert type(fitted).__name__ == "MLPChain"
+    assert type(fitted).__module__ == MLPChain.__module__
+    assert str(fitted) == str(MLPChain(layers=2, width=8))
+
+
+def test_state_dict_keys_stay_and_load(model: MLPChain) -> None:
+    plain = MLPChain(layers=2, width=8)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+    model(X).backward()
+    plain(X).backward()
+    assert torch.equal(model.layers[0].weight.grad, plain.layers[0].weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("when", ["before the first step", "after a step"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_plain_models(model: MLPChain, how: str, when: str, tmp_path: object) -> None:
+    if when == "after a step":
+        model(X).backward()
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, f"{tmp_path}/model.pt")
+        twin = torch.load(f"{tmp_path}/model.pt", weights_only=False)
+    assert type(twin) is MLPChain
+    assert ebbflow.plan_of(twin) is None
+    assert torch.equal(twin(X), model(X))
+    ebbflow.fit(twin, "1MiB")(X).backward()
+    assert ebbflow.plan_of(twin) is not None
+
+
+def test_unfit_gives_the_plain_class_back(model: MLPChain) -> None:
+    model(X).backward()
+    assert ebbflow.unfit(model) is model
+    assert type(model) is MLPChain
+    assert ebbflow.plan_of(model) is None
+    model(X).backward()
+    with pytest.raises(UsageError, match="not fitted"):
+        ebbflow.unfit(model)
+
+
+def test_a_backward_pending_at_unfit_still_runs(model: MLPChain) -> None:
+    loss = model(X)
+    ebbflow.unfit(model)
+    loss.backward()
+    planned = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(X).backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(planned, model.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_fit_again_after_unfit(model: MLPChain) -> None:
+    ebbflow.unfit(model)
+    ebbflow.fit(model, "2MiB")(X).backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.budget_bytes == 2 * 2**20
+
+
+def test_fit_twice_is_refused(model: MLPChain) -> None:
+    with pytest.raises(UsageError, match="unfit"):
+        ebbflow.fit(model, "1MiB")
+
+
+def test_nothing_is_known_before_the_first_step(model: MLPChain) -> None:
+    assert ebbflow.plan_of(model) is None
+    assert ebbflow.step_of(model) is None

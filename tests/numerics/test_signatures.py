@@ -1,0 +1,149 @@
+"""Another shape, mode or attribute is another program: planned anew or refused, never run unplanned or mixed up."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.zoo import mlp_chain
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.5)
+        self.scale = 1.0
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, power: int = 2) -> torch.Tensor:
+        return (self.drop(self.linear(x)) * self.scale).tanh().pow(power).mean()
+
+
+class Counting(Scaled):
+    def forward(self, x: torch.Tensor, power: int = 2) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x, power) * self.calls
+
+
+def loss_and_gradient(model: nn.Module, x: torch.Tensor, *args: int) -> tuple[float, torch.Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(2)
+    loss = model(x, *args)
+    loss.backward()
+    gradient = model.linear.weight.grad  # type: ignore[union-attr]
+    return loss.item(), None if gradient is None else gradient.clone()  # type: ignore[operator]
+
+
+def assert_same(fitted: nn.Module, plain: nn.Module, x: torch.Tensor, *args: int) -> None:
+    (loss, gradient), (expected, other) = (loss_and_gradient(m, x, *args) for m in (fitted, plain))
+    assert loss == expected
+    assert (gradient is None) == (other is None)
+    assert gradient is None or torch.equal(gradient, other)  # type: ignore[arg-type]
+    step = ebbflow.step_of(fitted)
+    assert step is not None
+    assert step.forward_calls > 0
+
+
+def twins(kind: type[Scaled] = Scaled) -> tuple[Scaled, Scaled]:
+    model = kind()
+    return ebbflow.fit(copy.deepcopy(model), "1MiB"), model
+
+
+def test_twenty_shapes_have_twenty_plans() -> None:
+    model = mlp_chain(8, layers=1, width=4).model
+    ebbflow.fit(model, "1MiB")
+    plans: set[int] = set()
+    for rows in range(1, 21):
+        model(torch.randn(rows, 4)).backward()
+        step, plan = ebbflow.step_of(model), ebbflow.plan_of(model)
+        assert step is not None
+        assert plan is not None
+        assert step.forward_calls == 1
+        plans.add(id(plan))
+    assert len(plans) == 20
+    model(torch.randn(7, 4)).backward()
+    assert id(ebbflow.plan_of(model)) in plans
+
+
+def test_attribute_that_changes_back_and_forth() -> None:
+    fitted, plain = twins()
+    for scale in (1.0, 2.0, 1.0, 3.0, 2.0):
+        fitted.scale = plain.scale = scale
+        assert_same(fitted, plain, torch.ones(4, 8))
+
+
+def test_attribute_that_changes_while_a_backward_is_pending() -> None:
+    fitted, plain = twins()
+    for model in (fitted, plain):
+        torch.manual_seed(2)
+        first = model(torch.ones(4, 8))
+        model.scale = 2.0
+        second = model(torch.ones(4, 8))
+        first.backward()
+        second.backward()
+    assert torch.equal(fitted.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
+
+
+def test_attribute_that_changes_in_every_call() -> None:
+    fitted, plain = twins(Counting)
+    for _ in range(10):  # more than Dynamo's limit of recompilations
+        assert_same(fitted, plain, torch.ones(4, 8))
+    assert fitted.calls == 10
+
+
+def test_mode_of_a_submodule() -> None:
+    fitted, plain = twins()
+    for mode in (True, False, True):
+        fitted.drop.train(mode)
+        plain.drop.train(mode)
+        assert_same(fitted, plain, torch.ones(4, 8))
+
+
+def test_parameter_that_is_frozen_and_thawed() -> None:
+    fitted, plain = twins()
+    for wanted in (True, False, True):
+        fitted.linear.weight.requires_grad_(wanted)
+        plain.linear.weight.requires_grad_(wanted)
+        assert_same(fitted, plain, torch.ones(4, 8))
+
+
+def test_argument_that_is_no_tensor() -> None:
+    fitted, plain = twins()
+    for power in (2, 3, 2):
+        assert_same(fitted, plain, torch.ones(4, 8), power)
+
+
+def test_another_thread_count_is_another_plan() -> None:
+    fitted, plain = twins()
+    for threads in (1, 2, 1):
+        torch.set_num_threads(threads)
+        assert_same(fitted, plain, torch.ones(4, 8))
+        plan = ebbflow.plan_of(fitted)
+        assert plan is not None
+        assert plan.provenance["threads"] == str(threads)
+
+
+def test_models_do_not_share_steps() -> None:
+    one, two = Scaled(), Scaled()
+    expected = [loss_and_gradient(copy.deepcopy(m), torch.ones(4, 8)) for m in (one, two)]
+    ebbflow.fit(one, "1MiB")
+    ebbflow.fit(two, "1MiB")
+    for model, (loss, gradient) in zip((one, two), expected, strict=True):
+        ours = loss_and_gradient(model, torch.ones(4, 8))
+        assert ours[0] == loss
+        assert torch.equal(ours[1], gradient)  # type: ignore[arg-type]
+
+
+def test_a_fitted_model_is_freed_with_its_last_reference() -> None:
+    model = ebbflow.fit(Scaled(), "1MiB")
+    model(torch.ones(4, 8)).backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

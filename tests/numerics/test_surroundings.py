@@ -1,0 +1,220 @@
+"""What surrounds a step: other forwards, other backwards, other modes, exceptions; a test each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ebbflow
+
+Pair = tuple[torch.nn.Module, torch.nn.Module]
+
+
+@pytest.fixture
+def pair(study: Any) -> Iterator[Pair]:
+    """The same model twice, fitted tightly and plain; every step of the fitted one recomputes and replays."""
+    subject = study("mlp_chain with dropout")
+    fitted, plain = copy.deepcopy(subject.case.model), copy.deepcopy(subject.case.model)
+    gradients = sum(p.nbytes for p in fitted.parameters())
+    yield ebbflow.fit(fitted, subject.at(0.2).budget_bytes + gradients + 12_000), plain
+    plan = ebbflow.plan_of(fitted)
+    assert plan is None or len(plan.schedule.computes) > len(plan.program.ops) + 1
+
+
+def rows(seed: int) -> torch.Tensor:
+    return torch.randn(128, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_gradients(pair: Pair) -> None:
+    for p, q in zip(*(m.parameters() for m in pair), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ["first in first out", "last in first out"])
+def test_two_forwards_before_the_first_backward(pair: Pair, order: str) -> None:
+    for model in pair:
+        torch.manual_seed(1)
+        losses = [model(rows(1)), model(rows(2))]
+        for loss in losses if order == "first in first out" else reversed(losses):
+            loss.backward()
+    assert_same_gradients(pair)
+
+
+def test_overlapping_steps_are_not_taken_for_each_other(pair: Pair) -> None:
+    for model in pair:
+        torch.manual_seed(1)
+        first, second = model(rows(1)), model(rows(2))
+        second.backward()
+        del second
+        third = model(rows(3))
+        first.backward()
+        third.backward()
+    assert_same_gradients(pair)
+
+
+def test_one_backward_of_two_forwards(pair: Pair) -> None:
+    for model in pair:
+        torch.manual_seed(1)
+        (model(rows(1)) + 2 * model(rows(2))).backward()
+    assert_same_gradients(pair)
+
+
+def test_retain_graph_twice(pair: Pair) -> None:
+    for model in pair:
+        torch.manual_seed(1)
+        loss = model(rows(1))
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(pair)
+
+
+def test_user_reseeds_between_forward_and_backward(pair: Pair) -> None:
+    states: list[torch.Tensor] = []
+    for model in pair:
+        torch.manual_seed(1)
+        loss = model(rows(1))
+        torch.manual_seed(99)
+        loss.backward()
+        states.append(torch.get_rng_state())
+    assert_same_gradients(pair)
+    assert torch.equal(*states)
+
+
+def test_anomaly_detection(pair: Pair) -> None:
+    for model in pair:
+        torch.manual_seed(1)
+        with torch.autograd.set_detect_anomaly(True):
+            model(rows(1)).backward()
+    assert_same_gradients(pair)
+
+
+def test_autograd_grad(pair: Pair) -> None:
+    found: list[tuple[torch.Tensor, ...]] = []
+    for model in pair:
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(model(rows(1)), list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_gradient_of_the_input(pair: Pair) -> None:
+    inputs = [rows(1).requires_grad_(), rows(1).requires_grad_()]
+    for model, x in zip(pair, inputs, strict=True):
+        torch.manual_seed(1)
+        model(x).backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+
+
+def test_double_backward_is_refused(pair: Pair) -> None:
+    loss = pair[0](rows(1))
+    first, *_ = torch.autograd.grad(loss, list(pair[0].parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        first.sum().backward()
+
+
+def test_calls_without_gradients_run_as_before_and_leave_the_plan(pair: Pair) -> None:
+    pair[0](rows(1)).backward()
+    plan, step = ebbflow.plan_of(pair[0]), ebbflow.step_of(pair[0])
+    assert step is not None
+    calls = step.forward_calls
+    for switch in (torch.no_grad, torch.inference_mode):
+        with switch():
+            torch.manual_seed(1)
+            ours = pair[0](rows(2))
+            torch.manual_seed(1)
+            assert torch.equal(ours, pair[1](rows(2)))
+    assert ebbflow.plan_of(pair[0]) is plan
+    assert step.forward_calls == calls
+
+
+def test_evaluation_mode_with_gradients_has_a_plan_of_its_own(pair: Pair) -> None:
+    for model in pair:
+        model.eval()
+        model(rows(1)).backward()
+    assert_same_gradients(pair)
+    plan = ebbflow.plan_of(pair[0])
+    assert plan is not None
+    assert not any(op.random for op in plan.program.ops)
+    for model in pair:
+        model.train()
+        torch.manual_seed(1)
+        model(rows(1)).backward()
+    assert_same_gradients(pair)
+
+
+def test_forward_whose_loss_is_dropped(pair: Pair) -> None:
+    for model in pair:
+        torch.manual_seed(1)
+        model(rows(1))
+        model(rows(2)).backward()
+    assert_same_gradients(pair)
+    step = ebbflow.step_of(pair[0])
+    assert step is not None
+    assert step.verified_buffers > 0
+
+
+def test_exception_between_forward_and_backward(pair: Pair) -> None:
+    for model in pair:
+        torch.manual_seed(1)
+        with pytest.raises(KeyboardInterrupt):
+            _interrupted(model)
+        model(rows(2)).backward()
+    assert_same_gradients(pair)
+
+
+def _interrupted(model: torch.nn.Module) -> None:
+    _loss = model(rows(1))
+    raise KeyboardInterrupt
+
+
+def test_exception_in_a_gradient_hook(pair: Pair) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError("of the user")
+
+    for model in pair:
+        handle = model.layers[0].weight.register_hook(fail)  # type: ignore[union-attr, index]
+        with pytest.raises(ArithmeticError, match="of the user"):
+            model(rows(1)).backward()
+        handle.remove()
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(rows(2)).backward()
+    assert_same_gradients(pair)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it, in any compiled function
+def test_hooks_run_as_in_eager(study: Any) -> None:
+    subject = study("mlp_chain")
+    pair = (copy.deepcopy(subject.case.model), copy.deepcopy(subject.case.model))
+    log: list[str] = []
+    for model in pair:
+        model.register_forward_pre_hook(lambda _, args: log.append("before") or (args[0] + 1,))
+        model.register_forward_hook(lambda _, args, out: log.append("after"))
+        model.register_full_backward_hook(lambda _, into, out: log.append("backward"))
+        model.layers[0].register_forward_hook(lambda _, args, out: out * 2)
+        model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] - 1,))
+        model.layers[2].weight.register_hook(lambda gradient: gradient * 3)
+    ebbflow.fit(pair[0], "1MiB")
+    for model in pair:
+        model(rows(1).requires_grad_()).backward()
+    assert log == ["before", "after", "backward"] * 2
+    assert_same_gradients(pair)
+
+
+def test_profiler_at_later_calls_postpones_the_measurement(pair: Pair) -> None:
+    model = pair[0]
+    model(rows(1)).backward()
+    model.zero_grad()
+    with torch.profiler.profile(profile_memory=True):
+        model(rows(1)).backward()
+    step = ebbflow.step_of(model)
+    assert step is not None
+    assert step.measured_above_bytes is None
+    model.zero_grad()
+    model(rows(1)).backward()
+    assert step.measured_above_bytes is not None
