@@ -39,7 +39,8 @@ def run_child(
         text=True,
         env={**os.environ, **environment},
     )
-    timer = threading.Timer(limit_seconds, process.kill)
+    late = threading.Event()
+    timer = threading.Timer(limit_seconds, lambda: (late.set(), process.kill()))
     timer.start()
     errors: list[str] = []
     assert process.stdout is not None
@@ -58,6 +59,8 @@ def run_child(
         drain.join()
     if code == 0:
         return None
+    if late.is_set():
+        return f"ended after {limit_seconds:g} s, the most that one case may take"
     return f"exit {code}: {short_error(errors)}"
 
 

@@ -14,6 +14,7 @@ from ebbflow.cost.cache import device_context
 from ebbflow.errors import UsageError
 from ebbflow.fit import require_module
 from ebbflow.machine import Machine, machine_named
+from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, resident_bytes
 from ebbflow.plan import Plan
 from ebbflow.planners import Interrupt, Progress, planner_named
@@ -83,11 +84,12 @@ def plan(
         progress=progress,
         provenance=provenance,
     )
+    to_come = future_state_bytes(optimizer) if optimizer is not None else 0
     return make_plan(
         program,
         parsed,
-        resident_bytes=resident_bytes([model, args, kwargs, optimizer], granularity),
-        reserve_bytes=reserve_bytes(model, optimizer, device, verify=True),
+        resident_bytes=resident_bytes([model, args, kwargs, optimizer], granularity) + to_come,
+        reserve_bytes=reserve_bytes(model, device, verify=True),
         options=options,
     )
 

@@ -20,6 +20,7 @@ from ebbflow.capture.rules import refuse_outside_loss
 from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import BudgetError, PlanMismatch, UsageError
+from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, start_bytes
 from ebbflow.plan import Plan
 from ebbflow.planners import planner_named
@@ -70,7 +71,7 @@ def fit(
         budget: bytes of the step's peak allocated memory, everything counted: ``"12GiB"``, ``"8GB"``, an ``int``,
             ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
         planner: name of the planner.
-        optimizer: if given, its state is counted as resident, and reserved before its first step makes it.
+        optimizer: if given, its state counts as resident, also before its first step makes it.
         effort: local-search moves; the default is about a second on a 600-op program.
         verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
 
@@ -208,7 +209,9 @@ def _planned(model: weakref.ref[torch.nn.Module], fitted: _Fitted, device: str, 
     module = model()
     assert module is not None
     refuse_outside_loss(joint)
-    reserve = reserve_bytes(module, fitted.optimizer, device, verify=fitted.verify)
+    reserve = reserve_bytes(module, device, verify=fitted.verify)
+    if fitted.optimizer is not None:
+        resident += future_state_bytes(fitted.optimizer)
     if fitted.given_plan is not None:
         return _given(fitted.given_plan, joint, device_context(device), resident, reserve)
     program = with_measured_costs(joint.program, joint.calls, device)

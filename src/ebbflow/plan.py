@@ -41,9 +41,8 @@ class Plan:
         case: name of what was captured.
         planner: name of the planner.
         budget_bytes: bytes of the step's peak that it must stay within.
-        resident_bytes: bytes that are resident at the step's start.
-        reserve_bytes: bytes kept free inside the budget for what the program does not show (verification
-            scratch, optimizer state that does not exist yet).
+        resident_bytes: bytes that are resident at a step's start, optimizer state that is still to come among them.
+        reserve_bytes: bytes kept free inside the budget for what the proof of the first step remembers.
         floor_bytes: a proven lower bound on any schedule's peak, resident part included.
         floor_op: index of the op that pins the floor.
         smallest_bytes: the least budget for which a schedule was found.
@@ -282,12 +281,11 @@ def _from_json(data: dict[str, Any], path: str) -> Plan:
         )
         violations = check(plan.program, plan.schedule)
         recorded = int(data["predicted_peak_bytes"])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        predicted = recorded if violations else plan.predicted_peak_bytes
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise PlanFileError(f"{path} is damaged ({type(error).__name__}: {error}); make it anew") from error
     if violations:
         raise PlanFileError(f"{path} holds an illegal schedule ({violations[0]}); make it anew")
-    if recorded != plan.predicted_peak_bytes:
-        raise PlanFileError(
-            f"{path} says a peak of {recorded} bytes, its schedule takes {plan.predicted_peak_bytes}; make it anew"
-        )
+    if recorded != predicted:
+        raise PlanFileError(f"{path} says a peak of {recorded} bytes, its schedule takes {predicted}; make it anew")
     return plan

@@ -53,14 +53,19 @@ class PlanningOptions:
 _SMALLEST: dict[object, tuple[int, Schedule]] = {}
 
 
-def smallest_of(program: Program, effort: int = DEFAULT_EFFORT) -> tuple[int, Schedule]:
+def smallest_of(
+    program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
+) -> tuple[int, Schedule]:
     """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
     costs = tuple((op.seconds, op.workspace_bytes) for op in program.ops)
     key = (program.fingerprint, costs, effort)
     if key not in _SMALLEST:
         if len(_SMALLEST) > 32:
             _SMALLEST.clear()
-        _SMALLEST[key] = smallest_schedule(program, effort=effort)
+        found = smallest_schedule(program, effort=effort, interrupt=interrupt)
+        if interrupt:
+            return found  # cut short: a later call may find less
+        _SMALLEST[key] = found
     return _SMALLEST[key]
 
 
@@ -78,7 +83,7 @@ def make_plan(
     Args:
         program: with costs.
         budget: bytes, or a share of the unplanned peak (resident part included).
-        resident_bytes: bytes resident at the step's start.
+        resident_bytes: bytes resident at a step's start, state that is still to come among them.
         reserve_bytes: bytes to keep free inside the budget besides.
         seeds: schedules to start from.
         options: how to plan.
@@ -94,10 +99,12 @@ def make_plan(
     budget_bytes = budget.resolve(resident_bytes + unplanned_above)
     above_budget = budget_bytes - resident_bytes - reserve_bytes
     floor_above, floor_op = floor_bytes(program)
-    smallest_above, smallest = smallest_of(program)
+    # An interrupt that is not set is false: ask for None, not for truth.
+    interrupt = Interrupt(options.time_limit_seconds) if options.interrupt is None else options.interrupt
+    options.progress(Progress("looking for the smallest workable budget"))
+    smallest_above, smallest = smallest_of(program, interrupt=interrupt)
     if above_budget >= smallest_above:
         seeds = (*seeds, smallest)
-    interrupt = options.interrupt or Interrupt(options.time_limit_seconds)
     answer = plan_with(
         Problem(
             program=program,

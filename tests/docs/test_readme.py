@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from ebbflow.cli import app
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -123,6 +126,6 @@ def test_documented_commands_and_options_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for command in ("demo", "plan"):
         [row] = [line for line in text.splitlines() if line.startswith(f"| `ebbflow {command}")]
-        shown = run([sys.executable, "-m", "ebbflow.cli", command, "--help"], ROOT)
+        shown = CliRunner().invoke(app, [command, "--help"]).stdout
         for option in re.findall(r"--[a-z-]+", row):
             assert option in shown, f"ebbflow {command} has no {option}"

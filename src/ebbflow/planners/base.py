@@ -38,7 +38,7 @@ class Status(enum.Enum):
     OPTIMAL = "the plan is proven optimal in its class"
     FEASIBLE = "the plan fits the budget; its distance to the bound is given as gap"
     INFEASIBLE = "no schedule within the budget was found"
-    TIME_LIMIT = "the time limit came first; this is the best plan found until then"
+    TIME_LIMIT = "the time limit or an interrupt came first; this is the best plan found until then"
 
 
 @dataclass(frozen=True, slots=True)
