@@ -76,6 +76,15 @@ def test_chain_is_solved_near_its_bound(share: float):
     assert answer.bound - 1e-6 <= overhead_of(program, answer.schedule) <= answer.bound + 0.02
 
 
+@given(program=programs(max_ops=30))
+def test_auto_fits_whatever_budget_the_smallest_schedule_fits(program: Program):
+    smallest, schedule = smallest_schedule(program, effort=100)
+    for seeds in ((), (schedule,)):
+        answer = planner_named("auto")(Problem(program, smallest, effort=100, seeds=seeds))
+        assert answer.schedule is not None
+        assert simulate(program, answer.schedule).above_bytes <= smallest
+
+
 def test_plans_are_reproducible():
     program = chain(16)
     problem = Problem(program, int(0.4 * simulate(program, unplanned_schedule(program)).above_bytes), effort=500)

@@ -47,7 +47,7 @@ class DemoConfig:
     """Size of the residual stream."""
     length: int = 256
     """Bytes of text per sequence."""
-    batch: int = 8
+    batch: int = 6
     """Sequences per step."""
     seed: int = 0
     """Of weights, dropout and batches."""

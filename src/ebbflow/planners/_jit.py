@@ -1,21 +1,36 @@
-"""The one way this package compiles: numba without objects, cached on disk, without the interpreter's lock."""
+"""The one way this package compiles: numba without objects, cached on disk, without the interpreter's lock.
+
+Numba optimises and emits a compiled function again inside each of its callers, so a deep tree of calls costs far
+more to compile than its lines. Two kinds of functions keep that small:
+1. :func:`inner`, for a few lines: compiled into every caller.
+2. :func:`apart`, for the rest: a C function of its own, compiled once at its first use. Compiled code links to it
+   by name, Python calls it by address.
+
+Both take the state as a bare pointer, which compiles several times faster than an array.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numba
 import numpy as np
+from llvmlite import binding  # pyright: ignore[reportMissingTypeStubs]
+from numba.core import types
+from numba.core.datamodel import models
+from numba.extending import register_model  # pyright: ignore[reportUnknownVariableType]
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "Words", "inner", "jit"]
+__all__ = ["Ints", "Words", "apart", "inner"]
 
 Ints = NDArray[np.int64]
 
 
 class Words(Protocol):
-    """A flat array of 64-bit integers, as compiled code sees it."""
+    """A flat array of 64-bit integers, as compiled code sees it: a pointer."""
 
     def __getitem__(self, index: int, /) -> int: ...
 
@@ -23,14 +38,60 @@ class Words(Protocol):
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
+# Names of annotations, the types of compiled code and those of calls from Python. A truth value travels as 0 or 1.
+KINDS: dict[str, tuple[Any, Any]] = {
+    "Words": (types.CPointer(types.int64), ctypes.c_void_p),
+    "int": (types.int64, ctypes.c_int64),
+    "bool": (types.int64, ctypes.c_int64),
+    "float": (types.float64, ctypes.c_double),
+    "None": (types.void, None),
+}
+
+_compiling = threading.RLock()
 
 
 def inner(function: Function) -> Function:
-    """Compile ``function`` for calls from compiled code only, which saves the way in from Python."""
-    options: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy", "no_cpython_wrapper": True}
+    """Compile ``function`` into its compiled callers."""
+    options: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return cast(Function, numba.njit(**options)(function))
 
 
-def jit(function: Function) -> Function:
-    """Compile ``function`` at its first call; the type checker sees it unchanged."""
-    return cast(Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+class _Apart(types.ExternalFunction):
+    """A C function: to numba an external symbol, to Python a callable that compiles at its first call.
+
+    Functions compile in the order of their definition, so that each finds the symbols that it calls.
+    """
+
+    waiting: ClassVar[list[_Apart]] = []
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        kinds = [KINDS[kind] for kind in function.__annotations__.values()]
+        self._function = function
+        self._signature = kinds[-1][0](*(kind for kind, _ in kinds[:-1]))
+        self._prototype = ctypes.CFUNCTYPE(kinds[-1][1], *(kind for _, kind in kinds[:-1]))
+        self._call: Callable[..., Any] | None = None
+        super().__init__(f"ebbflow_{function.__name__}", self._signature)
+        self.waiting.append(self)
+
+    def _compile(self) -> None:
+        self._compiled: Any = numba.cfunc(self._signature, **OPTIONS)(self._function)
+        add_symbol = cast(Callable[[str, int], None], binding.add_symbol)  # pyright: ignore[reportUnknownMemberType]
+        add_symbol(self.symbol, self._compiled.address)
+        self._call = cast(Any, self._prototype)(self._compiled.address)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._call is None:
+            with _compiling:
+                while self._call is None:
+                    self.waiting[0]._compile()
+                    self.waiting.pop(0)
+        return self._call(*(each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments))
+
+
+register_model(_Apart)(models.OpaqueModel)
+
+
+def apart(function: Function) -> Function:
+    """Compile ``function`` on its own; the type checker sees it unchanged."""
+    return cast(Function, _Apart(function))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from ebbflow.planners._jit import Words, inner, jit
+from ebbflow.planners._jit import Words, apart, inner
 from ebbflow.planners._layout import (
     B_BYTES,
     B_PINNED,
@@ -87,7 +87,7 @@ def useless(m: Words, o: int, p: int, q: int) -> bool:
     return True
 
 
-@inner
+@apart
 def cancel(m: Words, o: int, t: int) -> bool:
     """Take away a rerun and the reruns that only served it (clause 2); false if the journal is full."""
     pending = m[H_PENDING_AT]
@@ -113,7 +113,7 @@ def cancel(m: Words, o: int, t: int) -> bool:
     return True
 
 
-@inner
+@apart
 def make(m: Words, o: int, t: int, budget: int, small: int, cost_limit: int) -> bool:
     """Rerun ``o`` at ``t`` with all it needs (clause 1); false if that is impossible or beyond ``cost_limit``.
 
@@ -172,7 +172,7 @@ def offer(m: Words, count: int, o: int, u: int, price: float) -> int:
     return min(count + 1, OFFERS)
 
 
-@inner
+@apart
 def collect(m: Words, t: int, excess: int, noise: float, trust: float, stamp: int) -> int:
     """Fill the list of offers with the gaps around stage ``t``, cheapest per byte first; their number."""
     count = int(NOTHING)
@@ -209,7 +209,7 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, stamp: in
     return count
 
 
-@inner
+@apart
 def evict(m: Words, o: int, u: int, t: int, budget: int, share: float, cost_limit: int) -> float:
     """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it)."""
     at_t, at_u, cost = value(m, t), value(m, u), m[H_COST]
@@ -231,7 +231,7 @@ def evict(m: Words, o: int, u: int, t: int, budget: int, share: float, cost_limi
     return max(added, 1) / gain
 
 
-@inner
+@apart
 def lighten(m: Words, t: int, budget: int) -> bool:
     """Cancel one rerun of stage ``t`` if that alone lowers it; whether one was found."""
     at_t = value(m, t)
@@ -249,7 +249,7 @@ def lighten(m: Words, t: int, budget: int) -> bool:
     return False
 
 
-@inner
+@apart
 def lower(m: Words, t: int, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int) -> bool:
     """Bring stage ``t`` down by one eviction (clause 3); false if no offer gains anything."""
     count = collect(m, t, value(m, t) - budget, noise, trust, stamp)
@@ -272,7 +272,7 @@ def lower(m: Words, t: int, budget: int, noise: float, trust: float, share: floa
     return lighten(m, t, budget)
 
 
-@jit
+@apart
 def repair(
     m: Words, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int, steps: int, final: int
 ) -> int:
@@ -290,7 +290,7 @@ def repair(
     return DONE if m[m[H_TOP] + 1] <= budget else UNFINISHED
 
 
-@inner
+@apart
 def try_cancel(m: Words, v: int, budget: int) -> bool:
     """Cancel the rerun in row ``v`` if everything still fits and nothing costs more; whether it was done."""
     mark = m[H_JOURNAL]
@@ -300,7 +300,7 @@ def try_cancel(m: Words, v: int, budget: int) -> bool:
     return False
 
 
-@jit
+@apart
 def clean_up(m: Words, budget: int) -> int:
     """Try to cancel every rerun once; how many were cancelled. Final: the journal is emptied."""
     done = 0
@@ -335,7 +335,7 @@ def near(m: Words, o: int, t: int, window: int) -> int:
     return -1
 
 
-@inner
+@apart
 def ruin(m: Words, stamp: int) -> bool:
     """Cancel a few random reruns, or those of one neighbourhood; false if there are none."""
     v = pick(m)
@@ -357,7 +357,7 @@ def ruin(m: Words, stamp: int) -> bool:
     return True
 
 
-@inner
+@apart
 def insert(m: Words, budget: int) -> bool:
     """Rerun a random op before a later use of its outputs; false if that is impossible or does not fit."""
     n = m[H_OPS]
@@ -376,7 +376,7 @@ def insert(m: Words, budget: int) -> bool:
     return make(m, o, use, budget, int(NOTHING), m[H_COST] + 8 * m[at(o) + OP_COST]) and m[m[H_TOP] + 1] <= budget
 
 
-@jit
+@apart
 def anneal(m: Words, budget: int, first: int, last: int, total: int, hot: float) -> None:
     """Moves ``first..last-1`` of ``total`` (clause 4); the best is kept in the place of the best.
 

@@ -18,7 +18,7 @@ runs and the locals that they overwrote, so that undoing walks no stage a second
 
 from __future__ import annotations
 
-from ebbflow.planners._jit import Words, inner, jit
+from ebbflow.planners._jit import Words, apart, inner
 from ebbflow.planners._layout import (
     B_BYTES,
     B_COLUMNS,
@@ -163,7 +163,7 @@ def unlink(m: Words, o: int, t: int) -> None:
     m[H_FREE] = v
 
 
-@inner
+@apart
 def change(m: Words, o: int, t: int, sign: int) -> None:
     """Add (``sign`` 1) or take away (-1) the rerun of ``o`` at ``t``; through bytes follow, locals are touched."""
     row = at(o)
@@ -205,7 +205,7 @@ def change(m: Words, o: int, t: int, sign: int) -> None:
     m[H_RERUNS] += sign
 
 
-@inner
+@apart
 def local_bytes(m: Words, t: int) -> int:
     """The most bytes at any run of stage ``t`` without those that pass through (definition 4)."""
     if t >= m[H_OPS]:
@@ -276,7 +276,7 @@ def set_local(m: Words, t: int, amount: int) -> None:
     m[at(t) + S_LOCAL] = amount
 
 
-@inner
+@apart
 def settle(m: Words) -> None:
     """Walk the touched stages again, journaling what changes."""
     for i in range(m[H_TOUCHED]):
@@ -299,7 +299,7 @@ def write(m: Words, kind: int, first: int, second: int) -> None:
     m[H_JOURNAL] += 1
 
 
-@jit
+@apart
 def add_run(m: Words, o: int, t: int) -> bool:
     """Rerun op ``o`` at stage ``t``; false if it may not run there, runs there already or no room is left."""
     if t <= o or t > m[at(o) + OP_LIMIT] or m[H_FREE] < 0:
@@ -315,7 +315,7 @@ def add_run(m: Words, o: int, t: int) -> bool:
     return True
 
 
-@jit
+@apart
 def remove_run(m: Words, o: int, t: int) -> bool:
     """Take the rerun of ``o`` at ``t`` away; false if the journal has no room left."""
     if m[H_JOURNAL] + JOURNAL_RESERVE > m[H_JOURNAL_ROWS]:
@@ -326,7 +326,7 @@ def remove_run(m: Words, o: int, t: int) -> bool:
     return True
 
 
-@jit
+@apart
 def undo(m: Words, mark: int) -> None:
     """Take back everything journaled since the journal had ``mark`` rows."""
     k = m[H_JOURNAL]
@@ -344,14 +344,14 @@ def undo(m: Words, mark: int) -> None:
     m[H_JOURNAL] = mark
 
 
-@jit
+@apart
 def rebuild_locals(m: Words) -> None:
     """Walk every stage: after the static through bytes were laid down."""
     for t in range(m[H_OPS] + 1):
         set_local(m, t, local_bytes(m, t))
 
 
-@jit
+@apart
 def save_best(m: Words) -> None:
     """Copy the reruns into the place of the best."""
     count = 0
@@ -364,7 +364,7 @@ def save_best(m: Words) -> None:
     m[H_BEST_COST] = m[H_COST]
 
 
-@jit
+@apart
 def load_runs(m: Words, pairs: Words, count: int) -> None:
     """Replace all reruns by the first ``count`` pairs of words (op, stage); the journal is emptied."""
     for v in range(m[H_NODES], m[H_HIGH], N_COLUMNS):

@@ -7,13 +7,13 @@ functions are compiled and take both arrays; ranges are inclusive.
 
 from __future__ import annotations
 
-from ebbflow.planners._jit import Words, inner, jit
+from ebbflow.planners._jit import Words, apart, inner
 from ebbflow.planners._layout import H_ADD, H_TOP, H_TREE_SIZE
 
 __all__ = ["add_range", "argmax", "max_range", "value"]
 
 
-@jit
+@apart
 def add_range(m: Words, first: int, last: int, amount: int) -> None:
     """Add ``amount`` bytes to stages ``first..last``; nothing if the range is empty."""
     if first > last or amount == 0:
@@ -65,7 +65,7 @@ def max_range(m: Words, first: int, last: int) -> int:
     return best
 
 
-@jit
+@apart
 def value(m: Words, stage: int) -> int:
     """The bytes of one stage."""
     size, top, add = m[H_TREE_SIZE], m[H_TOP], m[H_ADD]

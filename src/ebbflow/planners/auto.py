@@ -4,7 +4,10 @@
 2. The cut relaxation (``cut_bound``): a proven bound, and the start point that wins where one peak explains the
    problem. Greedy from the unplanned step wins where recomputation chains make new peaks. Both are run.
 3. Annealing from the best; it ends early once the bound is met.
-4. Where greedy fails or the budget is deep, the budget is descended to in steps as well.
+4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where that fails too,
+   the smallest schedule is tried: a budget that it fits is never called infeasible.
+
+A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from __future__ import annotations
 from ebbflow.planners.base import Answer, Problem, Status, planner
 from ebbflow.planners.cut_bound import cut_bound
 from ebbflow.planners.greedy import Found, checked, seeds_of, start_from
+from ebbflow.planners.interval_state import reruns_of
 from ebbflow.planners.keep_all import keep_all
+from ebbflow.planners.smallest import smallest_schedule
 
 __all__ = ["BOUND_CLASS", "auto"]
 
 BOUND_CLASS = "order: program, tiers: none"
+FULL_EFFORT_OPS = 750  # up to this many ops each unit of effort is a move; beyond, in inverse proportion
+CLOSE = 2e-4  # distance to the bound, as overhead, at which one round of annealing is enough
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
 
 
@@ -34,11 +41,16 @@ def auto(problem: Problem) -> Answer:
     found.bound = cut.bound
     for reruns in cut.seeds:
         start_from(found, reruns)
+    effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     deep = found.reruns is None or found.overhead - cut.bound > DEEP_OVERHEAD
     if deep and not problem.interrupt:
-        found.descend(problem.effort // 2, problem.seed)
+        found.descend(effort // 2, problem.seed)
+    if found.reruns is None and not cut.infeasible and not problem.interrupt:
+        _, smallest = smallest_schedule(problem.program, problem.effort, problem.interrupt)
+        start_from(found, reruns_of(problem.program, smallest) or [])
     rounds = 2
     for turn in range(rounds):
-        found.anneal(problem.effort // rounds, problem.seed + turn)
-    notes = {"moves": str(problem.effort), "cuts": str(cut.cuts)}
+        if turn == 0 or found.overhead > cut.bound + CLOSE:
+            found.anneal(effort // rounds, problem.seed + turn)
+    notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, BOUND_CLASS)

@@ -32,11 +32,11 @@ from ebbflow.program import Program
 
 __all__ = ["CutBound", "cut_bound"]
 
-MIP_OPS = 5_000  # above, the linear relaxation: its knapsack rounding error vanishes at that size
-FIRST_SECONDS, LATER_SECONDS = 1.5, 1.0  # the clock only cuts off; nodes below end most solves first
-NODES = 400
+MIP_OPS = 3_000  # above, the linear relaxation: its knapsack rounding error vanishes at that size
+OP_NODES = 10_000  # ops times branch-and-bound nodes: what a node adds to the bound is little, what it takes grows
+SECONDS = 60.0  # only so that nothing hangs: a clock that ended solves would make plans depend on the machine
 CUTS = 3  # more cuts pay at tight budgets and slow the model down beyond some hundred ops
-OP_CUTS = 2_500  # ops times cuts up to which further cuts are placed
+OP_CUTS = 1_500  # ops times cuts up to which further cuts are placed
 PERCENT = 100.0  # objective in percent of the unplanned step: HiGHS' tolerances are absolute
 SAFETY = 1e-6  # taken off the bound, in percent: HiGHS' own feasibility and optimality tolerance is 1e-7
 
@@ -82,7 +82,7 @@ def cut_bound(
             break
         cuts = sorted([*cuts, -stage])
         model = _Model(program, budget, cuts)
-        solved = model.solve(interrupt, FIRST_SECONDS if len(cuts) == 1 else LATER_SECONDS)
+        solved = model.solve(interrupt)
         if solved.infeasible:
             return CutBound(bound, True, len(cuts), seeds)
         bound = max(bound, solved.bound)
@@ -219,7 +219,7 @@ class _Model:
             if self._old(j, b):
                 self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
 
-    def solve(self, interrupt: Interrupt, seconds: float) -> _Solved:
+    def solve(self, interrupt: Interrupt) -> _Solved:
         """Bound and reruns of the model."""
         if self.hopeless:
             return _Solved(0.0, True, None)
@@ -230,7 +230,8 @@ class _Model:
         whole = len(self.program.ops) <= MIP_OPS
         solver = highspy.Highs()
         solver.silent()
-        for name, value in {"threads": 1, "time_limit": seconds, "mip_max_nodes": NODES, "mip_rel_gap": 1e-5}.items():
+        nodes = max(OP_NODES // len(self.program.ops), 1)
+        for name, value in {"threads": 1, "time_limit": SECONDS, "mip_max_nodes": nodes, "mip_rel_gap": 1e-5}.items():
             solver.setOptionValue(name, value)
 
         def stop(event: highspy.HighsCallbackEvent) -> None:

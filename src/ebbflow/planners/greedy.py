@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ebbflow import legality
+from ebbflow.legality import check
 from ebbflow.planners import local_search
 from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
 from ebbflow.planners.interval_state import IntervalState, reruns_of
@@ -18,6 +18,7 @@ from ebbflow.simulate import simulate
 __all__ = ["Found", "checked", "greedy", "start_from"]
 
 Reruns = list[tuple[int, int]]
+PROVEN = 1e-6  # distance to the bound at which a plan counts as optimal: the solver's own tolerance
 SHARES = (0.0, 0.6)  # of the bytes gained: small inputs held through the peak; both, because neither always wins
 
 
@@ -46,7 +47,8 @@ class Found:
 
     def anneal(self, moves: int, seed: int) -> None:
         """Anneal from the best."""
-        if self.reruns is None or moves <= 0 or self.overhead <= (self.bound or 0.0) + 1e-9:
+        enough = (self.bound or 0.0) + PROVEN
+        if self.reruns is None or moves <= 0 or self.overhead <= enough:
             return
         self.state.load(self.reruns)
         local_search.anneal(
@@ -55,6 +57,7 @@ class Found:
             moves,
             seed,
             self.problem.interrupt,
+            enough=enough,
             tell=lambda overhead: self.tell("local search", overhead),
         )
         self.offer()
@@ -90,7 +93,7 @@ def checked(problem: Problem, found: Found, notes: dict[str, str], bound_class: 
     schedule = found.state.to_schedule()
     assert_within(problem, schedule)
     status = Status.TIME_LIMIT if problem.interrupt else Status.FEASIBLE
-    if found.overhead <= (found.bound if found.bound is not None else 0.0) + 1e-6:
+    if found.overhead <= (found.bound if found.bound is not None else 0.0) + PROVEN:
         status = Status.OPTIMAL
     return Answer(status, schedule, bound=found.bound, bound_class=bound_class, notes=notes)
 
@@ -99,7 +102,7 @@ def assert_within(problem: Problem, schedule: Schedule) -> None:
     """Hold a schedule against the budget and the clauses of legality, as no plan may leave without."""
     above = simulate(problem.program, schedule).above_bytes
     assert above <= problem.above_budget_bytes, f"planned {above} of {problem.above_budget_bytes} bytes"
-    violations = legality.check(problem.program, schedule, problem.above_budget_bytes)
+    violations = check(problem.program, schedule, problem.above_budget_bytes)
     assert not violations, f"planned an illegal schedule: {violations[0]}"
 
 

@@ -20,8 +20,8 @@ NO_LIMIT = 1 << 62
 CHUNK_SECONDS = 0.03
 HOT = 0.002  # first temperature as a share of the unplanned step: about the cost of one op in a 500-op step
 STEPS_PER_OP = 20  # evictions after which a repair is given up: each op is rerun a few times at the deepest budgets
-DESCENT = (0.03, 0.01, 0.003)  # share of the peak taken off at once; the next smaller one when that fails
-DESCENT_MOVES = 150  # annealing moves after each step down, and before another try
+DESCENT = (0.12, 0.03, 0.01, 0.003)  # share of the peak taken off at once; the next smaller one when that fails
+DESCENT_MOVES, STUCK_MOVES = 50, 150  # annealing moves after each step down, and before another try
 DESCENT_TRIES = 3
 
 
@@ -62,6 +62,7 @@ def anneal(
     interrupt: Interrupt,
     *,
     hot: float = HOT,
+    enough: float = 0.0,
     tell: Callable[[float], None] | None = None,
 ) -> None:
     """Ruin and repair from a state that fits; the state is left at the best found.
@@ -73,6 +74,7 @@ def anneal(
         seed: of the random choices.
         interrupt: looked at between chunks.
         hot: first temperature as a share of the unplanned step.
+        enough: overhead at which to stop, such as a proven bound.
         tell: called with the best overhead after each chunk.
     """
     memory = state.memory
@@ -82,6 +84,8 @@ def anneal(
     _runs.save_best(memory)
     first, chunk = 0, 16
     while first < moves and not interrupt and memory[L.H_RERUNS] > 0:
+        if int(memory[L.H_BEST_COST]) <= enough * state.base_cost:
+            break
         begin = time.perf_counter()
         last = min(first + chunk, moves)
         _moves.anneal(memory, budget, first, last, moves, hot * state.base_cost)
@@ -125,7 +129,7 @@ def descend(state: IntervalState, target: int, seed: int, interrupt: Interrupt, 
             level, tries = level + 1, 0
             if level == len(DESCENT):
                 return False
-        spend = min(DESCENT_MOVES, left)
+        spend = min(STUCK_MOVES, left)
         anneal(state, peak, spend, seed + left, interrupt, hot=5 * HOT)
         left -= spend
     return state.peak_bytes <= target
