@@ -166,7 +166,8 @@ def _budget_error(
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small: "
             f"the smallest that works is {format_bytes(smallest)} ({smallest} bytes). "
             f"{format_bytes(resident)} are resident before the step starts; no schedule of any kind stays below "
-            f"{format_bytes(floor)}, which is pinned by {pin}. Use budget={smallest} or more, or make the batch smaller"
+            f"{format_bytes(floor)}, which is pinned by {pin}. Use budget={smallest} or more "
+            "(ebbflow.unfit first, if the model is fitted), or make the batch smaller"
         )
     return BudgetError(
         text,

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
@@ -78,6 +79,7 @@ def test_attribute_that_changes_back_and_forth() -> None:
         assert_same(fitted, plain, torch.ones(4, 8))
 
 
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
 def test_attribute_that_changes_while_a_backward_is_pending() -> None:
     fitted, plain = twins()
     for model in (fitted, plain):

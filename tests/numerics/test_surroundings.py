@@ -36,6 +36,7 @@ def assert_same_gradients(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("order", ["first in first out", "last in first out"])
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
 def test_two_forwards_before_the_first_backward(pair: Pair, order: str) -> None:
     for model in pair:
         torch.manual_seed(1)
@@ -45,6 +46,7 @@ def test_two_forwards_before_the_first_backward(pair: Pair, order: str) -> None:
     assert_same_gradients(pair)
 
 
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
 def test_overlapping_steps_are_not_taken_for_each_other(pair: Pair) -> None:
     for model in pair:
         torch.manual_seed(1)
@@ -57,11 +59,21 @@ def test_overlapping_steps_are_not_taken_for_each_other(pair: Pair) -> None:
     assert_same_gradients(pair)
 
 
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
 def test_one_backward_of_two_forwards(pair: Pair) -> None:
     for model in pair:
         torch.manual_seed(1)
         (model(rows(1)) + 2 * model(rows(2))).backward()
     assert_same_gradients(pair)
+
+
+def test_a_second_forward_in_flight_is_warned_about_once(pair: Pair) -> None:
+    model = pair[0]
+    first = model(rows(1))
+    with pytest.warns(UserWarning, match="in flight"):
+        second = model(rows(2))
+    third = model(rows(3))
+    (first + second + third).backward()
 
 
 def test_retain_graph_twice(pair: Pair) -> None:

@@ -69,6 +69,7 @@ class PlannedStep:
         self._snapshot: Callable[[], None] | None = None
         self._flights: set[int] = set()  # forwards whose backward has not come and whose graph is alive
         self._overlapped = False
+        self._warned = False
         self._to_verify = verify
         self._to_measure = verify
         self.plan: Plan | None = None
@@ -114,6 +115,14 @@ class PlannedStep:
     def before_forward(self, module: torch.nn.Module) -> None:
         """Called right before the forward: remember what a failed verification restores, start a measurement."""
         self._overlapped = bool(self._flights)
+        if self._overlapped and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "another forward of this model is in flight: its backward has not come, and what it keeps is not "
+                "inside the budget of this step. Call backward before the next forward, or compute the loss that "
+                "needs no backward under torch.no_grad()",
+                stacklevel=2,
+            )
         if self._to_verify:
             self._snapshot = None if self._overlapped else _snapshot(module, self._device)
         elif self._to_measure and self._gauge is None and not self._overlapped and not self._measured_elsewhere():
