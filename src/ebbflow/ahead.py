@@ -18,6 +18,7 @@ from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, resident_bytes
 from ebbflow.plan import Plan
 from ebbflow.planners import Interrupt, Progress, planner_named
+from ebbflow.planners.base import silent
 from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions, make_plan
 from ebbflow.program import Program
 from ebbflow.runtime.compiled import ALLOCATOR_GRANULARITY_BYTES
@@ -25,10 +26,6 @@ from ebbflow.runtime.reserve import reserve_bytes
 from ebbflow.units import Budget
 
 __all__ = ["capture_program", "plan"]
-
-
-def _silent(_: Progress) -> None:
-    """No progress wanted."""
 
 
 def plan(
@@ -43,7 +40,7 @@ def plan(
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = _silent,
+    progress: Callable[[Progress], None] = silent,
     name: str = "",
 ) -> Plan:
     """Plan one training call of ``model`` under ``budget``; nothing of the model runs.

@@ -10,6 +10,7 @@ from ebbflow.errors import BudgetError
 from ebbflow.machine import Machine
 from ebbflow.plan import Plan
 from ebbflow.planners import Interrupt, Problem, Progress, planner_named
+from ebbflow.planners.base import silent
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.keep_all import unplanned_schedule
 from ebbflow.planners.smallest import smallest_schedule
@@ -22,10 +23,6 @@ __all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_of"]
 
 DEFAULT_EFFORT = 20_000
 """Local-search moves a planner may try; about a second on a 600-op program."""
-
-
-def _silent(_: Progress) -> None:
-    """No progress wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +41,7 @@ class PlanningOptions:
     """For transfers; planners that only recompute ignore it."""
     interrupt: Interrupt | None = None
     """Set by Ctrl-C; the best plan so far is kept."""
-    progress: Callable[[Progress], None] = field(default=_silent)
+    progress: Callable[[Progress], None] = field(default=silent)
     """Called with what is known while planning."""
     provenance: dict[str, str] = field(default_factory=dict[str, str])
     """Facts to record in the plan."""

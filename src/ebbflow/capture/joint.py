@@ -225,14 +225,8 @@ class _Name(str):
 
 
 def _live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
-    live: set[fx.Node] = set()
-    stack = [*roots, *(n for n in graph.nodes if n.op == "call_function" and (draws_random(n) or has_effect(n)))]
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack.extend(node.all_input_nodes)
-    return live
+    kept = (n for n in graph.nodes if n.op == "call_function" and (draws_random(n) or has_effect(n)))
+    return _ancestors([*roots, *kept])
 
 
 def _mutated_placeholders(graph: fx.Graph, outputs: Sequence[object], count: int) -> frozenset[fx.Node]:

@@ -29,6 +29,7 @@ __all__ = [
     "planner",
     "planner_named",
     "planner_names",
+    "silent",
 ]
 
 
@@ -81,7 +82,7 @@ class Interrupt:
         return self.interrupted or self.expired
 
 
-def _silent(_: Progress) -> None:
+def silent(_: Progress) -> None:
     """No progress wanted."""
 
 
@@ -107,7 +108,7 @@ class Problem:
     seed: int = 0
     seeds: tuple[Schedule, ...] = ()
     interrupt: Interrupt = field(default_factory=Interrupt)
-    progress: Callable[[Progress], None] = _silent
+    progress: Callable[[Progress], None] = silent
 
 
 @dataclass(frozen=True)
