@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from ebbflow.program import Buffer, Op, Program
@@ -42,8 +44,24 @@ def programs(draw: st.DrawFn, max_ops: int = 12, max_tangents: int = 2) -> Progr
             )
         )
     forward = [b for b in made if (buffers[b].producer or 0) < boundary]
+    unread = set(forward) - {b for op in ops for b in op.inputs}
+    mutations = draw(st.sets(st.sampled_from(sorted(unread)), max_size=2)) if unread else set[int]()
+    for index, op in enumerate(ops):
+        if len(op.outputs) > 1 and op.outputs[-1] in mutations and draw(st.booleans()):
+            ops[index] = replace(op, repeat="test again", once=1, reads_mutated=False)
+    forward, made = ([b for b in of if b not in mutations] for of in (forward, made))
     some = lambda of: tuple(sorted(draw(st.sets(st.sampled_from(of), max_size=2)))) if of else ()  # noqa: E731
-    return Program("random", tuple(ops), tuple(buffers), boundary, forward_outputs=some(forward), gradients=some(made))
+    return Program(
+        name="random",
+        ops=tuple(ops),
+        buffers=tuple(buffers),
+        boundary=boundary,
+        forward_outputs=some(forward),
+        gradients=some(made),
+        mutations=tuple(sorted(mutations)),
+        between_bytes=draw(st.sampled_from([0, 0, 12, 25])),
+        held_bytes=draw(st.sampled_from([0, 0, 3])),
+    )
 
 
 @st.composite

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import ebbflow
 from ebbflow import Budget, Case, Plan, Program
-from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions, make_plan
 
 __all__ = ["Captured", "captured"]
 
@@ -38,15 +38,15 @@ class Captured:
         """Bytes above the start at ``share`` of the way from smallest to unplanned."""
         return self.smallest_above_bytes + int(share * (self.unplanned_above_bytes - self.smallest_above_bytes))
 
-    def plan(self, above_bytes: int) -> Plan:
-        """The plan that stays within ``above_bytes`` above the start."""
+    def plan(self, above_bytes: int, effort: int = DEFAULT_EFFORT) -> Plan:
+        """The plan that stays within ``above_bytes`` above the start; ``effort`` in local-search moves."""
         base = self.keep_all
         return make_plan(
             self.program,
             Budget(bytes=base.resident_bytes + base.reserve_bytes + above_bytes),
             resident_bytes=base.resident_bytes,
             reserve_bytes=base.reserve_bytes,
-            options=PlanningOptions(),
+            options=PlanningOptions(effort=effort),
         )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ebbflow.capture.ahead import capture
-from ebbflow.capture.rules import refuse_outside_loss
+from ebbflow.capture.rules import loss_is_outside
 from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import UsageError
@@ -36,7 +36,9 @@ def plan(
     budget: str | int | Budget,
     planner: str = "auto",
     machine: str | Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
     interrupt: Interrupt | None = None,
@@ -53,7 +55,10 @@ def plan(
         planner: name of the planner.
         machine: a :class:`Machine` or the name of one in the catalogue; costs are then estimated by roofline and
             the plan says so. ``None`` is the device at hand, on which costs are measured.
+        loss: applied to what the model returns, as part of the step: for a model whose training call returns no
+            loss. Such a plan tells what the step takes; to run it, put the loss inside the model.
         optimizer: its state counts as resident, also what it does not hold yet.
+        gradients: which outputs take gradients, as for :func:`ebbflow.fit`.
         effort: local-search moves.
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
         interrupt: set it from elsewhere to end planning with the best plan so far.
@@ -69,7 +74,9 @@ def plan(
     parsed = Budget.parse(budget)
     planner_named(planner)
     target = _machine_of(machine)
-    program, provenance = capture_program(model, args, kwargs or {}, machine=target, name=name)
+    program, provenance = capture_program(
+        model, args, kwargs or {}, machine=target, loss=loss, every_output=gradients == "all", name=name
+    )
     device = program.context["device"]
     granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
     options = PlanningOptions(
@@ -105,6 +112,8 @@ def capture_program(
     kwargs: Mapping[str, Any],
     *,
     machine: Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    every_output: bool = False,
     name: str = "",
 ) -> tuple[Program, dict[str, str]]:
     """The program of one training call with costs, and facts on where the costs are from.
@@ -114,6 +123,8 @@ def capture_program(
         args: positional arguments of the call.
         kwargs: keyword arguments.
         machine: of the catalogue; ``None`` or the one named ``cpu`` is the device at hand.
+        loss: applied to what the model returns, as part of the step.
+        every_output: whether outputs beside a scalar loss take gradients too.
         name: of the case; the model's class if empty.
 
     Raises:
@@ -124,15 +135,24 @@ def capture_program(
     context = device_context(device)
     granularity = machine.granularity_bytes if machine is not None else ALLOCATOR_GRANULARITY_BYTES[device]
     joint = capture(
-        model, args, kwargs, name=name or type(model).__name__, granularity_bytes=granularity, context=context
+        model,
+        args,
+        kwargs,
+        name=name or type(model).__name__,
+        granularity_bytes=granularity,
+        context=context,
+        loss=loss,
+        every_output=every_output,
     )
-    refuse_outside_loss(joint)
+    outside = {"loss": "outside the model: what it takes is not counted"} if loss_is_outside(joint) else {}
     if at_hand:
-        return with_measured_costs(joint.program, joint.calls, device), {"machine": device, "costs": "measured"}
+        program = with_measured_costs(joint.program, joint.calls, device)
+        return program, {"machine": device, "costs": "measured", **outside}
     assert machine is not None
     provenance = {
         "machine": machine.name,
         "costs": "roofline",
         "estimate": f"captured on {device}, workspaces not counted; fit re-captures on the real device",
+        **outside,
     }
     return with_roofline_costs(joint.program, joint.calls, machine), provenance

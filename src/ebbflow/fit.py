@@ -2,31 +2,23 @@
 
 The subclass overrides ``forward`` alone, as PyTorch's ``fully_shard`` does, so ``isinstance``, attributes,
 ``state_dict`` keys, hooks, optimizers and saving keep working. What Ebbflow knows about the model lives in a
-:class:`_Fitted` outside it, held weakly by the model; copies and pickles of a fitted model are plain models.
+:class:`~ebbflow.fitted.Fitted` outside it, held weakly by the model; copies and pickles of it are plain models.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
-from ebbflow.capture.joint import Joint
-from ebbflow.capture.rules import refuse_outside_loss
-from ebbflow.cost.attach import with_measured_costs
-from ebbflow.cost.cache import device_context
-from ebbflow.errors import BudgetError, PlanMismatch, UsageError
-from ebbflow.measure.optimizer_state import future_state_bytes
-from ebbflow.measure.resident import device_of, start_bytes
+from ebbflow.errors import UsageError
+from ebbflow.fitted import Fitted
 from ebbflow.plan import Plan
 from ebbflow.planners import planner_named
-from ebbflow.planning import PlanningOptions, make_plan
-from ebbflow.runtime.compiled import CompiledStep, StaleCapture
-from ebbflow.runtime.reserve import reserve_bytes
+from ebbflow.planning import PlanningOptions
 from ebbflow.runtime.step import PlannedStep
 from ebbflow.units import Budget
 
@@ -35,21 +27,7 @@ __all__ = ["fit", "plan_of", "require_module", "step_of", "unfit"]
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 
-@dataclass
-class _Fitted:
-    """What is known about one fitted model."""
-
-    plain_class: type[torch.nn.Module]
-    budget: Budget
-    given_plan: Plan | None
-    options: PlanningOptions
-    optimizer: torch.optim.Optimizer | None
-    verify: bool
-    steps: dict[object, CompiledStep] = field(default_factory=dict[object, CompiledStep])
-    last: PlannedStep | None = None
-
-
-_FITTED: weakref.WeakKeyDictionary[torch.nn.Module, _Fitted] = weakref.WeakKeyDictionary()
+_FITTED: weakref.WeakKeyDictionary[torch.nn.Module, Fitted] = weakref.WeakKeyDictionary()
 
 
 def fit(
@@ -59,6 +37,7 @@ def fit(
     planner: str = "auto",
     optimizer: torch.optim.Optimizer | None = None,
     effort: int | None = None,
+    gradients: Literal["loss", "all"] = "loss",
     verify: bool = True,
 ) -> ModelT:
     """Keep every training step of ``model`` within ``budget``; returns the same object.
@@ -67,12 +46,15 @@ def fit(
     Calls without gradients run as before.
 
     Args:
-        model: any module whose training call returns a scalar loss.
+        model: any module. Plans are best if its training call returns the scalar loss; otherwise the first step
+            runs in as little memory as possible and what the loss takes outside is measured and reserved.
         budget: bytes of the step's peak allocated memory, everything counted: ``"12GiB"``, ``"8GB"``, an ``int``,
             ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
         planner: name of the planner.
         optimizer: if given, its state counts as resident, also before its first step makes it.
         effort: local-search moves; the default is about a second on a 600-op program.
+        gradients: which outputs take gradients. ``"loss"``: if a scalar that requires one is returned, scalars alone
+            (a gradient that arrives at another output raises). ``"all"``: every output, counted whether used or not.
         verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
 
     Raises:
@@ -85,12 +67,22 @@ def fit(
     if model in _FITTED:
         raise UsageError("the model is fitted already; call ebbflow.unfit(model) first")
     planner_named(planner)
+    if gradients not in ("loss", "all"):
+        raise UsageError(f'gradients={gradients!r} is neither "loss" nor "all"')
     options = PlanningOptions(planner=planner)
     if effort is not None:
         options = replace(options, effort=effort)
     given = budget if isinstance(budget, Plan) else None
     limit = Budget(bytes=budget.budget_bytes) if isinstance(budget, Plan) else Budget.parse(budget)
-    _FITTED[model] = _Fitted(type(model), limit, given, options, optimizer, verify)
+    _FITTED[model] = Fitted(
+        plain_class=type(model),
+        budget=limit,
+        given_plan=given,
+        options=options,
+        optimizer=optimizer,
+        verify=verify,
+        every_output=gradients == "all",
+    )
     _swap_class(model, _fitted_class(type(model)))
     return model
 
@@ -148,7 +140,7 @@ def _fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
         fitted = _FITTED.get(self)
         if fitted is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return plain.forward(self, *args, **kwargs)
-        return _run(self, fitted, args, kwargs)
+        return fitted.run(self, args, kwargs)
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         _, _, *rest = object.__reduce_ex__(self, max(2, protocol))  # type: ignore[misc]
@@ -158,107 +150,3 @@ def _fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     kind = type(plain.__name__, (plain,), names)
     kind.__qualname__ = plain.__qualname__
     return kind
-
-
-def _run(module: torch.nn.Module, fitted: _Fitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    device = device_of([module])
-    key = _signature(module, device, args, kwargs)
-    resident = start_bytes(module, (args, kwargs), fitted.optimizer, device)
-
-    def fresh() -> CompiledStep:
-        # The model is held weakly: what is known about it must not keep it alive.
-        planner = functools.partial(_planned, weakref.ref(module), fitted, device, resident)
-        return CompiledStep(planner, name=fitted.plain_class.__name__, device=device, verify=fitted.verify)
-
-    step = fitted.steps.get(key)
-    if step is None or not _still_fits(step, resident):
-        step = fresh()
-    try:
-        outputs = step(module, fitted.plain_class.forward, args, kwargs)
-    except StaleCapture:
-        step = fresh()
-        outputs = step(module, fitted.plain_class.forward, args, kwargs)
-    # Only a step that ran is kept: whatever failed on the way is tried afresh at the next call.
-    fitted.steps[key] = step
-    fitted.last = step.step
-    return outputs
-
-
-def _still_fits(step: CompiledStep, resident: int) -> bool:
-    """Whether the plan still holds: more may be resident than when it was made (optimizer state, gradients)."""
-    plan = step.plan
-    assert plan is not None
-    return resident + plan.timeline.above_bytes <= plan.budget_bytes
-
-
-def _signature(module: torch.nn.Module, device: str, args: Any, kwargs: Any) -> object:
-    """What a plan depends on besides the model: arguments, modes, autocast, threads."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    parts: list[object] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
-        else:
-            parts.append((type(leaf).__qualname__, repr(leaf)))
-    modes = (module.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    return (tuple(parts), str(spec), modes, torch.get_num_threads())
-
-
-def _planned(model: weakref.ref[torch.nn.Module], fitted: _Fitted, device: str, resident: int, joint: Joint) -> Plan:
-    """The plan for a captured step. Nothing of the model has run when this returns or raises."""
-    module = model()
-    assert module is not None
-    refuse_outside_loss(joint)
-    reserve = reserve_bytes(module, device, verify=fitted.verify)
-    if fitted.optimizer is not None:
-        resident += future_state_bytes(fitted.optimizer)
-    if fitted.given_plan is not None:
-        return _given(fitted.given_plan, joint, device_context(device), resident, reserve)
-    program = with_measured_costs(joint.program, joint.calls, device)
-    earlier = [step.plan for step in fitted.steps.values() if step.plan is not None]
-    return make_plan(
-        program,
-        fitted.budget,
-        resident_bytes=resident,
-        reserve_bytes=reserve,
-        seeds=[plan.schedule for plan in earlier if plan.program.fingerprint == program.fingerprint],
-        options=fitted.options,
-    )
-
-
-def _given(plan: Plan, joint: Joint, context: dict[str, str], resident: int, reserve: int) -> Plan:
-    """The user's plan, if it is of this program and fits."""
-    differences = [
-        f"{key}: plan {plan.provenance.get(key)!r}, here {value!r}"
-        for key, value in context.items()
-        if key in ("device", "torch") and plan.provenance.get(key) != value
-    ]
-    if plan.program.fingerprint != joint.program.fingerprint:
-        differences.append(_program_difference(plan, joint))
-    if differences:
-        raise PlanMismatch(
-            f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; plan anew"
-        )
-    moved = replace(plan, resident_bytes=resident, reserve_bytes=reserve)
-    if moved.predicted_peak_bytes + reserve > plan.budget_bytes:
-        raise BudgetError(
-            f"the given plan needs {moved.predicted_peak_bytes + reserve} bytes here, its budget is "
-            f"{plan.budget_bytes}: more is resident ({resident} bytes) than when it was made; "
-            "plan anew with fit(model, budget=...)",
-            budget_bytes=plan.budget_bytes,
-            floor_bytes=plan.floor_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
-            smallest_bytes=plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
-            resident_bytes=resident,
-            pinned_by=str(plan.program.ops[plan.floor_op]),
-        )
-    return moved
-
-
-def _program_difference(plan: Plan, joint: Joint) -> str:
-    ours, theirs = joint.program, plan.program
-    if len(ours.ops) != len(theirs.ops):
-        return f"program: the plan's has {len(theirs.ops)} ops, this one {len(ours.ops)}"
-    for a, b in zip(ours.ops, theirs.ops, strict=True):
-        if (a.target, a.views) != (b.target, b.views):
-            return f"program: the plan's has {b.target}{b.views} where this one has {a.target}{a.views}"
-    return "program: buffers differ in size"

@@ -1,10 +1,11 @@
 """What makes a schedule legal, written from the definitions and independently of the simulator.
 
 1. Every read finds its buffer resident.
-2. Before ``Boundary``: every forward output and the first run of every random op or op that may not run again,
-   in captured order among themselves, and nothing that depends on a tangent. Every op runs at least once.
+2. Before ``Boundary``: every forward output, every mutation (which the boundary takes away) and the first run of
+   every random op or op that may not run again, in captured order among themselves, and nothing that depends on a
+   tangent. Every op runs at least once.
 3. An op may run again any number of times, before or after the boundary, unless it is not rerunnable; an op
-   that reads a mutated input may not run after the boundary.
+   that reads a mutated input may not run after the boundary. A rerun makes all outputs but the last ``once``.
 4. A buffer that is freed is resident; one that is reloaded was offloaded; one that is offloaded is resident.
 5. Outputs of the program are never freed once they exist and exist at the end.
 6. The peak on the device is within the budget, if one is given.
@@ -132,8 +133,9 @@ class _Checker:
             broken(3, f"op {index} reads a mutated input after the boundary")
         if self.program.after_boundary[index] and not self.boundaries:
             broken(2, f"op {index} depends on a tangent and runs before the boundary")
+        once = op.once if index in self.ran else 0
         self.ran.add(index)
-        self.resident.update(op.outputs)
+        self.resident.update(op.outputs[: len(op.outputs) - once])
 
     def _boundary(self, broken: _Broken) -> None:
         self.boundaries += 1
@@ -142,6 +144,10 @@ class _Checker:
         for b in self.program.forward_outputs:
             if b not in self.resident:
                 broken(2, f"forward output {b} is not resident at the boundary")
+        for b in self.program.mutations:
+            if b not in self.resident:
+                broken(2, f"mutation {b} is not resident at the boundary")
+        self.resident.difference_update(self.program.mutations)
         self.resident.update(self.program.tangents)
 
     def end(self, index: int) -> None:
@@ -161,11 +167,15 @@ def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
     spans = [
         (first, last, program.buffers[b].bytes)
         for b, events in enumerate(_events(program, schedule))
-        for first, last in _lifetimes(events, end, pinned=b in program.pinned)
+        for first, last in _lifetimes(events, end, pinned=b in program.pinned or b in program.mutations)
     ]
     runs: dict[int, list[int]] = {}
     for index, action in enumerate(schedule.actions):
-        if isinstance(action, Compute):
+        if isinstance(action, Boundary):
+            tangents = sum(program.buffers[b].bytes for b in program.tangents)
+            spans.append((index, end, program.held_bytes))
+            spans.append((index, index, max(program.between_bytes - program.held_bytes - tangents, 0)))
+        elif isinstance(action, Compute):
             runs.setdefault(action.op, []).append(index)
             spans.append((index, index, program.ops[action.op].workspace_bytes))
     for op, positions in runs.items():
@@ -183,13 +193,20 @@ def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
 def _events(program: Program, schedule: Schedule) -> list[list[tuple[int, _Event]]]:
     """Per buffer, what happens to it: position and kind, in order."""
     events: list[list[tuple[int, _Event]]] = [[] for _ in program.buffers]
+    ran: set[int] = set()
+    passed = False
     for index, action in enumerate(schedule.actions):
         match action:
             case Compute(op):
                 for b in program.ops[op].inputs:
                     events[b].append((index, _Event.USE))
-                for b in program.ops[op].outputs:
+                outputs = program.ops[op].outputs
+                once = program.ops[op].once if op in ran else 0
+                ran.add(op)
+                for b in outputs[: len(outputs) - once]:
                     events[b].append((index, _Event.MAKE))
+                    if passed and b in program.mutations:
+                        events[b].append((index + 1, _Event.FREE))
             case Free(buffer):
                 events[buffer].append((index, _Event.FREE))
             case Offload(buffer, _):
@@ -199,6 +216,9 @@ def _events(program: Program, schedule: Schedule) -> list[list[tuple[int, _Event
             case Boundary():
                 for b in program.tangents:
                     events[b].append((index, _Event.RELOAD))
+                passed = True
+                for b in program.mutations:
+                    events[b].append((index, _Event.FREE))
     return events
 
 

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ebbflow.errors import PlanFileError, PlanMismatch
+from ebbflow.explain import explain
 from ebbflow.legality import check
 from ebbflow.planners.base import Status
 from ebbflow.planners.keep_all import unplanned_schedule
 from ebbflow.program import Program
-from ebbflow.schedule import Compute, Free, Schedule
+from ebbflow.schedule import Boundary, Compute, Schedule
 from ebbflow.simulate import Timeline, simulate
 from ebbflow.units import format_bytes, format_percent, format_seconds
 
 __all__ = ["SCHEMA", "Plan", "Status"]
 
-SCHEMA = "ebbflow-plan/1"
+SCHEMA = "ebbflow-plan/2"
 _LARGEST_FILE_BYTES = 2**30  # a 50,000-op plan takes about 30 MiB; anything near this is no plan of ours
 
 
@@ -99,6 +100,12 @@ class Plan:
         return self.baseline.seconds
 
     @property
+    def boundary_bytes(self) -> int:
+        """What the forward leaves behind, bytes above the step's start: all that crosses the boundary, and outputs."""
+        after = int(self.timeline.live_bytes[self.schedule.actions.index(Boundary())])
+        return after - self.program.late_bytes
+
+    @property
     def overhead(self) -> float:
         """Planned over unplanned seconds, minus one."""
         return self.step_seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
@@ -152,36 +159,15 @@ class Plan:
         return self.program.ops[op].seconds
 
     def explain(self, tensor: str) -> str:
-        """What happens to one buffer: its size, where it is from, when it is made, freed and made again.
+        """What happens to one buffer: its size, where it is from, when it is made, dropped and made again, and why.
 
         Args:
-            tensor: the buffer's captured name, or part of it, or of its op's module path or source line.
+            tensor: the name of a buffer or of its op, its op's module path or source line, or part of one of them.
 
         Raises:
-            KeyError: if no buffer matches.
+            UsageError: if no buffer matches, with what comes close.
         """
-        program = self.program
-        lines: list[str] = []
-        for index, buffer in enumerate(program.buffers):
-            op = program.ops[buffer.producer] if buffer.producer is not None else None
-            words = (buffer.name, op.module if op else "", op.source if op else "")
-            if not any(tensor in word for word in words):
-                continue
-            made = [
-                i for i, a in enumerate(self.schedule.actions) if isinstance(a, Compute) and a.op == buffer.producer
-            ]
-            freed = [i for i, a in enumerate(self.schedule.actions) if a == Free(index)]
-            decision = "kept" if len(made) < 2 else f"dropped and recomputed {len(made) - 1}x"
-            readers = ", ".join(program.ops[r].name for r in program.readers[index][:4]) or "nobody"
-            pinned = "; an output, so it stays" if index in program.pinned else ""
-            lines.append(
-                f"{buffer.name}: {format_bytes(buffer.bytes)}, made by {op or 'the boundary'}"
-                f"{' in ' + op.module if op and op.module else ''}; {decision}{pinned}; read by {readers}; "
-                f"made at actions {made[:6]}, freed at {freed[:6]}"
-            )
-        if not lines:
-            raise KeyError(f"no buffer of the plan matches {tensor!r}; names look like {program.buffers[-1].name!r}")
-        return "\n".join(lines)
+        return explain(self.program, self.schedule, self.timeline, tensor)
 
     # -- files ----------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def smallest_of(
 ) -> tuple[int, Schedule]:
     """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
     costs = tuple((op.seconds, op.workspace_bytes) for op in program.ops)
-    key = (program.fingerprint, costs, effort)
+    key = (program.fingerprint, costs, program.between_bytes, program.held_bytes, effort)
     if key not in _SMALLEST:
         if len(_SMALLEST) > 32:
             _SMALLEST.clear()

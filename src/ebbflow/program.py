@@ -9,6 +9,9 @@ Definitions (the docs use these words and no others):
 3. Parameters and inputs are no buffers: they are resident whatever the plan, ``resident_bytes`` in all.
 4. A *tangent* is a buffer without a producer: it appears at the boundary and is held until the step ends.
 5. ``ops[:boundary]`` run before the boundary in captured order, the rest after it.
+6. A *mutation* is the new value of a parameter or input that the step changes: it is copied back at the boundary.
+   One that no op reads is dropped there; one that is read is a forward output like any other.
+7. What user code does *between* the two graphs (a loss outside the model) is a number of bytes at the boundary.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ class Op:
             collectives and kernels that are not reproducible).
         reads_mutated: whether it reads a parameter or input that the boundary's copy-back changes;
             such an op cannot run after the boundary.
+        repeat: what a rerun calls in place of ``target``, if not the same.
+        once: how many outputs, the last ones, only the first run makes; each is a mutation or an output.
         source: ``file:line`` in the user's code, if known.
         module: the module path that issued it, if known.
         signature: key of its cost; ops with one signature cost the same.
@@ -70,6 +75,8 @@ class Op:
     state_bytes: int = 0
     rerunnable: bool = True
     reads_mutated: bool = False
+    repeat: str = ""
+    once: int = 0
     source: str = ""
     module: str = ""
     signature: str = ""
@@ -94,8 +101,12 @@ class Program:
         buffers: all storages that the ops create, and the tangents.
         boundary: definition 5.
         forward_outputs: buffers that must exist at the boundary and are held until the step ends: the
-            forward's outputs and the new values of mutated parameters and inputs.
+            forward's outputs, and mutations that some op reads.
         gradients: buffers that must exist at the end.
+        mutations: buffers that no op reads and that must exist at the boundary, where they go (definition 6).
+        between_bytes: the peak of user code between the two graphs, above the level that the forward left;
+            the tangents are in it. What is less than their bytes counts as their bytes.
+        held_bytes: what user code keeps from the boundary to the step's end besides outputs and tangents.
         resident_bytes: definition 3.
         context: what the program depends on besides its ops (device, threads, torch build).
 
@@ -109,6 +120,9 @@ class Program:
     boundary: int
     forward_outputs: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    mutations: tuple[int, ...] = ()
+    between_bytes: int = 0
+    held_bytes: int = 0
     resident_bytes: int = 0
     context: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -139,7 +153,14 @@ class Program:
                 produced.add(b)
         if len(produced) != len(self.buffers):
             raise ValueError("a buffer has a producer that does not create it")
-        for b in self.forward_outputs:
+        for index, op in enumerate(self.ops):
+            for b in op.outputs[len(op.outputs) - op.once :]:
+                if b not in self.pinned and b not in self.mutations:
+                    raise ValueError(f"output {b} of op {index} is made once and not kept")
+        for b in self.mutations:
+            if b in self.pinned or self.readers[b]:
+                raise ValueError(f"mutation {b} is read or an output")
+        for b in (*self.forward_outputs, *self.mutations):
             if b not in produced or (self.buffers[b].producer or 0) >= self.boundary:
                 raise ValueError(f"forward output {b} is not created before the boundary")
         for b in self.gradients:
@@ -168,6 +189,21 @@ class Program:
         return frozenset(self.forward_outputs) | frozenset(self.gradients) | frozenset(self.tangents)
 
     @cached_property
+    def late_bytes(self) -> int:
+        """Bytes that appear at the boundary and stay until the step ends: tangents and what user code holds."""
+        return sum(self.buffers[b].bytes for b in self.tangents) + self.held_bytes
+
+    @cached_property
+    def between_excess_bytes(self) -> int:
+        """By how much user code between the two graphs exceeds, at its peak, what it leaves behind."""
+        return max(self.between_bytes - self.late_bytes, 0)
+
+    def made_by_rerun(self, op: int) -> tuple[int, ...]:
+        """Outputs that a rerun of ``op`` makes."""
+        outputs = self.ops[op].outputs
+        return outputs[: len(outputs) - self.ops[op].once]
+
+    @cached_property
     def after_boundary(self) -> tuple[bool, ...]:
         """Per op, whether it depends on a tangent, so that it cannot run before the boundary."""
         late = [buffer.producer is None for buffer in self.buffers]
@@ -189,11 +225,11 @@ class Program:
         """Identity of what is computed: ops, reads, sizes and outputs, without costs, names of places or context."""
         digest = hashlib.sha256()
         for op in self.ops:
-            row = (op.target, op.inputs, op.outputs, op.views, op.state_bytes, op.rerunnable, op.reads_mutated)
-            digest.update(repr(row).encode())
+            made = (op.target, op.repeat, op.once, op.inputs, op.outputs, op.views)
+            digest.update(repr((made, op.state_bytes, op.rerunnable, op.reads_mutated)).encode())
         for buffer in self.buffers:
             digest.update(repr((buffer.bytes, buffer.producer)).encode())
-        digest.update(repr((self.boundary, self.forward_outputs, self.gradients)).encode())
+        digest.update(repr((self.boundary, self.forward_outputs, self.gradients, self.mutations)).encode())
         return digest.hexdigest()[:32]
 
     # -- derived programs and forms -------------------------------------------------------------------------
@@ -213,6 +249,9 @@ class Program:
             "boundary": self.boundary,
             "forward_outputs": list(self.forward_outputs),
             "gradients": list(self.gradients),
+            "mutations": list(self.mutations),
+            "between_bytes": self.between_bytes,
+            "held_bytes": self.held_bytes,
             "resident_bytes": self.resident_bytes,
             "context": dict(self.context),
             "buffers": [[b.name, b.bytes, b.producer] for b in self.buffers],
@@ -239,6 +278,9 @@ class Program:
             boundary=int(data["boundary"]),
             forward_outputs=tuple(data["forward_outputs"]),
             gradients=tuple(data["gradients"]),
+            mutations=tuple(data["mutations"]),
+            between_bytes=int(data["between_bytes"]),
+            held_bytes=int(data["held_bytes"]),
             resident_bytes=int(data["resident_bytes"]),
             context={str(k): str(v) for k, v in data["context"].items()},
         )

@@ -92,10 +92,7 @@ class Schedule:
                     needed_later[b] = True
         actions: list[Action] = []
         for position, index in enumerate(order):
-            if index is None:
-                actions.append(Boundary())
-                continue
-            actions.append(Compute(index))
+            actions.append(Boundary() if index is None else Compute(index))
             actions.extend(Free(b) for b in frees_after[position])
         return Schedule(tuple(actions))
 
@@ -160,10 +157,11 @@ class Schedule:
 def kept_outputs(program: Program, schedule: Schedule) -> list[tuple[int, ...]]:
     """Per action, the outputs of a compute that somebody wants after it; the others go when it ends.
 
-    A copy is wanted if it is an output of the program, or if it is read, offloaded or explicitly freed before it
-    is made again.
+    A copy is wanted if it is an output of the program, if it is read, offloaded or explicitly freed before it is
+    made again, or if it is a mutation and the boundary is to come.
     """
-    wanted = [b in program.pinned for b in range(len(program.buffers))]
+    held = set(program.pinned)  # up to the boundary, mutations too
+    wanted = [b in held for b in range(len(program.buffers))]
     kept: list[tuple[int, ...]] = [()] * len(schedule.actions)
     for index in range(len(schedule.actions) - 1, -1, -1):
         match schedule.actions[index]:
@@ -171,7 +169,7 @@ def kept_outputs(program: Program, schedule: Schedule) -> list[tuple[int, ...]]:
                 outputs = program.ops[op].outputs
                 kept[index] = tuple(b for b in outputs if wanted[b])
                 for b in outputs:
-                    wanted[b] = b in program.pinned
+                    wanted[b] = b in held
                 for b in program.ops[op].inputs:
                     wanted[b] = True
             case Offload(buffer, _) | Free(buffer):
@@ -179,5 +177,7 @@ def kept_outputs(program: Program, schedule: Schedule) -> list[tuple[int, ...]]:
             case Reload(buffer):
                 wanted[buffer] = False
             case Boundary():
-                pass
+                held.update(program.mutations)
+                for b in program.mutations:
+                    wanted[b] = True
     return kept

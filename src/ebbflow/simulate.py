@@ -2,10 +2,12 @@
 
 Bytes are a function of the schedule alone, never of seconds (a wrong time estimate costs time, never memory):
 1. ``Compute`` allocates workspace and all outputs while its inputs live. When it ends, the workspace goes, and
-   so do outputs that were resident already or that nobody reads before they are made again.
+   so do outputs that were resident already or that nobody reads before they are made again. A rerun makes all
+   outputs but those that are made once.
 2. A random op that runs more than once keeps its generator state from just before its first run until its last
    run ends, and each repeat takes the size of the state once more (to put the generator back).
-3. ``Boundary`` allocates the tangents; they stay.
+3. At ``Boundary`` mutations go, user code reaches its peak, and the tangents and what user code holds appear;
+   these stay.
 4. ``Offload`` takes bytes in its tier at once and none on the device; ``Free`` gives the device bytes back;
    ``Reload`` allocates on the device at its own position and gives the tier's bytes back when it is issued.
 
@@ -93,7 +95,7 @@ def simulate(program: Program, schedule: Schedule, machine: Machine | None = Non
                 bytes_simulation.free(buffer)
                 start[index] = end[index] = clock.free(buffer)
             case Boundary():
-                bytes_simulation.boundary()
+                peak[index] = bytes_simulation.boundary()
                 start[index] = end[index] = clock.now
             case Offload(buffer, tier):
                 bytes_simulation.offload(buffer, tier)
@@ -137,7 +139,8 @@ class _Bytes:
             else:
                 extra += op.state_bytes
         self.runs[op_index] += 1
-        peak = self.live + extra + sum(buffers[b].bytes for b in op.outputs)
+        made = op.outputs if first else self.program.made_by_rerun(op_index)
+        peak = self.live + extra + sum(buffers[b].bytes for b in made)
         for b in self._kept[index]:
             if not self._resident[b]:
                 self._resident[b] = True
@@ -151,10 +154,14 @@ class _Bytes:
             self._resident[buffer] = False
             self.live -= self.program.buffers[buffer].bytes
 
-    def boundary(self) -> None:
+    def boundary(self) -> int:
+        """Cross it; the peak that user code reaches there."""
+        for b in self.program.mutations:
+            self.free(b)
         for b in self.program.tangents:
             self._resident[b] = True
-            self.live += self.program.buffers[b].bytes
+        self.live += self.program.late_bytes
+        return self.live + self.program.between_excess_bytes
 
     def offload(self, buffer: int, tier: str) -> None:
         self._tier_of[buffer] = tier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,7 +17,7 @@ from ebbflow.plan import Plan
 from ebbflow.planners.keep_all import unplanned_schedule
 from ebbflow.runtime.compiled import CompiledStep
 
-__all__ = ["Verification", "verify"]
+__all__ = ["Verification", "Verifier", "verify"]
 
 
 @dataclass(frozen=True)
@@ -64,39 +64,115 @@ class _Result:
     above_bytes: int
 
 
-def verify(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, plan: Plan) -> Verification:
+def verify(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    plan: Plan,
+    *,
+    gradients: Literal["loss", "all"] = "loss",
+) -> Verification:
     """Run one step planned, one in captured order and one eager, from the same state, and compare every bit.
 
-    The model's buffers, gradients and random state are put back afterwards. All three steps have to fit.
+    Buffers, arguments, gradients and random state are put back afterwards. All three steps have to fit.
 
     Args:
         model: whose call ``plan`` was made for; not fitted.
         args: positional arguments of the call.
         kwargs: keyword arguments.
         plan: from :func:`ebbflow.plan`.
+        gradients: as for :func:`ebbflow.fit`. The backward starts with ones from all outputs that take gradients.
 
     Raises:
         PlanMismatch: if the plan is of another program.
     """
-    kwargs = dict(kwargs or {})
-    device = device_of([model, args])
-    forward = type(model).forward
-    state = _State(model, device)
-    try:
-        eager = _run(model, state, lambda: forward(model, *args, **kwargs), device)
-        captured = _run_planned(model, state, args, kwargs, device, lambda joint: _in_order(plan, joint))
-        planned = _run_planned(model, state, args, kwargs, device, lambda joint: _as_given(plan, joint))
-    finally:
-        state.restore()
-    return Verification(
-        differences=_differences(planned, captured),
-        eager_differences=_differences(planned, eager),
-        predicted_above_bytes=plan.timeline.above_bytes,
-        measured_above_bytes=planned.above_bytes,
-        baseline_above_bytes=captured.above_bytes,
-        eager_above_bytes=eager.above_bytes,
-        budget_above_bytes=plan.budget_bytes - plan.resident_bytes,
-    )
+    return Verifier(model, args, kwargs, gradients=gradients).check(plan)
+
+
+class Verifier:
+    """Checks any number of plans of one call; the eager and the captured step are run once.
+
+    Args:
+        model: not fitted.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        gradients: as for :func:`verify`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        gradients: Literal["loss", "all"] = "loss",
+    ) -> None:
+        self._model = model
+        self._args = args
+        self._kwargs = dict(kwargs or {})
+        self._device = device_of([model, args])
+        self._every_output = gradients == "all"
+        self._eager: _Result | None = None
+        self._captured: tuple[str, _Result] | None = None
+
+    def check(self, plan: Plan) -> Verification:
+        """One step of ``plan`` against captured order and eager, from the state that the model has now.
+
+        Raises:
+            PlanMismatch: if the plan is of another program.
+        """
+        forward = type(self._model).forward
+        state = _State(self._model, (self._args, self._kwargs), self._device)
+        try:
+            if self._eager is None:
+                self._eager = self._run(state, lambda: forward(self._model, *self._args, **self._kwargs))
+            if self._captured is None or self._captured[0] != plan.program.fingerprint:
+                in_order = self._run_planned(state, lambda joint: _in_order(plan, joint))
+                self._captured = (plan.program.fingerprint, in_order)
+            planned = self._run_planned(state, lambda joint: _as_given(plan, joint))
+        finally:
+            state.restore()
+        _, captured = self._captured
+        return Verification(
+            differences=_differences(planned, captured),
+            eager_differences=_differences(planned, self._eager),
+            predicted_above_bytes=plan.timeline.above_bytes,
+            measured_above_bytes=planned.above_bytes,
+            baseline_above_bytes=captured.above_bytes,
+            eager_above_bytes=self._eager.above_bytes,
+            budget_above_bytes=plan.budget_bytes - plan.resident_bytes,
+        )
+
+    def _run_planned(self, state: _State, planner: Callable[[Joint], Plan]) -> _Result:
+        step = CompiledStep(
+            planner,
+            name=type(self._model).__name__,
+            device=self._device,
+            verify=False,
+            every_output=self._every_output,
+        )
+        forward = type(self._model).forward
+
+        def call() -> Any:
+            return step(self._model, forward, self._args, self._kwargs)
+
+        self._run(state, call)  # captures, sets up kernels
+        return self._run(state, call)
+
+    def _run(self, state: _State, call: Callable[[], Any]) -> _Result:
+        model = self._model
+        state.start()
+        with measure(model) as gauge:
+            outputs = call()
+            roots = _roots(outputs, self._every_output)
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        tensors = {f"output {i}": t.detach().clone() for i, t in enumerate(_tensors(outputs))}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                tensors[f"gradient of {name}"] = parameter.grad.detach().clone()
+        tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
+        tensors["random state"] = torch.cuda.get_rng_state() if self._device == "cuda" else torch.get_rng_state()
+        return _Result(tensors, gauge.above_bytes)
 
 
 def _as_given(plan: Plan, joint: Joint) -> Plan:
@@ -110,12 +186,12 @@ def _in_order(plan: Plan, joint: Joint) -> Plan:
 
 
 class _State:
-    """Buffers, gradients and random state of a model, to start every run from and to put back at the end."""
+    """Buffers, arguments, gradients and random state, to start every run from and to put back at the end."""
 
-    def __init__(self, model: torch.nn.Module, device: str) -> None:
-        self._model = model
+    def __init__(self, model: torch.nn.Module, arguments: object, device: str) -> None:
         self._cuda = device == "cuda"
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        changeable = {id(t): t for t in (*model.buffers(), *_tensors(arguments))}.values()
+        self._buffers = [(t, t.detach().clone()) for t in changeable]
         self._gradients = [(p, p.grad) for p in model.parameters()]
         self._random = torch.get_rng_state()
         self._cuda_random = torch.cuda.get_rng_state() if self._cuda else None
@@ -138,32 +214,10 @@ class _State:
             parameter.grad = gradient
 
 
-def _run_planned(
-    model: torch.nn.Module,
-    state: _State,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: str,
-    planner: Callable[[Joint], Plan],
-) -> _Result:
-    step = CompiledStep(planner, name=type(model).__name__, device=device, verify=False)
-    forward = type(model).forward
-    _run(model, state, lambda: step(model, forward, args, kwargs), device)  # captures, sets up kernels
-    return _run(model, state, lambda: step(model, forward, args, kwargs), device)
-
-
-def _run(model: torch.nn.Module, state: _State, call: Callable[[], Any], device: str) -> _Result:
-    state.start()
-    with measure(model) as gauge:
-        outputs = call()
-        torch.autograd.backward([t for t in _tensors(outputs) if t.requires_grad])
-    tensors = {f"output {i}": t.detach().clone() for i, t in enumerate(_tensors(outputs))}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            tensors[f"gradient of {name}"] = parameter.grad.detach().clone()
-    tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
-    tensors["random state"] = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
-    return _Result(tensors, gauge.above_bytes)
+def _roots(outputs: object, every_output: bool) -> list[torch.Tensor]:
+    """What a backward starts from: the scalars where there are any, else all that requires a gradient."""
+    found = [t for t in _tensors(outputs) if t.requires_grad]
+    return [t for t in found if t.numel() == 1 and not every_output] or found
 
 
 def _tensors(outputs: object) -> list[torch.Tensor]:

@@ -124,7 +124,7 @@ def test_links_lead_to_files() -> None:
 
 def test_documented_commands_and_options_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for command in ("demo", "plan"):
+    for command in ("demo", "plan", "doctor"):
         [row] = [line for line in text.splitlines() if line.startswith(f"| `ebbflow {command}")]
         shown = CliRunner().invoke(app, [command, "--help"]).stdout
         for option in re.findall(r"--[a-z-]+", row):

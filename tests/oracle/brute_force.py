@@ -41,19 +41,24 @@ def _successors(program: Program, budget: int, node: Node) -> Iterator[tuple[flo
     position, passed, resident, states = node
     size = program.buffers
     live = sum(size[b].bytes for b in resident) + sum(program.ops[o].state_bytes for o in states)
-    for b in resident - program.pinned:
+    live += program.held_bytes if passed else 0
+    kept = program.pinned if passed else program.pinned.union(program.mutations)
+    for b in resident - kept:
         yield 0.0, (position, passed, resident - {b}, states)
     for o in states:
         yield 0.0, (position, passed, resident, states - {o})
     if not passed and position == program.boundary:
-        after = resident.union(program.tangents)
-        if live + sum(size[b].bytes for b in program.tangents) <= budget:
+        after = resident.difference(program.mutations).union(program.tangents)
+        appear = program.held_bytes + sum(size[b].bytes for b in program.tangents)
+        gone = sum(size[b].bytes for b in program.mutations)
+        if live - gone + max(appear, program.between_bytes) <= budget:
             yield 0.0, (position, True, after, states)
     for index, op in enumerate(program.ops[: position + 1]):
         if not resident.issuperset(op.inputs):
             continue
-        during = live + op.workspace_bytes + sum(size[b].bytes for b in op.outputs)
-        after = resident.union(op.outputs)
+        made = op.outputs if index == position else op.outputs[: len(op.outputs) - op.once]
+        during = live + op.workspace_bytes + sum(size[b].bytes for b in made)
+        after = resident.union(made)
         if index == position:
             if (position >= program.boundary) != passed:
                 continue

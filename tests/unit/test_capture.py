@@ -164,20 +164,6 @@ def test_what_breaks_the_graph_is_named_with_its_line(refused: Callable[[Body], 
     assert any(line in message for line in lines), message
 
 
-def test_a_loss_outside_is_refused_with_the_remedy(refused: Callable[[Body], str]) -> None:
-    message = refused(lambda m, x: m.linear(x))
-    assert "Return the scalar loss from forward" in message
-    assert "(3, 4)" in message
-
-
-def test_logits_beside_the_loss_are_refused_unless_detached(refused: Callable[[Body], str]) -> None:
-    assert ".detach()" in refused(lambda m, x: (m.linear(x).sum(), m.linear(x)))
-    model = ebbflow.fit(Body_(lambda m, x: (m.linear(x).sum(), m.linear(x).detach())), "1MiB")
-    loss, logits = model(X)
-    loss.backward()
-    assert torch.equal(logits, F.linear(X, model.linear.weight, model.linear.bias))
-
-
 def test_a_model_that_needs_no_gradient_is_refused() -> None:
     model = Body_(lambda m, x: m.linear(x).sum()).requires_grad_(False)
     ebbflow.fit(model, "1MiB")

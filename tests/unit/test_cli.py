@@ -149,7 +149,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert not result.stdout
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"nodes": []}', '{"schema": "ebbflow-plan/1"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"nodes": []}', '{"schema": "ebbflow-plan/2"}'])
 def test_a_damaged_graph_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(text)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 import ebbflow
 from ebbflow.capture.ahead import capture
@@ -29,7 +31,11 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
 
 
 def call(target: Any, *args: Any) -> Call:
-    return Call(target, args, {}, (), f"{target}({args})")
+    with FakeTensorMode():
+        made = target(*pytree.tree_map_only(TensorSpec, lambda s: torch.zeros(s.shape, dtype=s.dtype), args))
+    made = made if isinstance(made, tuple) else (made,)
+    outputs = tuple(TensorSpec(tuple(t.shape), t.stride(), t.dtype, "cpu") for t in made)
+    return Call(target, args, {}, outputs, f"{target}({args})")
 
 
 def cost_of(target: Any, *args: Any) -> Cost:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ebbflow import legality
 from ebbflow.planners.interval_state import IntervalState, reruns_of
 from ebbflow.program import Program
+from ebbflow.schedule import Boundary, Compute
 from ebbflow.simulate import simulate
 from strategies import programs, reruns
 
@@ -60,7 +61,7 @@ def test_stage_bytes_are_the_peaks_between_first_runs(data: st.DataObject):
     peaks = simulate(program, schedule).peak_bytes
     stage, most = 0, [0] * state.stages
     for index, action in enumerate(schedule.actions):
-        if hasattr(action, "op"):
+        if isinstance(action, Compute | Boundary):
             most[stage] = max(most[stage], int(peaks[index]))
-            stage += action.op == stage
+            stage += action == Compute(stage)
     assert [max(value, 0) for value in levels(state)[:-1]] == most[:-1]

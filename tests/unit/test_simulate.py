@@ -18,6 +18,8 @@ def resident_before(program: Program, order: list[int | None], position: int, b:
     """Whether buffer ``b`` holds bytes just before ``order[position]`` in a canonical schedule."""
     producer = program.buffers[b].producer
     made = any(step == producer for step in order[:position])
+    if b in program.mutations:
+        return made and None in order[position + 1 :]
     if not made or b in program.pinned:
         return made
     for step in order[position:]:
@@ -32,7 +34,8 @@ def peak_by_definition(program: Program, order: list[int | None]) -> int:
     most = 0
     for position in range(len(order) + 1):
         step = order[position] if position < len(order) else None
-        total = sum(
+        total = program.held_bytes if None in order[:position] else 0
+        total += sum(
             buffer.bytes for b, buffer in enumerate(program.buffers) if resident_before(program, order, position, b)
         )
         for index, op in enumerate(program.ops):
@@ -43,7 +46,10 @@ def peak_by_definition(program: Program, order: list[int | None]) -> int:
                     total += op.state_bytes
         if step is not None:
             op = program.ops[step]
-            total += op.workspace_bytes + sum(program.buffers[b].bytes for b in op.outputs)
+            made = op.outputs[: len(op.outputs) - op.once] if step in order[:position] else op.outputs
+            total += op.workspace_bytes + sum(program.buffers[b].bytes for b in made)
+        elif position < len(order):
+            total += max(program.between_bytes, program.late_bytes)
         most = max(most, total)
     return most
 

@@ -48,6 +48,8 @@ def capture(
     name: str,
     granularity_bytes: int,
     context: dict[str, str],
+    loss: Callable[[Any], Any] | None = None,
+    every_output: bool = False,
 ) -> Joint:
     """The joint graph of one training call of ``model``; nothing runs and no memory is taken.
 
@@ -58,6 +60,8 @@ def capture(
         name: of the case.
         granularity_bytes: of the allocator of the machine planned for.
         context: what the program depends on besides its ops.
+        loss: applied to what the model returns, as part of the step.
+        every_output: whether outputs beside a scalar loss take gradients too.
 
     Raises:
         CaptureError: if the call is not one graph.
@@ -65,9 +69,14 @@ def capture(
     model, args, kwargs, mode = _as_fake(model, args, dict(kwargs))
     reader = _Reader(name, granularity_bytes, context)
     step = compile_step(reader)
-    forward = type(model).forward
+    plain = forward = type(model).forward
+    if loss is not None:
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return loss(plain(module, *args, **kwargs))
+
     with mode, torch.enable_grad(), contextlib.suppress(_Captured), translated_errors(model, forward, args, kwargs):
-        step(model, forward, args, kwargs)
+        step(model, forward, args, kwargs, every_output)
     if reader.joint is None:
         raise CaptureError("the call was not captured: nothing in it takes a gradient")
     return reader.joint

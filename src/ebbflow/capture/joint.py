@@ -3,7 +3,7 @@
 Definitions:
 1. Two tensors share a buffer exactly if their fake values share a storage (``untyped_storage()._cdata``).
 2. A node that creates a storage is an *op*; one whose storages all exist already is a *view*, and so is a
-   ``getitem`` on either. Storages of the forward's inputs are resident and no buffers.
+   ``getitem`` on either. Storages of the forward's inputs and of constants are resident and no buffers.
 3. A node is *live* if an output depends on it, or if it draws random numbers or has an effect.
 """
 
@@ -18,9 +18,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ebbflow.capture.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable
-from ebbflow.cost.call import Call, call_of
+from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError
 from ebbflow.program import Buffer, Op, Program
 
@@ -32,7 +33,7 @@ class Joint:
     """A joint graph with its program and the way from one to the other.
 
     Attributes:
-        graph: the joint graph, unchanged.
+        graph: the joint graph, without reads that kernels ignore (``batch_norm``).
         program: what the planners see.
         op_nodes: per op of the program, its node.
         base_nodes: per buffer, the node whose value is the whole buffer; ``None`` if nobody reads it.
@@ -101,7 +102,10 @@ class _Reader:
 
     def new_buffer(self, name: str, tensor: torch.Tensor, producer: int | None, base: fx.Node | None) -> int:
         index = len(self.buffers)
-        size = -(-tensor.untyped_storage().nbytes() // self.granularity_bytes) * self.granularity_bytes
+        # What the tensor reaches, not what its fake storage says: that depends on whether the fake value came from
+        # torch's cache of them, and two captures of one step have to be one program.
+        reach = (tensor.storage_offset() + extent_of(tensor.shape, tensor.stride())) * tensor.element_size()
+        size = -(-reach // self.granularity_bytes) * self.granularity_bytes
         self.buffers.append(Buffer(name, int(size), producer))
         self.base_nodes.append(base)
         self.buffer_of_storage[storage_key(tensor)] = index
@@ -122,6 +126,16 @@ class _Reader:
             self.resident_storages[key] = node
             size = value.untyped_storage().nbytes()
             self.resident_bytes += -(-size // self.granularity_bytes) * self.granularity_bytes
+        self.buffer_of[node] = None
+
+    def constant(self, node: fx.Node) -> None:
+        """A tensor that the user's code made from Python numbers while it was traced; it lives with the graph."""
+        value = getattr(self.graph.owning_module, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(f"the captured step holds {node.target}, a {type(value).__name__} and no tensor")
+        node.meta.setdefault("val", value)
+        self.text[node] = f"constant{len(self.text)}"
+        self.resident_storages[storage_key(node.meta["val"])] = node
         self.buffer_of[node] = None
 
     def call(self, node: fx.Node, mutated_storages: frozenset[int]) -> None:
@@ -198,6 +212,7 @@ class _Reader:
             self.buffer_of[node] = outputs[0]
             self.text[node] = f"b{outputs[0]}"
         call = call_of(node)
+        repeat = repeat_of(node) if reads_mutated else None
         self.ops.append(
             Op(
                 name=node.name,
@@ -207,7 +222,9 @@ class _Reader:
                 views=(self._call_text(node),),
                 state_bytes=generator_state_bytes(node) if draws_random(node) else 0,
                 rerunnable=is_rerunnable(node),
-                reads_mutated=reads_mutated,
+                reads_mutated=reads_mutated and not repeat,
+                repeat=str(repeat or ""),
+                once=RUNNING_STATISTICS if repeat else 0,
                 source=source_of(node),
                 module=module_of(node),
                 signature=call.signature,
@@ -229,15 +246,17 @@ def _live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
     return _ancestors([*roots, *kept])
 
 
-def _mutated_placeholders(graph: fx.Graph, outputs: Sequence[object], count: int) -> frozenset[fx.Node]:
-    """Placeholders that a forward output replaces, matched by AOTAutograd's output descriptors."""
+def _updates(graph: fx.Graph, count: int) -> dict[int, object]:
+    """Positions of the forward outputs that are new values of inputs, and AOTAutograd's description of the input."""
     output_node = next(iter(graph.find_nodes(op="output")))
-    descriptions = output_node.meta.get("desc") or []
-    names: set[object] = set()
-    for description in list(descriptions)[:count]:
-        mutated = getattr(description, "mutated_input", None)
-        if mutated is not None:
-            names.add(mutated)
+    descriptions = list(output_node.meta.get("desc") or [])[:count]
+    inputs = {position: getattr(each, "mutated_input", None) for position, each in enumerate(descriptions)}
+    return {position: mutated for position, mutated in inputs.items() if mutated is not None}
+
+
+def _mutated_placeholders(graph: fx.Graph, descriptions: Iterable[object]) -> frozenset[fx.Node]:
+    """The placeholders that ``descriptions`` are of."""
+    names = set(descriptions)
     found = [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in names]
     if len(found) != len(names):
         raise CaptureError("a mutated input of the captured step has no placeholder; this torch build is not supported")
@@ -259,6 +278,16 @@ def _boundary(reader: _Reader, forward_live: set[fx.Node]) -> int:
     return max(ends, default=0)
 
 
+def _refuse_late_reads_of_mutated(ops: Sequence[Op]) -> None:
+    """Eager PyTorch refuses the same steps in their backward, by its version counters."""
+    for op in ops:
+        if op.reads_mutated:
+            raise CaptureError(
+                f"the backward needs the value that an input had before the model changed it in place, for {op}; "
+                "change a copy (clone() it first), or change it after its last use"
+            )
+
+
 def read_joint(
     graph: fx.Graph, forward_output_count: int, *, name: str, granularity_bytes: int, context: dict[str, str]
 ) -> Joint:
@@ -274,16 +303,20 @@ def read_joint(
     Raises:
         CaptureError: for dynamic sizes and for ops whose memory cannot be followed; names op and line.
     """
+    drop_ignored_reads(graph)
     outputs = tuple(pytree.tree_leaves(next(iter(graph.find_nodes(op="output"))).args))
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
     forward_live = _ancestors(forward_roots)
     live = _live_nodes(graph, [n for n in outputs if isinstance(n, fx.Node)])
-    mutated = _mutated_placeholders(graph, outputs, forward_output_count)
+    updates = _updates(graph, forward_output_count)
+    mutated = _mutated_placeholders(graph, updates.values())
     mutated_storages = frozenset(storage_key(n.meta["val"]) for n in mutated)
     reader = _Reader(graph, granularity_bytes, live)
     for node in graph.nodes:
         if node.op == "placeholder":
             reader.placeholder(node)
+        elif node.op == "get_attr":
+            reader.constant(node)
         elif node.op == "call_function" and node in live:
             reader.call(node, mutated_storages)
         elif node.op not in {"output", "call_function"}:
@@ -293,13 +326,21 @@ def read_joint(
         found = (reader.buffer_of.get(n) for n in nodes if isinstance(n, fx.Node))
         return tuple(sorted({b for b in found if b is not None}))
 
+    returned = buffers_of(outputs[p] for p in range(forward_output_count) if p not in updates)
+    gradients = buffers_of(outputs[forward_output_count:])
+    read = {b for op in reader.ops for b in op.inputs}.union(returned, gradients)
+    new_values = buffers_of(outputs[p] for p in updates)
+    made_once = {b for op in reader.ops for b in op.outputs[len(op.outputs) - op.once :]}
+    boundary = _boundary(reader, forward_live)
+    _refuse_late_reads_of_mutated(reader.ops[boundary:])
     program = Program(
         name=name,
         ops=tuple(reader.ops),
         buffers=tuple(reader.buffers),
-        boundary=_boundary(reader, forward_live),
-        forward_outputs=buffers_of(outputs[:forward_output_count]),
-        gradients=buffers_of(outputs[forward_output_count:]),
+        boundary=boundary,
+        forward_outputs=tuple(sorted({*returned, *read.intersection({*new_values, *made_once})})),
+        gradients=gradients,
+        mutations=tuple(b for b in new_values if b not in read),
         resident_bytes=reader.resident_bytes,
         context=context,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -29,6 +30,8 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from ebbflow.capture.outputs import loss_only
+from ebbflow.capture.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
 
 __all__ = ["Partitioner", "compile_step", "translated_errors"]
@@ -53,8 +56,9 @@ class Partitioner(Protocol):
 _counter = itertools.count()
 
 
-def _template(module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-    return forward(module, *args, **kwargs)
+def _template(module: Any, forward: Any, args: Any, kwargs: Any, every_output: bool) -> Any:
+    outputs = forward(module, *args, **kwargs)
+    return (outputs, []) if every_output else loss_only(outputs)
 
 
 def _fresh_step() -> Callable[..., Any]:
@@ -71,21 +75,35 @@ def _no_inference_graph(graph: fx.GraphModule, _: Any) -> Any:
 
 
 def compile_step(partitioner: Partitioner) -> Callable[..., Any]:
-    """A function ``step(module, forward, args, kwargs)`` that captures at its first call and runs what we return.
+    """A function ``step(module, forward, args, kwargs, every_output)`` that captures at its first call.
 
-    The first call has to be made inside :func:`translated_errors`.
+    It runs what the partitioner returned, and gives the forward's outputs and those of them that were detached
+    (``outputs.loss_only``) unless every output is to take gradients. The first call has to be made inside
+    :func:`translated_errors`.
     """
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         return partitioner.partition(joint, num_fwd_outputs)
 
-    backend = aot_autograd(
+    planned = aot_autograd(
         fw_compiler=lambda graph, _: partitioner.forward_callable(graph),
         bw_compiler=lambda graph, _: partitioner.backward_callable(graph),
         inference_compiler=_no_inference_graph,
         partition_fn=partition,
     )
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        unroll_recurrent(graph)
+        return planned(graph, inputs)
+
     return torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=False)
+
+
+def _messages() -> set[Any]:
+    """Logging and warnings, which a captured step leaves out: they would break its graph. ``print`` is refused."""
+    levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
+    logger = [getattr(logging.Logger, name) for name in dir(logging.Logger) if name in levels or name.endswith("_once")]
+    return {warnings.warn, *logger}
 
 
 @contextmanager
@@ -93,12 +111,21 @@ def capture_settings() -> Iterator[None]:
     """Settings under which a step is captured.
 
     ``donated_buffer`` would forbid ``retain_graph`` and boxed graphs do not need it; AOTAutograd's cache does not
-    know our partitioner; an automatic dynamic shape has no bytes.
+    know our partitioner; an automatic dynamic shape has no bytes; without ``allow_rnn`` Dynamo refuses the recurrent
+    modules that ``recurrent.py`` unrolls.
     """
     with (
+        warnings.catch_warnings(),
         functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
-        dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True),
+        dynamo_config.patch(
+            automatic_dynamic_shapes=False,
+            assume_static_by_default=True,
+            ignore_logger_methods=_messages(),
+            allow_rnn=True,
+        ),
     ):
+        # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
+        warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
         yield
 
 
@@ -144,13 +171,14 @@ def translated_errors(
         ours = _ours_inside(error)
         if ours is not None:
             raise ours from None
-        theirs = _exception_of_the_model(module, forward, args, kwargs)
+        packed = packed_sequence_refusal((args, kwargs), str(error))
+        theirs = None if packed else _exception_of_the_model(module, forward, args, kwargs)
         if theirs is not None:
             if runnable:
                 with torch.no_grad():
                     forward(module, *args, **kwargs)
             raise theirs from None
-        raise CaptureError(_reason(error)) from error
+        raise CaptureError(_reason(error, packed)) from error
     finally:
         log.disabled = disabled
 
@@ -201,8 +229,8 @@ def _as_plain(module: torch.nn.Module, forward: Callable[..., Any]) -> type:
     return next(c for c in type(module).__mro__ if getattr(c, "forward", None) is forward)
 
 
-def _reason(error: BaseException) -> str:
-    """Dynamo's reason and the user's line, without its internals."""
+def _reason(error: BaseException, ours: str | None) -> str:
+    """The user's line with ``ours``, or with Dynamo's reason, without its internals."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     where = ""
@@ -211,6 +239,8 @@ def _reason(error: BaseException) -> str:
         mine = [f for f in frames if not f.split('"')[1].startswith(str(torch.__path__[0]))] or frames
         code = text.split(mine[-1], 1)[1].splitlines() if mine else []
         where = f" at {mine[-1].strip()}" + (f": {code[1].strip()}" if len(code) > 1 else "") if mine else ""
+    if ours is not None:
+        return f"the step cannot be captured as one graph{where}. {ours}"
     inner = getattr(error, "inner_exception", None)
     what = f"{type(inner).__name__}: {inner}" if inner is not None else lines[0] if lines else type(error).__name__
     details = [line for line in lines[1:8] if line.startswith(("Explanation:", "Hint:"))]

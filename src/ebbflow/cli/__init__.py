@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 import ebbflow
 from ebbflow.cli.demo import demo
+from ebbflow.cli.doctor import doctor
 from ebbflow.cli.plan import plan
 from ebbflow.errors import BudgetExceeded, EbbflowError, VerificationError
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(doctor)
 
 
 def _show_version(wanted: bool) -> None:

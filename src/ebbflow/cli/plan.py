@@ -22,7 +22,7 @@ from ebbflow.report.plan_text import write_plan
 from ebbflow.report.progress import ProgressDisplay
 from ebbflow.units import Budget
 
-__all__ = ["plan"]
+__all__ = ["plan", "planned_case"]
 
 
 def plan(
@@ -50,7 +50,7 @@ def plan(
         options = PlanningOptions(
             planner=planner, effort=effort, machine=target, interrupt=keeper.interrupt, progress=keeper.tell
         )
-        made = _plan_of(case, size, limit, options, display)
+        made = planned_case(case, size, limit, options, display)
     if keeper.interrupt.interrupted:
         print("stopped by Ctrl-C; this is the best plan found until then", file=sys.stderr)
     save_plan(made, out)
@@ -60,7 +60,9 @@ def plan(
         write_plan(made, sys.stdout)
 
 
-def _plan_of(text: str, size: int | None, budget: Budget, options: PlanningOptions, display: ProgressDisplay) -> Plan:
+def planned_case(
+    text: str, size: int | None, budget: Budget, options: PlanningOptions, display: ProgressDisplay
+) -> Plan:
     """The plan for what ``text`` names: a published graph as it is, a model after capture.
 
     Raises:

@@ -5,14 +5,21 @@ A :class:`Call` is the key of a cost and enough to run the op alone on synthetic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["Call", "TensorSpec", "call_of"]
+__all__ = ["Call", "TensorSpec", "call_of", "extent_of"]
+
+
+def extent_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last that a tensor of these sizes and strides reaches."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +31,20 @@ class TensorSpec:
         stride: strides, in elements.
         dtype: element type.
         device: device type, ``"cpu"`` or ``"cuda"``.
+        lazy: ``"conj"``, ``"neg"`` or both, where the values are to be conjugated or negated when they are read;
+            a kernel that cannot do so copies the tensor first.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    lazy: str = ""
 
     @property
     def extent(self) -> int:
         """Elements from the first to the last that the tensor reaches."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return extent_of(self.shape, self.stride)
 
     @property
     def numel(self) -> int:
@@ -47,7 +55,7 @@ class TensorSpec:
         return count
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}:{list(self.stride)}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}:{list(self.stride)}{self.lazy}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class Call:
 
 def _spec(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype, value.device.type)
+        lazy = "conj" * value.is_conj() + "neg" * value.is_neg()
+        return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype, value.device.type, lazy)
     return value
 
 

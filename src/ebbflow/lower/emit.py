@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -83,6 +84,9 @@ class Emitter:
         """The copy of ``joint_node``, issuing views as needed."""
         if joint_node in self._copies:
             return self._copies[joint_node]
+        if joint_node.op == "get_attr":
+            self.bind(joint_node, self.graph.get_attr(str(joint_node.target)))
+            return self._copies[joint_node]
         if joint_node.op == "placeholder" or self._is_base(joint_node):
             return self.missing(joint_node)
         return self._issue_view(joint_node)
@@ -115,14 +119,12 @@ class Emitter:
         if base is not None:
             self._copies.pop(base, None)
 
-    def mapped(self, node: fx.Node) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
-        """Arguments of ``node`` with every joint value replaced by its copy here."""
-        args = fx.map_arg(node.args, self.value)
-        kwargs = fx.map_arg(node.kwargs, self.value)
-        return args, kwargs  # type: ignore[return-value]
+    def mapped(self, args: Any, kwargs: Any) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
+        """Arguments of a joint node with every joint value replaced by its copy here."""
+        return fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        args, kwargs = self.mapped(node)
+        args, kwargs = self.mapped(node.args, node.kwargs)
         assert callable(node.target)
         return self.graph.call_function(node.target, args, kwargs)
 

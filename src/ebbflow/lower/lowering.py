@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
+from ebbflow.capture.batch_norm import repeat_of, repeated_arguments
 from ebbflow.capture.joint import Joint
 from ebbflow.lower.emit import Emitter
 from ebbflow.runtime.random_state import read_state, replay
@@ -98,6 +99,12 @@ class _Lowering:
         op = self.joint.program.ops[index]
         first = self.runs[index] == 0
         self.runs[index] += 1
+        if not first:
+            # What stays once it is made is there already, in whichever graph made it.
+            kept = tuple(b for b in kept if b not in self.joint.program.pinned)
+        if op.repeat and not first:
+            self.current.run(index, kept, self._repeat)
+            return
         if not op.random or self.total_runs[index] == 1:
             self.current.run(index, kept)
             return
@@ -111,8 +118,13 @@ class _Lowering:
         else:
             self.current.run(index, kept, lambda node: self._replay(index, device, node))
 
+    def _repeat(self, node: fx.Node) -> fx.Node:
+        target = repeat_of(node)
+        assert target is not None
+        return self.current.graph.call_function(target, *self.current.mapped(*repeated_arguments(node)))
+
     def _replay(self, index: int, device: str, node: fx.Node) -> fx.Node:
-        args, kwargs = self.current.mapped(node)
+        args, kwargs = self.current.mapped(node.args, node.kwargs)
         call = (device, self._state(index), node.target, args, kwargs)
         return self.current.graph.call_function(replay, call)  # type: ignore[arg-type]
 
@@ -138,20 +150,24 @@ class _Lowering:
         results = [self._result(self.forward, out) for out in self.joint.outputs[:count]]
         self.backward.graph.output(tuple(gradients))
         self.forward.graph.output((*results, *(held for held, _ in self.saved)))
-        return Lowered(_module(self.forward.graph), _module(self.backward.graph), len(self.saved))
+        constants = self.joint.graph.owning_module
+        return Lowered(_module(self.forward.graph, constants), _module(self.backward.graph, constants), len(self.saved))
 
     def _result(self, emitter: Emitter, out: Argument) -> Argument:
         return emitter.value(out) if isinstance(out, fx.Node) else out
 
 
-def _module(graph: fx.Graph) -> fx.GraphModule:
+def _module(graph: fx.Graph, constants: torch.nn.Module | None) -> fx.GraphModule:
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and node.target is not read_state:
             # Elements that nobody reads: erased, they die right after their op.
             if node.meta.get("val") is None or _is_element(node):
                 graph.erase_node(node)
+    root = torch.nn.Module()
+    for node in graph.find_nodes(op="get_attr"):
+        setattr(root, node.target, getattr(constants, node.target))
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return fx.GraphModule(root, graph)
 
 
 def _is_element(node: fx.Node) -> bool:

@@ -10,7 +10,9 @@ Every lowered node claims a joint node. The claims hold by induction over the gr
 4. a folded view has the claimed node's sizes, strides, offset and dtype on the same buffer, with only strided
    views between;
 5. the outputs claim the joint outputs;
-6. no mutated input is read after its mutation: none is saved for the backward.
+6. no mutated input is read after its mutation: none is saved for the backward;
+7. a rerun of a batch norm may call the form without running statistics with the remaining arguments, after the
+   first run, and only outputs that this form has are taken from it.
 
 Written from the graphs alone, so that a fault of the lowering cannot hide in it.
 """
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.capture.batch_norm import repeat_of, repeated_arguments
 from ebbflow.capture.joint import Joint
 from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM
 from ebbflow.lower.lowering import STATE_OF, Lowered
@@ -37,7 +40,7 @@ class ProofError(AssertionError):
 
 
 def prove(joint: Joint, lowered: Lowered) -> int:
-    """Check clauses 1-6; returns the number of nodes proven.
+    """Check clauses 1-7; returns the number of nodes proven.
 
     Raises:
         ProofError: naming the first node that is not congruent.
@@ -100,8 +103,19 @@ class _Proof:
         for node in nodes:
             if node.op == "call_function":
                 self._call(node)
+            elif node.op == "get_attr":
+                self._constant(node)
             else:
                 _require(node.op in {"placeholder", "output"}, f"{node} is a {node.op}")
+
+    def _constant(self, node: fx.Node) -> None:
+        claim = node.meta.get(CLAIM)
+        same = isinstance(claim, fx.Node) and claim.op == "get_attr" and claim.target == node.target
+        _require(same, f"constant {node} does not claim a constant of that name")
+        assert isinstance(claim, fx.Node)
+        ours, theirs = (getattr(n.graph.owning_module, str(n.target)) for n in (node, claim))
+        _require(ours is theirs, f"constant {node} is another tensor than {claim}")
+        self.claims[node] = claim
 
     def _call(self, node: fx.Node) -> None:
         if node.target is read_state:
@@ -113,6 +127,8 @@ class _Proof:
         assert isinstance(claim, fx.Node)
         if node.target is replay:
             self._replay(node, claim)
+        elif self._has_repeat(claim) and node.target is repeat_of(claim):
+            self._repeat(node, claim)
         elif node.target is claim.target:
             self._same_arguments(node, claim, node.args, node.kwargs)
             self._first_run(node, claim)
@@ -142,6 +158,19 @@ class _Proof:
         _require(self.states.get(state) == index, f"{node} replays under the state of another op")
         _require(index in self.ran or state.op == "placeholder", f"{node} replays before the first run")
         self._same_arguments(node, claim, args, kwargs)
+
+    def _has_repeat(self, claim: fx.Node) -> bool:
+        index = self.index_of.get(claim)
+        return index is not None and bool(self.joint.program.ops[index].repeat)
+
+    def _repeat(self, node: fx.Node, claim: fx.Node) -> None:
+        _require(self.index_of[claim] in self.ran, f"{node} repeats {claim} before its first run")
+        args, kwargs = repeated_arguments(claim)
+        _require(self._congruent((node.args, node.kwargs), (args, kwargs)), f"{node} repeats {claim} otherwise")
+        elements = len(node.target._schema.returns)  # type: ignore[union-attr]
+        for user in node.users:
+            taken = user.args[1] if user.target is operator.getitem else None
+            _require(isinstance(taken, int) and taken < elements, f"{user} takes {taken} from {node}")
 
     def _same_arguments(self, node: fx.Node, claim: fx.Node, args: Any, kwargs: Any) -> None:
         given, wanted = (args, kwargs), (claim.args, claim.kwargs)

@@ -22,6 +22,7 @@ N_COLUMNS = 4
 OP_WORKSPACE, OP_MADE, OP_COST, OP_STATE, OP_LIMIT = 4, 5, 6, 7, 8  # OP_MADE: bytes of all outputs
 OP_IN, OP_IN_END, OP_OUT, OP_OUT_END = 9, 10, 11, 12
 OP_REACH, OP_ESTIMATE, OP_FORBID = 13, 14, 15  # no use of its outputs is later; last measured price; search only
+OP_REMADE = 19  # bytes of the outputs that a rerun makes
 # Columns of a stage.
 S_HEAD, S_LOCAL, S_DIRTY = 16, 17, 18
 ROW = 20
@@ -35,6 +36,7 @@ H_JOURNAL_AT, H_JOURNAL, H_JOURNAL_ROWS = 10, 11, 12
 H_TOUCHED_AT, H_TOUCHED, H_STEPS_AT = 13, 14, 15
 H_STACK_AT, H_PENDING_AT, H_OFFERS_AT, H_BEST_AT = 16, 17, 18, 19
 H_COST, H_RERUNS, H_STAMP, H_RANDOM, H_BEST_COST, H_BEST_COUNT = 20, 21, 22, 23, 24, 25
+H_BOUNDARY, H_BETWEEN = 26, 27  # H_BETWEEN: by how much user code at the boundary exceeds what it leaves
 HEADER = 32
 # Kinds of journal rows.
 J_ADDED, J_REMOVED, J_LOCAL = 0, 1, 2

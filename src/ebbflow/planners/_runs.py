@@ -6,7 +6,8 @@ Definitions:
 2. The state is a set of reruns ``(op, stage)`` with ``stage > op``. Any such set is legal as long as the op may
    run there (``OP_LIMIT``): a read at stage ``t`` uses the last production at a stage ``<= t``.
 3. The *interval* of a production at ``p`` is ``[p, e]``: ``e`` is the last stage below the next production that
-   reads the buffer, or ``p``. A pinned buffer has one interval, from its first run to stage ``n`` included.
+   reads the buffer, or ``p``. A pinned buffer has one interval, from its first run to stage ``n`` included; that
+   of a mutation, which nobody reads, ends where the boundary begins.
 4. Bytes of stage ``t`` = *through* (intervals with ``p < t < e``, by range additions) + *local* (a walk over the
    runs of the stage: while an op runs live bytes, its workspace and all its outputs; after it what is kept).
 5. A random op that runs again keeps its generator state from its first run to its last and takes it once more
@@ -32,6 +33,8 @@ from ebbflow.planners._layout import (
     H_BEST_AT,
     H_BEST_COST,
     H_BEST_COUNT,
+    H_BETWEEN,
+    H_BOUNDARY,
     H_BUFFERS,
     H_BUFFERS_END,
     H_COST,
@@ -64,6 +67,7 @@ from ebbflow.planners._layout import (
     OP_OUT,
     OP_OUT_END,
     OP_REACH,
+    OP_REMADE,
     OP_STATE,
     OP_WORKSPACE,
     S_DIRTY,
@@ -209,7 +213,7 @@ def change(m: Words, o: int, t: int, sign: int) -> None:
 def local_bytes(m: Words, t: int) -> int:
     """The most bytes at any run of stage ``t`` without those that pass through (definition 4)."""
     if t >= m[H_OPS]:
-        return 0
+        return m[H_BETWEEN] if t == m[H_BOUNDARY] else 0
     m[H_STAMP] += 1
     stamp, steps = m[H_STAMP], m[H_STEPS_AT]
     live = 0
@@ -238,12 +242,13 @@ def local_bytes(m: Words, t: int) -> int:
         if o == t:
             break
         v = m[v + N_IN_STAGE]
-    most = 0
+    # The boundary comes before the first run of its stage: what ends here is live, and user code's peak.
+    most = live + m[H_BETWEEN] if t == m[H_BOUNDARY] else 0
     for k in range(step):
         v = m[steps + k]
         o = m[v + N_OP]
         row = at(o)
-        during = live + m[row + OP_WORKSPACE] + m[row + OP_MADE]
+        during = live + m[row + OP_WORKSPACE] + (m[row + OP_MADE] if o == t else m[row + OP_REMADE])
         if m[row + OP_STATE] > 0 and (o < t or m[v + N_OF_OP] >= 0):
             during += m[row + OP_STATE]
         most = max(most, during)

@@ -134,6 +134,10 @@ class _Model:
         producer = self.program.buffers[b].producer
         return producer is not None and producer < self.cuts[j] and b not in self.program.pinned
 
+    def _before(self, b: int, t: int) -> bool:
+        producer = self.program.buffers[b].producer
+        return producer is not None and producer < t
+
     def _may_rerun(self, j: int, i: int) -> bool:
         op = self.program.ops[i]
         return op.rerunnable and not (op.reads_mutated and self.cuts[j] >= self.program.boundary)
@@ -183,10 +187,11 @@ class _Model:
         size = program.buffers
         op = program.ops[t]
         left = self.budget - op.workspace_bytes - sum(size[b].bytes for b in op.outputs)
-        for b in program.pinned:
-            producer = size[b].producer
-            if (producer is None and t >= program.boundary) or (producer is not None and producer < t):
-                left -= size[b].bytes
+        if t >= program.boundary:
+            left -= program.late_bytes
+        else:
+            left -= sum(size[b].bytes for b in program.mutations if self._before(b, t))
+        left -= sum(size[b].bytes for b in program.pinned if self._before(b, t))
         left -= sum(size[b].bytes for b in op.inputs if self._old(j, b))
         if left < 0:
             self.hopeless = True

@@ -149,6 +149,7 @@ def _memory(program: Program) -> Ints:
     n = len(program.ops)
     header = np.zeros(L.HEADER, np.int64)
     header[L.H_OPS], header[L.H_RANDOM], header[L.H_FREE] = n, 1, -1
+    header[L.H_BOUNDARY], header[L.H_BETWEEN] = program.boundary, program.between_excess_bytes
     room = RERUNS_PER_OP * n + 1024
     tree_size = 1 << n.bit_length()
     journal_rows = JOURNAL_ROWS + 8 * n
@@ -188,14 +189,15 @@ def _memory(program: Program) -> Ints:
 
 
 def _lay_through_bytes(program: Program, memory: Words) -> None:
-    """Range additions of the unplanned step: tangents, and every buffer between its first run and last read."""
+    """Range additions of the unplanned step: late bytes, and every buffer between its first run and last read."""
     n = len(program.ops)
     for leaf in range(n + 1, int(memory[L.H_TREE_SIZE])):
         add_range(memory, leaf, leaf, UNUSED)
-    add_range(memory, program.boundary, n, sum(program.buffers[b].bytes for b in program.tangents))
+    add_range(memory, program.boundary, n, program.late_bytes)
     for b, buffer in enumerate(program.buffers):
         if buffer.producer is not None:
             last = n + 1 if b in program.pinned else max(program.readers[b], default=buffer.producer)
+            last = program.boundary if b in program.mutations else last
             add_range(memory, buffer.producer + 1, last - 1, buffer.bytes)
     _runs.load_runs(memory, cast(Words, np.zeros(0, np.int64)), 0)
     _runs.rebuild_locals(memory)
@@ -217,6 +219,7 @@ def _links(program: Program, rows: Ints, buffers: Ints, buffers_at: int, links_a
         row = rows[index]
         row[L.OP_WORKSPACE], row[L.OP_STATE] = op.workspace_bytes, op.state_bytes
         row[L.OP_MADE] = sum(program.buffers[b].bytes for b in op.outputs)
+        row[L.OP_REMADE] = sum(program.buffers[b].bytes for b in program.made_by_rerun(index))
         row[L.OP_COST] = row[L.OP_ESTIMATE] = max(round(op.seconds / unit), 1)
         last = program.boundary - 1 if op.reads_mutated else n - 1
         fits_journal = len(op.inputs) + len(op.outputs) < L.JOURNAL_RESERVE - 16
@@ -226,9 +229,10 @@ def _links(program: Program, rows: Ints, buffers: Ints, buffers_at: int, links_a
     rows[:, L.N_OP] = rows[:, L.N_STAGE] = np.arange(n + 1)
     rows[:, L.N_OF_OP] = rows[:, L.N_IN_STAGE] = rows[:, L.OP_FORBID] = -1
     rows[:, L.S_HEAD] = L.HEADER + L.ROW * np.arange(n + 1)
+    pinned = program.pinned.union(program.mutations)
     for index, buffer in enumerate(program.buffers):
         row = buffers[index]
-        row[L.B_BYTES], row[L.B_PINNED] = buffer.bytes, index in program.pinned
+        row[L.B_BYTES], row[L.B_PINNED] = buffer.bytes, index in pinned
         row[L.B_PRODUCER] = -1 if buffer.producer is None else buffer.producer
         row[L.B_READ], row[L.B_READ_END] = append(program.readers[index])
     return np.array(links, np.int64)

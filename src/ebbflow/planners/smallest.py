@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ebbflow.planners import local_search
-from ebbflow.planners.base import Interrupt
+from ebbflow.planners.base import Answer, Interrupt, Problem, Status, planner
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.interval_state import IntervalState
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 
-__all__ = ["smallest_schedule"]
+__all__ = ["least_memory", "smallest_schedule"]
 
 ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and is needed by nobody
 
@@ -33,3 +33,17 @@ def smallest_schedule(
     local_search.descend(state, int(ENOUGH * floor), 0, interrupt or Interrupt(), moves=effort)
     schedule = state.to_schedule()
     return simulate(program, schedule).above_bytes, schedule
+
+
+@planner("least_memory")
+def least_memory(problem: Problem) -> Answer:
+    """The schedule with the least peak that is found, whatever its time."""
+    program = problem.program
+    peaks = [(simulate(program, seed).above_bytes, index) for index, seed in enumerate(problem.seeds)]
+    found, schedule = smallest_schedule(program, problem.effort, problem.interrupt) if not peaks else (0, None)
+    if schedule is None:
+        found, index = min(peaks)
+        schedule = problem.seeds[index]
+    if found > problem.above_budget_bytes:
+        return Answer(Status.INFEASIBLE, None)
+    return Answer(Status.FEASIBLE, schedule)

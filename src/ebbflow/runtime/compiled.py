@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ebbflow.capture.joint import Joint
+from ebbflow.capture.outputs import guarded
 from ebbflow.capture.trace import compile_step, translated_errors
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import CaptureError
@@ -32,9 +33,22 @@ class CompiledStep:
         name: of the case.
         device: ``"cpu"`` or ``"cuda"``.
         verify: whether the first step is proven and a later one measured.
+        every_output: whether outputs beside a scalar loss take gradients too.
+        between: told what user code takes between the two graphs, where the loss is outside (``BetweenGauge``).
+        flights: bytes that forwards keep whose backward has not come; shared by all steps of a model.
     """
 
-    def __init__(self, planner: Callable[[Joint], Plan], *, name: str, device: str, verify: bool) -> None:
+    def __init__(
+        self,
+        planner: Callable[[Joint], Plan],
+        *,
+        name: str,
+        device: str,
+        verify: bool,
+        every_output: bool = False,
+        between: Callable[[int, int], None] | None = None,
+        flights: dict[int, int] | None = None,
+    ) -> None:
         self.step = PlannedStep(
             planner,
             name=name,
@@ -42,7 +56,10 @@ class CompiledStep:
             granularity_bytes=ALLOCATOR_GRANULARITY_BYTES[device],
             context=device_context(device),
             verify=verify,
+            between=between,
+            flights=flights if flights is not None else {},
         )
+        self._every_output = every_output
         self._compiled = compile_step(self.step)
         self._captured = False
 
@@ -67,10 +84,10 @@ class CompiledStep:
             if self._captured:
                 # The step holds one program: Dynamo must not compile another one into it behind our back.
                 with torch.compiler.set_stance("fail_on_recompile"):
-                    outputs = self._compiled(module, forward, args, kwargs)
+                    outputs, detached = self._compiled(module, forward, args, kwargs, self._every_output)
             else:
                 with translated_errors(module, forward, args, kwargs, runnable=True):
-                    outputs = self._compiled(module, forward, args, kwargs)
+                    outputs, detached = self._compiled(module, forward, args, kwargs, self._every_output)
                 self._captured = True
         except BaseException as error:
             self.step.abandon()
@@ -80,4 +97,4 @@ class CompiledStep:
         if self.step.forward_calls != calls + 1:
             raise CaptureError("the planned step did not run: this torch build bypassed the compiled function")
         self.step.after_forward(outputs)
-        return outputs
+        return guarded(outputs, detached)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,11 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
 from ebbflow.capture.joint import Joint, read_joint
+from ebbflow.capture.rules import loss_is_outside
 from ebbflow.errors import BudgetExceeded, VerificationError
 from ebbflow.lower.lowering import Lowered, lower
 from ebbflow.lower.proof import prove
+from ebbflow.measure.between import BetweenGauge
 from ebbflow.measure.cpu_allocations import profiler_active
 from ebbflow.measure.peak import StepGauge
 from ebbflow.plan import Plan
@@ -34,6 +37,11 @@ __all__ = ["PlannedStep"]
 _TOLERANCE = {"cpu": 0.001, "cuda": 0.01}
 
 
+_SCALARS_BYTES = 64  # tangents of a few scalar losses
+
+_flight_numbers = itertools.count()
+
+
 class PlannedStep:
     """A step under a plan; the :class:`~ebbflow.capture.trace.Partitioner` of its capture.
 
@@ -44,6 +52,8 @@ class PlannedStep:
         granularity_bytes: of the device's allocator.
         context: what the program depends on besides its ops.
         verify: whether the first step is proven and a later one measured.
+        between: told what user code takes between the two graphs, where the loss is outside.
+        flights: bytes that forwards keep whose backward has not come; shared by all steps of a model.
     """
 
     def __init__(
@@ -55,6 +65,8 @@ class PlannedStep:
         granularity_bytes: int,
         context: dict[str, str],
         verify: bool,
+        between: Callable[[int, int], None] | None,
+        flights: dict[int, int],
     ) -> None:
         self._planner = planner
         self._name = name
@@ -68,8 +80,11 @@ class PlannedStep:
         self._plain: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._snapshot: Callable[[], None] | None = None
         self._flights: set[int] = set()  # forwards whose backward has not come and whose graph is alive
-        self._overlapped = False
-        self._warned = False
+        self._bytes_in_flight = flights
+        self._tell_between = between
+        self._between: BetweenGauge | None = None
+        self._doubled = False  # whether this very step is in flight already
+        self._overlapped = False  # whether any step of the model is
         self._to_verify = verify
         self._to_measure = verify
         self.plan: Plan | None = None
@@ -89,6 +104,8 @@ class PlannedStep:
             context=self._context,
         )
         self.plan = self._planner(read)
+        if self._tell_between is not None and loss_is_outside(read):
+            self._between = BetweenGauge(self._device, self._tell_between)
         self._lowered = lower(read, self.plan.schedule)
         prove(read, self._lowered)
         for graph in (self._lowered.forward, self._lowered.backward):
@@ -114,17 +131,12 @@ class PlannedStep:
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Called right before the forward: remember what a failed verification restores, start a measurement."""
-        self._overlapped = bool(self._flights)
-        if self._overlapped and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "another forward of this model is in flight: its backward has not come, and what it keeps is not "
-                "inside the budget of this step. Call backward before the next forward, or compute the loss that "
-                "needs no backward under torch.no_grad()",
-                stacklevel=2,
-            )
+        if self._between is not None:
+            self._between.end()
+        self._doubled = bool(self._flights)
+        self._overlapped = bool(self._bytes_in_flight)
         if self._to_verify:
-            self._snapshot = None if self._overlapped else _snapshot(module, self._device)
+            self._snapshot = None if self._doubled else _snapshot(module, self._device)
         elif self._to_measure and self._gauge is None and not self._overlapped and not self._measured_elsewhere():
             self._gauge = StepGauge(self._device)
 
@@ -134,12 +146,24 @@ class PlannedStep:
             (t.grad_fn for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn), None
         )
         if grad_fn is not None:
-            self._flights.add(self.forward_calls)
-            weakref.finalize(grad_fn, self._flights.discard, self.forward_calls)
+            flight = next(_flight_numbers)
+            self._flights.add(flight)
+            assert self.plan is not None
+            self._bytes_in_flight[flight] = self.plan.boundary_bytes
+            weakref.finalize(grad_fn, self._land, flight)
+        if self._between is not None and not self._overlapped:
+            self._between.begin()
+
+    def _land(self, flight: int) -> None:
+        """The backward of a forward in flight has begun, or its graph is gone."""
+        self._flights.discard(flight)
+        self._bytes_in_flight.pop(flight, None)
 
     def abandon(self) -> None:
         """The forward raised: what was begun for this step ends here."""
         self._gauge = None
+        if self._between is not None:
+            self._between.end()
 
     def _forward(self, args: list[Any]) -> Any:
         self.forward_calls += 1
@@ -148,7 +172,7 @@ class PlannedStep:
             return self._plain[0](args) if self._gauge is None else _gauged(self._gauge, self._plain[0], args)
         assert self._checked is not None
         assert self._fingerprints is not None
-        if self._overlapped:
+        if self._doubled:
             # Two steps at once would share the buffers' names: neither is proven, a later one is.
             self._fingerprints.cancelled = True
         else:
@@ -158,7 +182,9 @@ class PlannedStep:
     def _backward(self, args: list[Any]) -> Any:
         if len(self._flights) == 1:
             # With several it cannot be told whose backward this is; they end with their graphs.
-            self._flights.clear()
+            self._land(next(iter(self._flights)))
+        if self._between is not None:
+            self._between.mark()
         assert self._plain is not None
         if self._to_verify:
             return self._verified_backward(args)
@@ -212,8 +238,12 @@ class PlannedStep:
             )
         predicted = plan.timeline.above_bytes
         error = gauge.above_bytes / predicted - 1 if predicted else 0.0
-        # Tangents are made between the two windows of the measurement, which do not see them.
-        unseen = sum(plan.program.buffers[b].bytes for b in plan.program.tangents)
+        # What lies between the two windows of the measurement is not seen: tangents, a loss outside, and outputs
+        # that user code lets go there.
+        program = plan.program
+        unseen = max(program.between_bytes, program.late_bytes)
+        if unseen > _SCALARS_BYTES:
+            unseen += sum(program.buffers[b].bytes for b in program.forward_outputs)
         if abs(gauge.above_bytes - predicted) > max(unseen, _TOLERANCE[self._device] * predicted):
             warnings.warn(
                 f"the step took {format_bytes(gauge.above_bytes)} above its start, {format_percent(error)} off the "

@@ -1,25 +1,99 @@
-"""Models of the papers and of today, sized by arguments. ``zoo:NAME`` on the command line."""
+"""Models of the papers and of today, sized by arguments. ``zoo:NAME`` on the command line.
+
+Each entry of :data:`MODELS` is called with its batch, or with nothing for its default, and returns a case whose
+forward gives the loss. Everything is written here but ``hf_*``, which need ``pip install 'ebbflow[hf]'``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from ebbflow.case import Case
 from ebbflow.errors import UsageError
+from ebbflow.zoo.densenet import DenseNet, densenet121
+from ebbflow.zoo.fcn import FCN8, fcn8
 from ebbflow.zoo.gpt import GPT, GPTConfig, gpt
+from ebbflow.zoo.hf import hf_bert, hf_gpt2, hf_llama, hf_t5
+from ebbflow.zoo.lstm_lm import LSTMLanguageModel, lstm_lm
 from ebbflow.zoo.mlp_chain import MLPChain, mlp_chain
+from ebbflow.zoo.mobilenet import MobileNet, mobilenet
+from ebbflow.zoo.nmt import NMT, NMTConfig, nmt, nmt_luong
+from ebbflow.zoo.resnet import ResNet, resnet50, resnet101
+from ebbflow.zoo.segnet import SegNet, segnet
+from ebbflow.zoo.unet import UNet, unet
+from ebbflow.zoo.vgg import VGG, vgg16, vgg19
 
-__all__ = ["GPT", "MODELS", "GPTConfig", "MLPChain", "build", "gpt", "mlp_chain"]
+__all__ = [
+    "FCN8",
+    "GPT",
+    "MODELS",
+    "NMT",
+    "VGG",
+    "DenseNet",
+    "GPTConfig",
+    "LSTMLanguageModel",
+    "MLPChain",
+    "MobileNet",
+    "NMTConfig",
+    "ResNet",
+    "SegNet",
+    "UNet",
+    "build",
+    "densenet121",
+    "fcn8",
+    "gpt",
+    "hf_bert",
+    "hf_gpt2",
+    "hf_llama",
+    "hf_t5",
+    "lstm_lm",
+    "mlp_chain",
+    "mobilenet",
+    "nmt",
+    "nmt_luong",
+    "resnet50",
+    "resnet101",
+    "segnet",
+    "unet",
+    "vgg16",
+    "vgg19",
+]
 
-MODELS: dict[str, Callable[[int], Case]] = {"gpt": gpt, "mlp_chain": mlp_chain}
+
+class Model(Protocol):
+    """A function that makes a case of an int, its batch, or of nothing."""
+
+    def __call__(self, batch: int = ..., /) -> Case: ...
+
+
+MODELS: dict[str, Model] = {
+    "densenet121": densenet121,
+    "fcn8": fcn8,
+    "gpt": gpt,
+    "hf_bert": hf_bert,
+    "hf_gpt2": hf_gpt2,
+    "hf_llama": hf_llama,
+    "hf_t5": hf_t5,
+    "lstm_lm": lstm_lm,
+    "mlp_chain": mlp_chain,
+    "mobilenet": mobilenet,
+    "nmt": nmt,
+    "nmt_luong": nmt_luong,
+    "resnet50": resnet50,
+    "resnet101": resnet101,
+    "segnet": segnet,
+    "unet": unet,
+    "vgg16": vgg16,
+    "vgg19": vgg19,
+}
 
 
 def build(name: str, size: int | None = None) -> Case:
     """The zoo's case ``name``; ``size`` is its batch, the default size if ``None``.
 
     Raises:
-        UsageError: if the zoo has no such model, listing those it has.
+        UsageError: if the zoo has no such model, listing those it has, or if a package that it needs is missing.
     """
     if name not in MODELS:
         raise UsageError(f"the zoo has no model {name!r}; it has: {', '.join(sorted(MODELS))}")
-    return MODELS[name]() if size is None else MODELS[name](size)  # type: ignore[call-arg]
+    return MODELS[name]() if size is None else MODELS[name](size)

@@ -1,0 +1,83 @@
+"""A benchmark of several questions: every case in a process of its own, results written after each.
+
+A question is a module with ``TITLE``, ``CASES``, ``QUICK`` (the cases of a smoke test) and ``rows(case, quick)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+from harness.children import emit, run_child
+from harness.record import Record, Row, table
+
+__all__ = ["main"]
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+
+
+def main(script: str, description: str, questions: Mapping[str, ModuleType], most_seconds: float) -> int:
+    """The command line of a benchmark; the exit code says whether every target was met.
+
+    Args:
+        script: the benchmark's own file.
+        description: for ``--help``.
+        questions: by name.
+        most_seconds: for one case; a child that takes longer is ended and reported.
+    """
+    name = Path(script).stem
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke test; fewer cases")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="questions or parts of question:case")
+    parser.add_argument("--out", type=Path, default=None, help=f"result file (default: benchmarks/results/{name}.json)")
+    parser.add_argument("--child", nargs=2, metavar=("QUESTION", "CASE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        question, case = options.child
+        emit(questions[question].rows(case, options.quick))
+        return 0
+    out = options.out or BENCHMARKS / "results" / (f"{name}-quick.json" if options.quick else f"{name}.json")
+    record = Record(
+        name,
+        {key: module.TITLE for key, module in questions.items()},
+        {"quick": options.quick, "only": options.only or "all"},
+    )
+    _run(record, script, questions, out, most_seconds)
+    print(f"\n{record.markdown()}")
+    return 0 if record.passed else 1
+
+
+def _run(record: Record, script: str, questions: Mapping[str, ModuleType], out: Path, most_seconds: float) -> None:
+    """All wanted cases, one after the other; the record is written after each."""
+    quick = bool(record.settings["quick"])
+    with tempfile.TemporaryDirectory() as caches:
+        # Costs are measured in this run, not taken from an earlier one; numba's compiled planners are shared.
+        paths = [BENCHMARKS, BENCHMARKS.parent / "src", BENCHMARKS.parent / "tests"]
+        environment = {"XDG_CACHE_HOME": caches, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        for question, case in _wanted(questions, quick, record.settings["only"]):
+            begin = time.monotonic()
+            arguments = [script, "--child", question, case, *(["--quick"] if quick else [])]
+            error = run_child(arguments, lambda row: _keep(record, row), environment, most_seconds)
+            seconds = record.case_seconds[f"{question}:{case}"] = round(time.monotonic() - begin, 1)
+            if error is not None:
+                record.failures.append({"case": f"{question}:{case}", "error": error})
+                print(f"{question}:{case} FAILED: {error}", flush=True)
+            print(f"-- {question}:{case}: {seconds} s", flush=True)
+            record.write(out)
+
+
+def _wanted(questions: Mapping[str, ModuleType], quick: bool, only: list[str] | str) -> list[tuple[str, str]]:
+    """Question and case of everything to run."""
+    pairs = [(name, case) for name, module in questions.items() for case in (module.QUICK if quick else module.CASES)]
+    return [pair for pair in pairs if only == "all" or any(word in ":".join(pair) for word in only)]
+
+
+def _keep(record: Record, row: Row) -> None:
+    """Add a row and show it."""
+    record.rows.append(row)
+    print(table([row]).splitlines()[-1], flush=True)

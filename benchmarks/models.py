@@ -1,0 +1,27 @@
+"""Does every kind of model keep its bits and its budget? The zoo, 200 random models, PyTorch's known failures.
+
+    python benchmarks/models.py [--quick] [--only NAME ...] [--out benchmarks/results/models.json]
+
+NAME is a question (zoo, random, known, keep_all) or part of ``question:case``. Every case runs in a process of its
+own; results are written after each, with a rendering in Markdown beside them.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from harness.suite import main
+from questions import keep_all, known_failures, random_cases, zoo
+
+QUESTIONS: dict[str, ModuleType] = {
+    "zoo": zoo,
+    "known": known_failures,
+    "keep_all": keep_all,
+    "random": random_cases,
+}
+MOST_SECONDS = 1200.0
+"""For one case; a child that takes longer is ended and reported."""
+
+if __name__ == "__main__":
+    sys.exit(main(__file__, str(__doc__), QUESTIONS, MOST_SECONDS))

@@ -1,0 +1,255 @@
+"""What is known about one fitted model, and how each of its training calls gets a plan.
+
+1. A call's *key* is what a plan depends on besides the model: its arguments, modes, autocast, threads. Each key
+   has one captured step, planned before anything of its first call runs.
+2. A plan is made anew when it no longer holds: more is resident than it was made for (optimizer state, gradients,
+   other forwards in flight), or something else has been learned about what happens between its two graphs.
+3. What happens *between* the graphs is learned from the first step: a loss outside the model is measured, another
+   forward of the model is known by its own plan. The first step itself is planned for the least memory then.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ebbflow.capture.joint import Joint
+from ebbflow.capture.rules import loss_is_outside
+from ebbflow.cost.attach import with_measured_costs
+from ebbflow.cost.cache import device_context
+from ebbflow.errors import BudgetError, PlanMismatch
+from ebbflow.measure.optimizer_state import future_state_bytes
+from ebbflow.measure.resident import device_of, start_bytes
+from ebbflow.plan import Plan
+from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow.runtime.compiled import CompiledStep, StaleCapture
+from ebbflow.runtime.reserve import reserve_bytes
+from ebbflow.runtime.step import PlannedStep
+from ebbflow.units import Budget, format_bytes
+
+__all__ = ["Fitted"]
+
+_MANY_CAPTURES = 8  # captures of one key after which it is said that something changes at every call
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """What happens between the two graphs of a step: bytes at its peak, bytes left until the step's end."""
+
+    peak_bytes: int
+    held_bytes: int
+
+
+@dataclass(kw_only=True)
+class Fitted:
+    """One fitted model.
+
+    Attributes:
+        plain_class: the model's own class.
+        budget: of every step.
+        given_plan: the plan to run, if the user gave one.
+        options: how to plan.
+        optimizer: whose state counts as resident.
+        verify: whether first steps are proven and later ones measured.
+        every_output: whether outputs beside a scalar loss take gradients too.
+        steps: per key, the step that ran last.
+        last: the step that ran last.
+    """
+
+    plain_class: type[torch.nn.Module]
+    budget: Budget
+    given_plan: Plan | None
+    options: PlanningOptions
+    optimizer: torch.optim.Optimizer | None
+    verify: bool
+    every_output: bool
+    steps: dict[object, CompiledStep] = field(default_factory=dict[object, CompiledStep])
+    last: PlannedStep | None = None
+    _between: dict[object, _Between] = field(default_factory=dict[object, _Between])
+    _flights: dict[int, int] = field(default_factory=dict[int, int])
+    _captures: dict[object, int] = field(default_factory=dict[object, int])
+
+    def run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One training call of ``module``, planned."""
+        device = device_of([module])
+        key = _key(module, device, args, kwargs)
+        resident = start_bytes(module, (args, kwargs), self.optimizer, device)
+        flying = sum(self._flights.values())
+        if device == "cpu":
+            resident += flying  # on CUDA the allocator has counted it
+        if flying and key not in self._between:
+            warnings.warn(
+                "another forward of this model is in flight: its backward has not come, and its plan did not leave "
+                "room for this one, so the budget may not hold this once. From the next round on it is planned for. "
+                "Call backward before the next forward, or compute what needs no backward under torch.no_grad()",
+                stacklevel=3,
+            )
+        step = self.steps.get(key)
+        if step is None or not self._still_holds(step, resident, key):
+            step = self._fresh(module, key, device, resident, flying)
+        forward = self.plain_class.forward
+        try:
+            outputs = step(module, forward, args, kwargs)
+        except StaleCapture:
+            step = self._fresh(module, key, device, resident, flying)
+            outputs = step(module, forward, args, kwargs)
+        # Only a step that ran is kept: whatever failed on the way is tried afresh at the next call.
+        self.steps[key] = step
+        self.last = step.step
+        if flying:
+            self._learn_overlap(step)
+        return outputs
+
+    def _fresh(self, module: torch.nn.Module, key: object, device: str, resident: int, flying: int) -> CompiledStep:
+        self._captures[key] = self._captures.get(key, 0) + 1
+        if self._captures[key] == _MANY_CAPTURES:
+            warnings.warn(
+                f"{self.plain_class.__name__} has been captured {_MANY_CAPTURES} times for the same kind of call: "
+                "something that its step depends on changes between calls (an attribute that counts steps, what is "
+                "resident). Each capture takes seconds; keep counters in tensors (register_buffer)",
+                stacklevel=2,
+            )
+        # The model is held weakly: what is known about it must not keep it alive.
+        return CompiledStep(
+            functools.partial(self._plan, weakref.ref(module), key, device, resident, flying),
+            name=self.plain_class.__name__,
+            device=device,
+            verify=self.verify,
+            every_output=self.every_output,
+            between=None if key in self._between else functools.partial(self._learn_between, key),
+            flights=self._flights,
+        )
+
+    def _still_holds(self, step: CompiledStep, resident: int, key: object) -> bool:
+        """Whether the plan of an earlier call is good for one more (definition 2)."""
+        plan = step.plan
+        assert plan is not None
+        between = self._between.get(key)
+        if between is not None and plan.program.between_bytes < between.peak_bytes:
+            return False
+        return resident + plan.timeline.above_bytes <= plan.budget_bytes
+
+    # -- what is learned from a first step ------------------------------------------------------------------
+
+    def _learn_between(self, key: object, peak_bytes: int, left_bytes: int) -> None:
+        """What user code took between the two graphs of ``key``'s step."""
+        step = self.steps.get(key)
+        plan = step.plan if step is not None else None
+        if plan is None:
+            return
+        tangents = plan.program.late_bytes - plan.program.held_bytes
+        self._note(key, _Between(peak_bytes, max(left_bytes - tangents, 0)))
+        total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
+        if total > plan.budget_bytes:
+            warnings.warn(
+                f"code outside the model took {format_bytes(peak_bytes)} between forward and backward, so this first "
+                f"step took {format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; "
+                "from the next step on it is planned for",
+                stacklevel=2,
+            )
+
+    def _learn_overlap(self, step: CompiledStep) -> None:
+        """``step`` ran its forward while others were in flight: their plans are to leave room for all of it."""
+        plan = step.plan
+        assert plan is not None
+        for key in self.steps:
+            self._note(key, _Between(plan.timeline.above_bytes, plan.boundary_bytes))
+
+    def _note(self, key: object, found: _Between) -> None:
+        known = self._between.setdefault(key, found)
+        self._between[key] = _Between(max(known.peak_bytes, found.peak_bytes), max(known.held_bytes, found.held_bytes))
+
+    # -- planning -------------------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        model: weakref.ref[torch.nn.Module],
+        key: object,
+        device: str,
+        resident: int,
+        flying: int,
+        joint: Joint,
+    ) -> Plan:
+        """The plan for a captured step. Nothing of the model has run when this returns or raises."""
+        module = model()
+        assert module is not None
+        reserve = reserve_bytes(module, device, verify=self.verify)
+        if self.optimizer is not None:
+            resident += future_state_bytes(self.optimizer)
+        if self.given_plan is not None:
+            return _given(self.given_plan, joint, device_context(device), resident, reserve)
+        program = with_measured_costs(joint.program, joint.calls, device)
+        options = self.options
+        between = self._between.get(key)
+        if between is not None and not flying:
+            program = replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
+        elif loss_is_outside(joint):
+            # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
+            options = replace(options, planner="least_memory")
+        earlier = [step.plan for step in self.steps.values() if step.plan is not None]
+        seeds = [plan.schedule for plan in earlier if plan.program.fingerprint == program.fingerprint]
+        make = functools.partial(make_plan, program, self.budget, reserve_bytes=reserve, seeds=seeds)
+        try:
+            return make(resident_bytes=resident, options=options)
+        except BudgetError:
+            if not flying:
+                raise
+            # The forward in flight was planned without knowing of this one. The next round knows (_learn_overlap).
+            return make(resident_bytes=resident - flying, options=replace(options, planner="least_memory"))
+
+
+def _key(module: torch.nn.Module, device: str, args: Any, kwargs: Any) -> object:
+    """What a plan depends on besides the model: arguments, modes, autocast, threads."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    parts: list[object] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
+        else:
+            parts.append((type(leaf).__qualname__, repr(leaf)))
+    modes = (module.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    return (tuple(parts), str(spec), modes, torch.get_num_threads())
+
+
+def _given(plan: Plan, joint: Joint, context: dict[str, str], resident: int, reserve: int) -> Plan:
+    """The user's plan, if it is of this program and fits."""
+    differences = [
+        f"{key}: plan {plan.provenance.get(key)!r}, here {value!r}"
+        for key, value in context.items()
+        if key in ("device", "torch") and plan.provenance.get(key) != value
+    ]
+    if plan.program.fingerprint != joint.program.fingerprint:
+        differences.append(_program_difference(plan, joint))
+    if differences:
+        raise PlanMismatch(
+            f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; plan anew"
+        )
+    moved = replace(plan, resident_bytes=resident, reserve_bytes=reserve)
+    if moved.predicted_peak_bytes + reserve > plan.budget_bytes:
+        raise BudgetError(
+            f"the given plan needs {moved.predicted_peak_bytes + reserve} bytes here, its budget is "
+            f"{plan.budget_bytes}: more is resident ({resident} bytes) than when it was made; "
+            "plan anew with fit(model, budget=...)",
+            budget_bytes=plan.budget_bytes,
+            floor_bytes=plan.floor_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
+            smallest_bytes=plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
+            resident_bytes=resident,
+            pinned_by=str(plan.program.ops[plan.floor_op]),
+        )
+    return moved
+
+
+def _program_difference(plan: Plan, joint: Joint) -> str:
+    ours, theirs = joint.program, plan.program
+    if len(ours.ops) != len(theirs.ops):
+        return f"program: the plan's has {len(theirs.ops)} ops, this one {len(ours.ops)}"
+    for a, b in zip(ours.ops, theirs.ops, strict=True):
+        if (a.target, a.views) != (b.target, b.views):
+            return f"program: the plan's has {b.target}{b.views} where this one has {a.target}{a.views}"
+    return "program: buffers differ in size"

@@ -1,0 +1,48 @@
+"""Every model of the zoo at a size for tests: full depth, a step of some tenths of a second on one core.
+
+Peaks above the step's start are ten MiB and more, so that what a plan saves is not lost in rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ebbflow.case import Case
+from ebbflow.zoo.densenet import densenet121
+from ebbflow.zoo.fcn import fcn8
+from ebbflow.zoo.gpt import GPTConfig, gpt
+from ebbflow.zoo.hf import hf_bert, hf_gpt2, hf_llama, hf_t5
+from ebbflow.zoo.lstm_lm import lstm_lm
+from ebbflow.zoo.mlp_chain import mlp_chain
+from ebbflow.zoo.mobilenet import mobilenet
+from ebbflow.zoo.nmt import nmt, nmt_luong
+from ebbflow.zoo.resnet import resnet50, resnet101
+from ebbflow.zoo.segnet import segnet
+from ebbflow.zoo.unet import unet
+from ebbflow.zoo.vgg import vgg16, vgg19
+
+__all__ = ["SMALL"]
+
+_GPT = GPTConfig(vocabulary=512, length=128, layers=6, width=128, heads=4, dropout=0.1)
+
+SMALL: dict[str, Callable[[], Case]] = {
+    "densenet121": partial(densenet121, 4, image=64, growth=12, classes=10),
+    "fcn8": partial(fcn8, 2, image=128, width=16, hidden=64),
+    "gpt": partial(gpt, 4, _GPT),
+    "hf_bert": partial(hf_bert, 4, vocabulary=512, length=64, layers=6, width=128, heads=4),
+    "hf_gpt2": partial(hf_gpt2, 4, vocabulary=512, length=64, layers=6, width=128, heads=4),
+    "hf_llama": partial(hf_llama, 4, vocabulary=512, length=64, layers=6, width=128, heads=4),
+    "hf_t5": partial(hf_t5, 4, vocabulary=512, length=48, layers=4, width=128, heads=4),
+    "lstm_lm": partial(lstm_lm, 32, vocabulary=1000, length=20, width=256),
+    "mlp_chain": partial(mlp_chain, 1024, layers=48, width=64, dropout=0.1),
+    "mobilenet": partial(mobilenet, 8, image=64, width=24, classes=10),
+    "nmt": partial(nmt, 32, vocabulary=500, length=16, width=128),
+    "nmt_luong": partial(nmt_luong, 32, vocabulary=500, length=20, width=160),
+    "resnet50": partial(resnet50, 4, image=64, width=24, classes=10),
+    "resnet101": partial(resnet101, 4, image=64, width=16, classes=10),
+    "segnet": partial(segnet, 2, image=96, width=16),
+    "unet": partial(unet, 2, image=96, width=16),
+    "vgg16": partial(vgg16, 4, image=64, width=24, hidden=256, classes=10),
+    "vgg19": partial(vgg19, 4, image=64, width=24, hidden=256, classes=10),
+}

@@ -1,0 +1,206 @@
+"""Which outputs take gradients, and a loss outside the model: same bits as eager, budget held, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ebbflow
+from ebbflow.errors import CaptureError, UsageError
+
+Loss = Callable[[Any], torch.Tensor]
+CLASSES = 512
+
+
+class Classifier(nn.Module):
+    """Logits that are larger than all else; what is returned is chosen."""
+
+    def __init__(self, returned: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+        self.head = nn.Linear(64, CLASSES)
+        self.returned = returned
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
+        logits = self.head(self.body(x))
+        match self.returned:
+            case "logits":
+                return logits
+            case "pair":
+                return F.cross_entropy(logits, target), logits
+            case "dict":
+                return {"loss": F.cross_entropy(logits, target), "extra": [logits, {"rows": logits.sum(1)}]}
+            case _:
+                return F.cross_entropy(logits, target)
+
+
+X = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+TARGET = torch.randint(CLASSES, (256,), generator=torch.Generator().manual_seed(2))
+
+
+def peak_of(returned: str, **options: Any) -> ebbflow.Plan:
+    return ebbflow.plan(Classifier(returned), (X, TARGET), budget="1000%", **options)
+
+
+def trained(model: nn.Module, loss_of: Loss, steps: int = 3) -> list[torch.Tensor]:
+    """Parameters after a few optimizer steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(X, TARGET)).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_trains_as_eager(returned: str, budget: int, loss_of: Loss, **options: Any) -> nn.Module:
+    model = Classifier(returned)
+    expected = trained(copy.deepcopy(model), loss_of)
+    found = trained(ebbflow.fit(model, budget, **options), loss_of)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    return model
+
+
+def first(outputs: Any) -> torch.Tensor:
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+
+@pytest.mark.parametrize("returned", ["pair", "dict"])
+def test_outputs_beside_a_loss_cost_no_gradient(returned: str) -> None:
+    alone, beside = peak_of("loss"), peak_of(returned)
+    counted = peak_of(returned, gradients="all")
+    logits = X.shape[0] * CLASSES * 4
+    assert beside.baseline.above_bytes <= alone.baseline.above_bytes + logits + 4096  # and the sums of rows
+    assert sum(beside.program.buffers[b].bytes for b in beside.program.tangents) == 4
+    assert sum(counted.program.buffers[b].bytes for b in counted.program.tangents) >= logits
+    assert_trains_as_eager(returned, beside.smallest_bytes + 40_000, first)
+
+
+def test_outputs_beside_a_loss_look_as_in_eager() -> None:
+    model = ebbflow.fit(Classifier("dict"), "1GiB")
+    outputs = model(X, TARGET)
+    eager = Classifier("dict")
+    eager.load_state_dict(model.state_dict())
+    expected = eager(X, TARGET)
+    assert outputs.keys() == expected.keys()
+    for ours, theirs in zip(outputs["extra"], expected["extra"], strict=True):
+        ours, theirs = (t["rows"] if isinstance(t, dict) else t for t in (ours, theirs))
+        assert ours.requires_grad
+        assert torch.equal(ours, theirs)
+
+
+def test_a_gradient_for_an_output_beside_the_loss_raises_and_names_the_remedy() -> None:
+    model = ebbflow.fit(Classifier("pair"), "1GiB")
+    loss, logits = model(X, TARGET)
+    with pytest.raises(CaptureError, match=r'\(256, 512\).*gradients="all"'):
+        (loss + logits.square().mean()).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_with_gradients_for_all_every_output_can_be_used() -> None:
+    budget = peak_of("pair", gradients="all").baseline_peak_bytes * 2
+    model = assert_trains_as_eager("pair", budget, lambda o: o[0] + o[1].square().mean(), gradients="all")
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+
+
+def test_gradients_takes_two_values() -> None:
+    with pytest.raises(UsageError, match="'some'"):
+        ebbflow.fit(Classifier("pair"), "1GiB", gradients="some")  # type: ignore[arg-type]
+
+
+def outside(outputs: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs, TARGET)
+
+
+def test_a_loss_outside_is_measured_in_the_first_step_and_planned_for_from_the_second() -> None:
+    logits = X.shape[0] * CLASSES * 4
+    budget = peak_of("logits").resident_bytes + 5 * logits
+    model = assert_trains_as_eager("logits", budget, outside)
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert 2 * logits <= plan.program.between_bytes <= 3 * logits + 64
+    model.zero_grad()
+    with ebbflow.measure(model, X, TARGET) as gauge:
+        outside(model(X, TARGET)).backward()
+    assert plan.predicted_peak_bytes <= budget
+    # The caller drops the logits, which the plan has to count as held.
+    assert plan.timeline.above_bytes - logits <= gauge.above_bytes <= plan.timeline.above_bytes
+    assert gauge.peak_bytes <= budget
+
+
+def test_a_loss_outside_that_does_not_fit_is_told_before_the_second_step() -> None:
+    logits = X.shape[0] * CLASSES * 4
+    alone = peak_of("logits")
+    model = ebbflow.fit(Classifier("logits"), alone.smallest_bytes + logits // 2)
+    with pytest.warns(UserWarning, match="code outside the model took"):
+        outside(model(X, TARGET)).backward()
+    model.zero_grad()
+    with pytest.raises(ebbflow.errors.BudgetError) as caught:
+        model(X, TARGET)
+    assert caught.value.smallest_bytes > caught.value.budget_bytes
+
+
+def test_a_profiler_postpones_the_measurement_of_a_loss_outside() -> None:
+    model = ebbflow.fit(Classifier("logits"), "1GiB")
+    outside(model(X, TARGET)).backward()  # capture needs to measure costs, which no profiler may disturb
+    model = ebbflow.fit(Classifier("logits"), "1GiB")
+    with torch.profiler.profile():
+        outside(model(X, TARGET)).backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    outside(model(X, TARGET)).backward()
+    outside(model(X, TARGET)).backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.program.between_bytes > 0
+
+
+@pytest.mark.parametrize("how", ["backward", "autograd.backward", "autograd.grad"])
+def test_every_way_to_start_a_backward_ends_the_measurement(how: str) -> None:
+    model = ebbflow.fit(Classifier("logits"), "1GiB")
+    backward, grad = torch.autograd.backward, torch.autograd.grad
+    for _ in range(2):
+        loss = outside(model(X, TARGET))
+        if how == "backward":
+            loss.backward()
+        elif how == "autograd.backward":
+            torch.autograd.backward(loss)
+        else:
+            torch.autograd.grad(loss, list(model.parameters()))
+        assert (torch.autograd.backward, torch.autograd.grad) == (backward, grad)
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.program.between_bytes > 0
+
+
+def test_a_loss_outside_that_never_comes_leaves_nothing_behind() -> None:
+    model = ebbflow.fit(Classifier("logits"), "1GiB")
+    backward = torch.autograd.backward
+    model(X, TARGET)
+    for _ in range(2):
+        outside(model(X, TARGET)).backward()
+    assert torch.autograd.backward is backward
+    with torch.profiler.profile(profile_memory=True):  # nobody's recording is left running
+        torch.zeros(3)
+
+
+def test_plan_with_a_loss_counts_it_as_part_of_the_step() -> None:
+    inside, told = peak_of("loss"), peak_of("logits", loss=outside)
+    assert told.baseline.above_bytes == inside.baseline.above_bytes
+    assert "outside" in peak_of("logits").provenance["loss"]
+
+
+def test_verify_starts_from_all_outputs_where_there_is_no_loss() -> None:
+    model = Classifier("logits")
+    plan = ebbflow.plan(model, (X, TARGET), budget="1000%")
+    plan = ebbflow.plan(model, (X, TARGET), budget=plan.smallest_bytes)
+    seen = ebbflow.verify(model, (X, TARGET), None, plan)
+    assert seen.differences == seen.eager_differences == ()
+    assert abs(seen.prediction_error) < 1e-3
+    assert seen.within_budget

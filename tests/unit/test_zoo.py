@@ -1,0 +1,203 @@
+"""The zoo: published sizes, a finite step with all gradients, and inputs that leave the global generator alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ebbflow.case import Case
+from ebbflow.errors import UsageError
+from ebbflow.zoo import (
+    MODELS,
+    build,
+    densenet121,
+    fcn8,
+    hf_gpt2,
+    hf_t5,
+    lstm_lm,
+    mobilenet,
+    nmt,
+    resnet50,
+    resnet101,
+    segnet,
+    unet,
+    vgg16,
+    vgg19,
+)
+from ebbflow.zoo.inputs import image_batch, integers, pixel_loss
+from ebbflow.zoo.small import SMALL
+
+HF_MISSING = importlib.util.find_spec("transformers") is None
+needs_transformers = pytest.mark.skipif(HF_MISSING, reason="needs transformers: pip install 'ebbflow[hf]'")
+
+
+def named(names: list[str]) -> list[Any]:
+    """Names as parameters; those of Hugging Face's models skip where transformers is missing."""
+    return [pytest.param(name, marks=needs_transformers if name.startswith("hf_") else ()) for name in names]
+
+
+def parameters(case: Case) -> int:
+    return sum(parameter.numel() for parameter in case.model.parameters())
+
+
+def loss_of(case: Case) -> torch.Tensor:
+    output = case.model(*case.args, **case.kwargs)
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [  # torchvision's, all for 1000 classes at 224 x 224
+        (resnet50, 25_557_032),
+        (resnet101, 44_549_160),
+        (vgg16, 138_357_544),
+        (vgg19, 143_667_240),
+        (densenet121, 7_978_856),
+        (mobilenet, 4_231_976),  # Keras's trainable ones: torchvision has no MobileNet v1
+    ],
+)
+def test_parameters_are_the_published_ones(model: Callable[..., Case], count: int) -> None:
+    with FakeTensorMode():
+        assert parameters(model(1, image=224)) == count
+
+
+def test_sizes_that_torchvision_does_not_publish() -> None:
+    with FakeTensorMode():
+        # milesial/Pytorch-UNet, the same variant, with transposed convolutions and two classes.
+        assert parameters(unet(1, image=(416, 608))) == 31_037_698
+        assert parameters(segnet(1)) == pytest.approx(29.45e6, rel=0.001)  # Badrinarayanan et al. 2017, table 6
+        # VGG-16 without its last layer, 21 scores from three depths, and three upsamplings.
+        scores = 21 * (4096 + 512 + 256 + 3)
+        upsamplings = 21 * 21 * (16 + 16 + 256)
+        assert parameters(fcn8(1, image=224, hidden=4096)) == 138_357_544 - 4097 * 1000 + scores + upsamplings
+        assert parameters(lstm_lm()) == 10_000 * 650 + 2 * (8 * 650 * 650 + 8 * 650) + 651 * 10_000
+
+
+@needs_transformers
+def test_hugging_face_at_their_own_sizes() -> None:
+    with FakeTensorMode():
+        assert parameters(hf_gpt2(1, vocabulary=50257, length=1024, width=768, heads=12)) == 124_439_808
+        assert parameters(hf_t5(1, vocabulary=32128, width=512)) == 60_506_624
+
+
+def test_every_model_has_a_small_size() -> None:
+    assert sorted(SMALL) == sorted(MODELS)
+
+
+@pytest.mark.parametrize("name", named(sorted(SMALL)))
+def test_a_step_is_finite_and_reaches_every_parameter(name: str) -> None:
+    case = SMALL[name]()
+    assert all(module.training for module in case.model.modules())
+    loss = loss_of(case)
+    assert loss.shape == ()
+    assert torch.isfinite(loss)
+    loss.backward()
+    for key, parameter in case.model.named_parameters():
+        if not parameter.requires_grad:
+            assert (name, key) == ("fcn8", "up8.weight")
+            continue
+        assert parameter.grad is not None, key
+        assert torch.isfinite(parameter.grad).all(), key
+        assert parameter.grad.any(), key
+
+
+@pytest.mark.parametrize("name", named(sorted(MODELS)))
+def test_the_integer_is_the_batch(name: str) -> None:
+    with FakeTensorMode():
+        case = build(name, 3)
+        tensors = [*case.args, *case.kwargs.values()]
+        assert case.model.training
+        assert all(3 in tensor.shape[:2] for tensor in tensors)
+        assert case.name.startswith(name)
+
+
+@pytest.mark.parametrize("name", named(sorted(set(SMALL) - {"gpt", "mlp_chain"})))
+def test_seed_decides_the_parameters_and_nothing_the_inputs(name: str) -> None:
+    torch.manual_seed(1)
+    first = SMALL[name]()
+    torch.manual_seed(1)
+    again = SMALL[name]()
+    other = SMALL[name]()
+    for a, b in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert any(not torch.equal(a, b) for a, b in zip(first.model.parameters(), other.model.parameters(), strict=True))
+    values = [[*case.args, *case.kwargs.values()] for case in (first, other)]
+    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+
+
+def test_inputs_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    image_batch(2, 32, multiple=32)
+    integers(10, 2, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_inputs_follow_the_default_device() -> None:
+    with torch.device("meta"):
+        case = mobilenet(2, image=32)
+    assert {tensor.device.type for tensor in [*case.args, *case.model.parameters()]} == {"meta"}
+
+
+@pytest.mark.parametrize("image", [0, 33, (64, 48), (-32, 32)])
+def test_an_image_that_does_not_fit_is_refused(image: int | tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=r"image=.* multiples of 32"):
+        segnet(1, image=image)
+
+
+def test_the_loss_of_pixels_is_torchs_own() -> None:
+    scores, labels = torch.randn(2, 5, 4, 6), torch.randint(5, (2, 4, 6))
+    torch.testing.assert_close(pixel_loss(scores, labels), torch.nn.functional.cross_entropy(scores, labels))
+
+
+def test_frozen_upsampling_of_fcn_is_bilinear() -> None:
+    model = fcn8(1, image=32, width=2, hidden=2, classes=3).model
+    weight = model.get_parameter("up8.weight")
+    plane = torch.full((1, 3, 4, 4), 2.0)
+    raised = torch.nn.functional.conv_transpose2d(plane, weight, stride=8, padding=4)
+    assert raised.shape == (1, 3, 32, 32)
+    torch.testing.assert_close(raised[..., 4:-4, 4:-4], torch.full((1, 3, 24, 24), 2.0))
+
+
+def test_decoder_reads_no_token_before_its_turn() -> None:
+    case = nmt(1, vocabulary=50, length=4, width=8, dropout=0.0)
+    source, target = case.args
+    later = target.clone()
+    later[:, -2] = (later[:, -2] + 1) % 50
+
+    def scores(tokens: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        with case.model.get_submodule("head").register_forward_hook(lambda _, __, out: seen.append(out)):
+            case.model(source, tokens)
+        return seen[0]
+
+    before, after = scores(target), scores(later)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.equal(before[:, 3], after[:, 3])
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"'nobody'.*densenet121.*vgg19"):
+        build("nobody")
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(MODELS) if name.startswith("hf_")])
+def test_without_transformers_the_error_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(module: str) -> ModuleSpec | None:
+        return None
+
+    monkeypatch.setattr("ebbflow.zoo.hf.find_spec", nothing)
+    with pytest.raises(UsageError, match=rf"zoo:{name} .*pip install 'ebbflow\[hf\]'"):
+        build(name)
+
+
+def test_importing_the_zoo_imports_no_transformers() -> None:
+    code = "import sys, ebbflow, ebbflow.zoo.small; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
