@@ -437,3 +437,17 @@ def test_batch_norm_runs_again_after_its_statistics_were_copied_back() -> None:
 def test_random_ops_run_again() -> None:
     _, plan = verified("every form of dropout")
     assert any(op.random and plan.timeline.runs[i] > 1 for i, op in enumerate(plan.program.ops))
+
+
+@pytest.mark.parametrize("name", ["in-place code", "batch norm", "every form of dropout"])
+def test_a_fitted_model_proves_its_first_step_and_measures_the_second(name: str) -> None:
+    model, args = CASES[name]()
+    plan = ebbflow.plan(model, args, budget="1000%", planner="keep_all")
+    ebbflow.fit(model, plan.smallest_bytes + 20_000, effort=500)
+    for _ in range(2):
+        model(*args).backward()
+        model.zero_grad()
+    step = ebbflow.step_of(model)
+    assert step is not None
+    assert step.verified_buffers > 0
+    assert step.measured_above_bytes is not None

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ebbflow.capture.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.origin import module_of, source_of
-from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable
+from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
 from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError
 from ebbflow.program import Buffer, Op, Program
@@ -100,12 +100,14 @@ class _Reader:
     text: dict[fx.Node, str] = field(default_factory=dict["fx.Node", str])
     resident_bytes: int = 0
 
-    def new_buffer(self, name: str, tensor: torch.Tensor, producer: int | None, base: fx.Node | None) -> int:
+    def new_buffer(
+        self, name: str, tensor: torch.Tensor, producer: int | None, base: fx.Node | None, least_bytes: int = 0
+    ) -> int:
         index = len(self.buffers)
         # What the tensor reaches, not what its fake storage says: that depends on whether the fake value came from
         # torch's cache of them, and two captures of one step have to be one program.
-        reach = (tensor.storage_offset() + extent_of(tensor.shape, tensor.stride())) * tensor.element_size()
-        size = -(-reach // self.granularity_bytes) * self.granularity_bytes
+        reach = extent_of(tensor.shape, tensor.stride()) * tensor.element_size()
+        size = max(-(-reach // self.granularity_bytes) * self.granularity_bytes, least_bytes)
         self.buffers.append(Buffer(name, int(size), producer))
         self.base_nodes.append(base)
         self.buffer_of_storage[storage_key(tensor)] = index
@@ -179,6 +181,11 @@ class _Reader:
         self.buffer_of[node] = self.buffer_of_storage.get(storage_key(first))
         self.text[node] = self._call_text(node)
 
+    def _storage_bytes(self, node: Any) -> int:
+        """Bytes of the storage that the value of ``node`` is a view of."""
+        buffer = self.buffer_of[node]
+        return self.buffers[buffer].bytes if buffer is not None else node.meta["val"].untyped_storage().nbytes()
+
     def _call_text(self, node: fx.Node) -> str:
         def text(n: fx.Node) -> Any:
             return _Name(self.text[n])
@@ -204,7 +211,8 @@ class _Reader:
             if value is None:
                 continue
             name = node.name if single else f"{node.name}[{element}]"
-            buffer = self.new_buffer(name, value, index, node if single else None)
+            kept = self._storage_bytes(node.args[0]) if keeps_storage(node) else 0
+            buffer = self.new_buffer(name, value, index, node if single else None, kept)
             outputs.append(buffer)
             if not single:
                 self.element_of_op[node, element] = buffer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-__all__ = ["draws_random", "generator_state_bytes", "has_effect", "is_rerunnable"]
+__all__ = ["draws_random", "generator_state_bytes", "has_effect", "is_rerunnable", "keeps_storage"]
 
 # Arguments that make an op tagged as seeded draw nothing: attention with dropout probability 0 carries the tag too.
 _PROBABILITY_ARGUMENTS = ("dropout_p", "dropout", "p")
@@ -33,6 +33,24 @@ _ATOMIC_ON_CUDA = (
     "kthvalue",
     "median",
 )
+
+
+# ATen kernels that begin with clone_preserve_strides of their first argument: where that is a view, the result has
+# a storage as large as the view's base, and the view's offset in it (aten/src/ATen/native/TensorShape.cpp, Copy.cpp).
+_KEEPING_STORAGE = frozenset(
+    {
+        torch.ops.aten.copy.default,
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.as_strided_scatter.default,
+    }
+)
+
+
+def keeps_storage(node: fx.Node) -> bool:
+    """Whether the result has a storage of the size of its first argument's, and its offset there."""
+    return node.target in _KEEPING_STORAGE
 
 
 def _overload(node: fx.Node) -> torch._ops.OpOverload | None:

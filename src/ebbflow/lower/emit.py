@@ -18,8 +18,10 @@ from torch import fx
 from torch.fx.node import Argument
 
 from ebbflow.capture.joint import Joint
+from ebbflow.capture.traits import keeps_storage
+from ebbflow.cost.call import extent_of
 
-__all__ = ["CLAIM", "MAKES", "Emitter"]
+__all__ = ["CLAIM", "MAKES", "Emitter", "is_whole"]
 
 CLAIM = "ebbflow_claim"
 """Key in a lowered node's meta: the joint node whose value it holds (read by the proof)."""
@@ -52,6 +54,18 @@ _STRIDED_VIEWS = frozenset(
         operator.getitem,
     }
 )
+
+
+def is_whole(base: fx.Node) -> bool:
+    """Whether the value is all of its storage, so that offsets into it can be told from its fake value.
+
+    An op that keeps the storage of its argument keeps an offset too, of which torch's cache of fake tensors may know
+    nothing.
+    """
+    tensor = base.meta["val"]
+    if keeps_storage(base):
+        return False
+    return tensor.storage_offset() == 0 and extent_of(tensor.shape, tensor.stride()) == tensor.numel()
 
 
 @dataclass
@@ -162,7 +176,7 @@ class Emitter:
             at = at.all_input_nodes[0]
             steps += 1
         whole = base.meta["val"]
-        if whole.dtype != value.dtype or whole.storage_offset() != 0:
+        if whole.dtype != value.dtype or not is_whole(base):
             return None
         if (value.shape, value.stride(), value.storage_offset()) == (whole.shape, whole.stride(), 0):
             return self.value(base)

@@ -28,7 +28,7 @@ from torch import fx
 
 from ebbflow.capture.batch_norm import repeat_of, repeated_arguments
 from ebbflow.capture.joint import Joint
-from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM
+from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
 from ebbflow.lower.lowering import STATE_OF, Lowered
 from ebbflow.runtime.random_state import read_state, replay
 
@@ -129,12 +129,17 @@ class _Proof:
             self._replay(node, claim)
         elif self._has_repeat(claim) and node.target is repeat_of(claim):
             self._repeat(node, claim)
-        elif node.target is claim.target:
+        elif node.target is claim.target and not self._folds(node, claim):
             self._same_arguments(node, claim, node.args, node.kwargs)
             self._first_run(node, claim)
         else:
             self._folded(node, claim)
         self.claims[node] = claim
+
+    def _folds(self, node: fx.Node, claim: fx.Node) -> bool:
+        """Whether ``node`` stands for a chain of views that ends in an ``as_strided`` of the user's own."""
+        strided = claim.target is torch.ops.aten.as_strided.default
+        return strided and not self._congruent((node.args, node.kwargs), (claim.args, claim.kwargs))
 
     def _first_run(self, node: fx.Node, claim: fx.Node) -> None:
         index = self.index_of.get(claim)
@@ -204,7 +209,9 @@ class _Proof:
         if buffer is None or self.joint.buffer_of.get(claim) != buffer:
             return False
         base = self.joint.base_nodes[buffer]
-        return base is not None and claim is base and self._strided(wanted, base) and _layout(claim) == _layout(wanted)
+        if base is None or claim is not base or not is_whole(base):
+            return False
+        return self._strided(wanted, base) and _layout(claim) == _layout(wanted)
 
     def _strided(self, node: fx.Node, base: fx.Node) -> bool:
         while node is not base:
@@ -224,7 +231,7 @@ class _Proof:
         assert base is not None
         _require(self.claims.get(source) is base, f"{node} folds a view of another buffer than {claim}")
         _require(self._strided(claim, base), f"{claim} is no strided view of {base}")
-        _require(base.meta["val"].storage_offset() == 0, f"{base} does not start its storage")
+        _require(is_whole(base), f"{base} is not the whole of its storage")
         layout = (tuple(sizes), tuple(strides), offset, base.meta["val"].dtype)  # type: ignore[arg-type]
         _require(layout == _layout(claim), f"{node} has {layout}, {claim} has {_layout(claim)}")
 

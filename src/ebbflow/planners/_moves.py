@@ -32,6 +32,8 @@ from ebbflow.planners._layout import (
     H_ROOM,
     H_STACK_AT,
     H_TOP,
+    H_WORK,
+    H_WORK_LIMIT,
     N_COLUMNS,
     N_IN_STAGE,
     N_OP,
@@ -280,7 +282,7 @@ def repair(
     for _ in range(steps):
         if m[m[H_TOP] + 1] <= budget:
             return DONE
-        if m[H_COST] > cost_limit:
+        if m[H_COST] > cost_limit or m[H_WORK] > m[H_WORK_LIMIT]:
             return FAILED
         if final:
             m[H_JOURNAL] = 0
@@ -383,6 +385,8 @@ def anneal(m: Words, budget: int, first: int, last: int, total: int, hot: float)
     ``hot`` is the temperature at the start, in cost; it falls linearly to nothing.
     """
     for move in range(first, last):
+        if m[H_WORK] > m[H_WORK_LIMIT]:
+            break
         m[H_JOURNAL] = 0
         cost = m[H_COST]
         heat = hot * (1.0 - move / total)

@@ -50,6 +50,7 @@ from ebbflow.planners._layout import (
     H_STEPS_AT,
     H_TOUCHED,
     H_TOUCHED_AT,
+    H_WORK,
     J_ADDED,
     J_LOCAL,
     J_REMOVED,
@@ -243,6 +244,7 @@ def local_bytes(m: Words, t: int) -> int:
             break
         v = m[v + N_IN_STAGE]
     # The boundary comes before the first run of its stage: what ends here is live, and user code's peak.
+    m[H_WORK] += step
     most = live + m[H_BETWEEN] if t == m[H_BOUNDARY] else 0
     for k in range(step):
         v = m[steps + k]

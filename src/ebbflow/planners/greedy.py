@@ -19,6 +19,7 @@ __all__ = ["Found", "checked", "greedy", "start_from"]
 
 Reruns = list[tuple[int, int]]
 PROVEN = 1e-6  # distance to the bound at which a plan counts as optimal: the solver's own tolerance
+RUNS_PER_MOVE = 1000  # walked per unit of effort in each phase: about 3 s for the default effort, see local_search
 SHARES = (0.0, 0.6)  # of the bytes gained: small inputs held through the peak; both, because neither always wins
 
 
@@ -31,6 +32,10 @@ class Found:
         self.reruns: Reruns | None = None
         self.overhead = float("inf")
         self.bound: float | None = None
+
+    def begin_phase(self) -> None:
+        """Give the searches that follow their share of the effort."""
+        self.state.allow_work(self.problem.effort * RUNS_PER_MOVE)
 
     def offer(self) -> bool:
         """Keep the present state if it fits and is the best; whether it fits."""
@@ -51,6 +56,7 @@ class Found:
         if self.reruns is None or moves <= 0 or self.overhead <= enough:
             return
         self.state.load(self.reruns)
+        self.begin_phase()
         local_search.anneal(
             self.state,
             self.problem.above_budget_bytes,
@@ -66,6 +72,7 @@ class Found:
         """Reach the budget from above in steps, from the unplanned step."""
         self.tell("descending to the budget")
         self.state.load([])
+        self.begin_phase()
         local_search.descend(self.state, self.problem.above_budget_bytes, seed, self.problem.interrupt, moves=moves)
         self.offer()
 
@@ -76,6 +83,7 @@ def start_from(found: Found, reruns: Reruns) -> bool:
     fits = False
     for share in SHARES:
         found.state.load(reruns)
+        found.begin_phase()
         if found.state.peak_bytes > budget:
             local_search.repair(found.state, budget, interrupt, share=share)
         if found.state.peak_bytes <= budget:

@@ -22,6 +22,7 @@ from ebbflow.schedule import Schedule
 __all__ = ["IntervalState", "reruns_of"]
 
 COST_RESOLUTION = 1e-9  # seconds are counted in this fraction of the step: integers, so that undoing is exact
+NO_LIMIT = 1 << 62
 UNUSED = -(1 << 60)  # bytes of tree leaves that are no stage
 RERUNS_PER_OP = 8  # room for reruns; Revolve repeats a step about log(steps) times (Griewank & Walther 2000)
 JOURNAL_ROWS = 1 << 17
@@ -60,6 +61,15 @@ class IntervalState:
     def overhead(self) -> float:
         """Cost of all reruns as a fraction of the unplanned step."""
         return int(self.memory[L.H_COST]) / max(self.base_cost, 1)
+
+    def allow_work(self, runs: int) -> None:
+        """Let searches walk this many more runs, and then stop with the best they have: effort by count, no clock."""
+        self.memory[L.H_WORK_LIMIT] = self.memory[L.H_WORK] + runs
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the work allowed is used up."""
+        return int(self.memory[L.H_WORK]) > int(self.memory[L.H_WORK_LIMIT])
 
     def stage_bytes(self, stage: int) -> int:
         """The peak within one stage."""
@@ -149,6 +159,7 @@ def _memory(program: Program) -> Ints:
     n = len(program.ops)
     header = np.zeros(L.HEADER, np.int64)
     header[L.H_OPS], header[L.H_RANDOM], header[L.H_FREE] = n, 1, -1
+    header[L.H_WORK_LIMIT] = NO_LIMIT
     header[L.H_BOUNDARY], header[L.H_BETWEEN] = program.boundary, program.between_excess_bytes
     room = RERUNS_PER_OP * n + 1024
     tree_size = 1 << n.bit_length()

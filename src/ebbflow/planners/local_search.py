@@ -1,7 +1,9 @@
 """Interruptible searches on an interval state: repair to a budget, clean up, anneal, descend.
 
 Compiled moves run in chunks of some 30 ms, between which the interrupt is looked at and progress is told. What a
-search does depends on program, budget, seed and effort only, never on the clock, unless it is interrupted.
+search does depends on program, budget, seed and effort only, never on the clock, unless it is interrupted. Moves
+differ in price by orders of magnitude (a rerun chain through a recurrent layer is hundreds of runs), so besides moves
+the runs that are walked are limited (``IntervalState.allow_work``).
 """
 
 from __future__ import annotations
@@ -12,11 +14,10 @@ from collections.abc import Callable
 from ebbflow.planners import _layout as L
 from ebbflow.planners import _moves, _runs
 from ebbflow.planners.base import Interrupt
-from ebbflow.planners.interval_state import IntervalState
+from ebbflow.planners.interval_state import NO_LIMIT, IntervalState
 
 __all__ = ["anneal", "clean_up", "descend", "repair"]
 
-NO_LIMIT = 1 << 62
 CHUNK_SECONDS = 0.03
 HOT = 0.002  # first temperature as a share of the unplanned step: about the cost of one op in a 500-op step
 STEPS_PER_OP = 20  # evictions after which a repair is given up: each op is rerun a few times at the deepest budgets
@@ -83,7 +84,7 @@ def anneal(
     memory[L.H_RANDOM] = ((seed + 1) * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF) | 1
     _runs.save_best(memory)
     first, chunk = 0, 16
-    while first < moves and not interrupt and memory[L.H_RERUNS] > 0:
+    while first < moves and not interrupt and not state.exhausted and memory[L.H_RERUNS] > 0:
         if int(memory[L.H_BEST_COST]) <= enough * state.base_cost:
             break
         begin = time.perf_counter()
@@ -112,7 +113,7 @@ def descend(state: IntervalState, target: int, seed: int, interrupt: Interrupt, 
         moves: annealing moves in all.
     """
     level, tries, left = 0, 0, moves
-    while state.peak_bytes > target and not interrupt:
+    while state.peak_bytes > target and not interrupt and not state.exhausted:
         peak = state.peak_bytes
         goal = max(target, int(peak * (1.0 - DESCENT[level])))
         before = state.reruns

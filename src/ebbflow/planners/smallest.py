@@ -12,6 +12,7 @@ from ebbflow.simulate import simulate
 
 __all__ = ["least_memory", "smallest_schedule"]
 
+RUNS_PER_MOVE = 3000  # walked per unit of effort: about 10 s for the default effort, on the worst programs
 ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and is needed by nobody
 
 
@@ -30,6 +31,7 @@ def smallest_schedule(
     """
     state = IntervalState(program)
     floor, _ = floor_bytes(program)
+    state.allow_work(effort * RUNS_PER_MOVE)
     local_search.descend(state, int(ENOUGH * floor), 0, interrupt or Interrupt(), moves=effort)
     schedule = state.to_schedule()
     return simulate(program, schedule).above_bytes, schedule

@@ -118,5 +118,5 @@ def with_fingerprints(
             with graph.inserting_after(copy):
                 graph.call_function(call, (buffer, copy))
         graph.output(output)
-        copies.append(fx.GraphModule(torch.nn.Module(), graph))
+        copies.append(fx.GraphModule(module, graph))  # takes the constants along
     return copies[0], copies[1]
