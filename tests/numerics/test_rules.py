@@ -443,7 +443,7 @@ def test_random_ops_run_again() -> None:
 def test_a_fitted_model_proves_its_first_step_and_measures_the_second(name: str) -> None:
     model, args = CASES[name]()
     plan = ebbflow.plan(model, args, budget="1000%", planner="keep_all")
-    ebbflow.fit(model, plan.smallest_bytes + 20_000, effort=500)
+    ebbflow.fit(model, plan.smallest_bytes + 1_000, effort=500)
     for _ in range(2):
         model(*args).backward()
         model.zero_grad()

@@ -57,6 +57,10 @@ class StepGauge:
         self.above_bytes = max(self.above_bytes, self._level + peak_above(events))
         self._level += sum(event.bytes for event in events)
 
+    def forget(self, size_bytes: int) -> None:
+        """So many bytes go between the two windows, where on CPU nobody sees it: mutations, once copied back."""
+        self._level -= 0 if self._cuda else size_bytes
+
 
 class measure:
     """Measure the peak of allocated memory inside the block.

@@ -169,7 +169,13 @@ class PlannedStep:
         self.forward_calls += 1
         assert self._plain is not None
         if not self._to_verify:
-            return self._plain[0](args) if self._gauge is None else _gauged(self._gauge, self._plain[0], args)
+            if self._gauge is None:
+                return self._plain[0](args)
+            outputs = _gauged(self._gauge, self._plain[0], args)
+            assert self.plan is not None
+            program = self.plan.program
+            self._gauge.forget(sum(program.buffers[b].bytes for b in program.mutations))
+            return outputs
         assert self._checked is not None
         assert self._fingerprints is not None
         if self._doubled:
