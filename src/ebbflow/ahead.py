@@ -143,6 +143,7 @@ def capture_program(
         context=context,
         loss=loss,
         every_output=every_output,
+        here=at_hand,
     )
     outside = {"loss": "outside the model: what it takes is not counted"} if loss_is_outside(joint) else {}
     if at_hand:

@@ -394,6 +394,46 @@ def _() -> Case:
     return Written(body, conv(), conv()), (images(),)
 
 
+# -- layouts and storages that torch describes otherwise than its kernels make them ---------------------------
+
+
+@case("batch norm of a transposed tensor")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.parts[1](m.parts[0](x).transpose(1, 2)).transpose(1, 2)
+        return m.parts[2](y.tanh().exp()).tanh().square().mean()
+
+    return Written(body, linear(64), nn.BatchNorm1d(64), linear(64)), (torch.randn(4, 32, 64),)
+
+
+@case("rows of an image after activations")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.parts[0](x)
+        for activation in (F.hardswish, F.hardsigmoid, F.softplus, F.hardtanh):
+            y = activation(y) + y
+        return m.parts[1](y.permute(0, 2, 3, 1).flatten(0, 2)).tanh().exp().sum()
+
+    return Written(body, conv(), nn.Linear(8, 8)), (images(),)
+
+
+@case("losses that keep their terms")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.parts[0](x).tanh().exp()
+        parts = [F.mse_loss(y, x), F.smooth_l1_loss(y, x), F.soft_margin_loss(y, x.sign())]
+        return sum(parts) + F.binary_cross_entropy(m.parts[1](y).sigmoid(), x.sigmoid())
+
+    return Written(body, linear(), linear()), (rows(),)
+
+
+@case("circular padding")
+def _() -> Case:
+    convs = [nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular") for _ in range(3)]
+    body = nn.Sequential(*(nn.Sequential(each, nn.Tanh()) for each in convs))
+    return Written(lambda m, x: m.parts[0](x).square().mean(), body), (images(),)
+
+
 def verified(name: str) -> tuple[list[Verification], ebbflow.Plan]:
     """The case at its smallest budget and half-way up."""
     model, args = CASES[name]()

@@ -22,6 +22,7 @@ from random_models.model import RandomModel
 __all__ = ["BLOCKS", "EAGER_DIFFERS", "RandomModel", "random_case"]
 
 EAGER_DIFFERS = {
+    "dropout:all": "eager draws no numbers for a dropout with p=1, a capture does",
     "bilinear": "AOTAutograd decomposes bilinear upsampling, whose backward then sums in another order",
     "autocast(": "eager casts a weight once and sums its gradients in bfloat16, a capture casts it at every use",
     "statistics:prod": "eager's backward of prod looks at the values: it divides where no factor is zero",

@@ -31,8 +31,11 @@ def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
 
 
 def call(target: Any, *args: Any) -> Call:
+    def tensor(s: TensorSpec) -> torch.Tensor:
+        return torch.empty_strided(s.shape, s.stride, dtype=s.dtype)
+
     with FakeTensorMode():
-        made = target(*pytree.tree_map_only(TensorSpec, lambda s: torch.zeros(s.shape, dtype=s.dtype), args))
+        made = target(*pytree.tree_map_only(TensorSpec, tensor, args))
     made = made if isinstance(made, tuple) else (made,)
     outputs = tuple(TensorSpec(tuple(t.shape), t.stride(), t.dtype, "cpu") for t in made)
     return Call(target, args, {}, outputs, f"{target}({args})")

@@ -50,8 +50,9 @@ def capture(
     context: dict[str, str],
     loss: Callable[[Any], Any] | None = None,
     every_output: bool = False,
+    here: bool = True,
 ) -> Joint:
-    """The joint graph of one training call of ``model``; nothing runs and no memory is taken.
+    """The joint graph of one training call of ``model``; the model does not run.
 
     Args:
         model: real, built under ``FakeTensorMode``, or on the ``meta`` device.
@@ -62,6 +63,8 @@ def capture(
         context: what the program depends on besides its ops.
         loss: applied to what the model returns, as part of the step.
         every_output: whether outputs beside a scalar loss take gradients too.
+        here: whether the step is for this machine: then single kernels run where torch's description of them is
+            in doubt (``layouts.py``); else no memory is taken at all.
 
     Raises:
         CaptureError: if the call is not one graph.
@@ -75,7 +78,8 @@ def capture(
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return loss(plain(module, *args, **kwargs))
 
-    with mode, torch.enable_grad(), contextlib.suppress(_Captured), translated_errors(model, forward, args, kwargs):
+    errors = translated_errors(model, forward, args, kwargs, here=here)
+    with mode, torch.enable_grad(), contextlib.suppress(_Captured), errors:
         step(model, forward, args, kwargs, every_output)
     if reader.joint is None:
         raise CaptureError("the call was not captured: nothing in it takes a gradient")

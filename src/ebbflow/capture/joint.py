@@ -20,7 +20,15 @@ from torch.utils import _pytree as pytree
 
 from ebbflow.capture.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.origin import module_of, source_of
-from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
+from ebbflow.capture.traits import (
+    draws_random,
+    generator_state_bytes,
+    has_effect,
+    is_rerunnable,
+    keeps_storage,
+    reduced_in_place_bytes,
+)
+from ebbflow.capture.uninitialised import fill_uninitialised
 from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError
 from ebbflow.program import Buffer, Op, Program
@@ -107,7 +115,7 @@ class _Reader:
         # What the tensor reaches, not what its fake storage says: that depends on whether the fake value came from
         # torch's cache of them, and two captures of one step have to be one program.
         reach = extent_of(tensor.shape, tensor.stride()) * tensor.element_size()
-        size = max(-(-reach // self.granularity_bytes) * self.granularity_bytes, least_bytes)
+        size = -(-max(reach, least_bytes) // self.granularity_bytes) * self.granularity_bytes
         self.buffers.append(Buffer(name, int(size), producer))
         self.base_nodes.append(base)
         self.buffer_of_storage[storage_key(tensor)] = index
@@ -206,12 +214,13 @@ class _Reader:
                 reads_mutated |= storage_key(tensors_of(source.meta["val"])[0]) in mutated_storages  # type: ignore[arg-type]
         index = len(self.ops)
         single = isinstance(node.meta["val"], torch.Tensor)
+        whole = reduced_in_place_bytes(node)
         outputs: list[int] = []
         for element, value in enumerate(values):
             if value is None:
                 continue
             name = node.name if single else f"{node.name}[{element}]"
-            kept = self._storage_bytes(node.args[0]) if keeps_storage(node) else 0
+            kept = self._storage_bytes(node.args[0]) if keeps_storage(node) else whole
             buffer = self.new_buffer(name, value, index, node if single else None, kept)
             outputs.append(buffer)
             if not single:
@@ -219,7 +228,7 @@ class _Reader:
         if single:
             self.buffer_of[node] = outputs[0]
             self.text[node] = f"b{outputs[0]}"
-        call = call_of(node)
+        call = call_of(node, kept_bytes=whole)
         repeat = repeat_of(node) if reads_mutated else None
         self.ops.append(
             Op(
@@ -312,6 +321,7 @@ def read_joint(
         CaptureError: for dynamic sizes and for ops whose memory cannot be followed; names op and line.
     """
     drop_ignored_reads(graph)
+    fill_uninitialised(graph)
     outputs = tuple(pytree.tree_leaves(next(iter(graph.find_nodes(op="output"))).args))
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
     forward_live = _ancestors(forward_roots)

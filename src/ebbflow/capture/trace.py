@@ -12,7 +12,7 @@ import logging
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from ebbflow.capture.layouts import true_layouts
 from ebbflow.capture.outputs import loss_only
 from ebbflow.capture.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
@@ -107,8 +108,8 @@ def _messages() -> set[Any]:
 
 
 @contextmanager
-def capture_settings() -> Iterator[None]:
-    """Settings under which a step is captured.
+def capture_settings(here: bool) -> Iterator[None]:
+    """Settings under which a step is captured; ``here`` if kernels may be run to see how they lay out results.
 
     ``donated_buffer`` would forbid ``retain_graph`` and boxed graphs do not need it; AOTAutograd's cache does not
     know our partitioner; an automatic dynamic shape has no bytes; without ``allow_rnn`` Dynamo refuses the recurrent
@@ -123,6 +124,7 @@ def capture_settings() -> Iterator[None]:
             ignore_logger_methods=_messages(),
             allow_rnn=True,
         ),
+        true_layouts() if here else nullcontext(),
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
@@ -146,6 +148,7 @@ def translated_errors(
     kwargs: Mapping[str, Any],
     *,
     runnable: bool = False,
+    here: bool = True,
 ) -> Iterator[None]:
     """Turn Dynamo's errors into ours or the user's own.
 
@@ -155,6 +158,7 @@ def translated_errors(
         args: positional arguments of the call.
         kwargs: keyword arguments.
         runnable: whether a call that fails may be run as it is, so that it fails in its own words.
+        here: whether the step is for this machine, so that its kernels may be asked (``layouts.py``).
 
     Raises:
         EbbflowError: whatever our partitioner raised, unwrapped.
@@ -165,7 +169,7 @@ def translated_errors(
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
-        with capture_settings():
+        with capture_settings(here):
             yield
     except dynamo_errors.TorchDynamoException as error:
         ours = _ours_inside(error)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call
-from ebbflow.cost.profile import Cost, profile_calls
+from ebbflow.cost.profile import Cost, UnexpectedResult, profile_calls
 from ebbflow.cost.roofline import roofline_seconds
 from ebbflow.errors import CaptureError
 from ebbflow.machine import Machine
@@ -27,7 +27,8 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
         device: ``"cpu"`` or ``"cuda"``, where the step will run.
 
     Raises:
-        CaptureError: if something has to be measured while a profiler is active.
+        CaptureError: if something has to be measured while a profiler is active, or if an op's result is laid out
+            otherwise than torch says; names op and line.
     """
     cache = CostCache(device_context(device))
     key = str(cache.path)
@@ -41,11 +42,23 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
                 "the step's ops have to be measured once, which a running profiler (or ebbflow.measure) does not "
                 "allow; run the first step outside of it"
             )
-        measured = profile_calls(missing, device)
+        try:
+            measured = profile_calls(missing, device)
+        except UnexpectedResult as error:
+            raise CaptureError(_unexpected(program, calls, error)) from error
         known.update(measured)
         cache.add(measured)
     costs = [known[call.signature] for call in calls]
     return program.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
+
+
+def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult) -> str:
+    op = program.ops[[call.signature for call in calls].index(error.call.signature)]
+    return (
+        f"{op} cannot be planned: {error.difference}. If it is a custom op of yours, return a fresh tensor "
+        "(clone()) and let its fake kernel (register_fake) describe it; if it is one of torch's, pass it contiguous "
+        "tensors (contiguous()) and report it"
+    )
 
 
 def with_roofline_costs(program: Program, calls: Sequence[Call], machine: Machine) -> Program:

@@ -21,7 +21,7 @@ from ebbflow.cost.profile import Cost
 
 __all__ = ["CostCache", "cache_directory", "device_context"]
 
-_SCHEMA = "ebbflow-costs/1"
+_SCHEMA = "ebbflow-costs/2"
 
 
 def cache_directory() -> Path:

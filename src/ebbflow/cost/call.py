@@ -5,14 +5,15 @@ A :class:`Call` is the key of a cost and enough to run the op alone on synthetic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-__all__ = ["Call", "TensorSpec", "call_of", "extent_of"]
+__all__ = ["Call", "TensorSpec", "call_of", "call_with", "extent_of", "same_strides"]
 
 
 def extent_of(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -20,6 +21,13 @@ def extent_of(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two tensors of ``shape`` with these strides put every element in the same place."""
+    if 0 in shape:
+        return True
+    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size != 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class Call:
         kwargs: keyword arguments.
         outputs: the tensors it returns, in order.
         signature: target and arguments as text: the key of its cost besides device, threads and build.
+        kept_bytes: of the storage that its one result is a part of, where that is more than the result reaches.
     """
 
     target: Callable[..., Any]
@@ -75,6 +84,7 @@ class Call:
     kwargs: dict[str, Any]
     outputs: tuple[TensorSpec, ...]
     signature: str
+    kept_bytes: int = 0
 
 
 def _spec(value: object) -> object:
@@ -90,17 +100,27 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def call_of(node: fx.Node) -> Call:
+def call_with(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    outputs: Sequence[object],
+    kept_bytes: int = 0,
+) -> Call:
+    """The call of ``target`` with these arguments, tensors (real or fake) among them, that returns ``outputs``."""
+    specs = pytree.tree_map(_spec, (tuple(args), dict(kwargs)))
+    produced = tuple(_spec(v) for v in outputs if isinstance(v, torch.Tensor))
+    text = f"{target}({_text(specs[0])}, {_text(sorted(specs[1].items()))})"
+    return Call(target, *specs, produced, text, kept_bytes)  # type: ignore[arg-type]
+
+
+def call_of(node: fx.Node, kept_bytes: int = 0) -> Call:
     """The call that ``node`` makes, by the fake values in ``meta["val"]`` of its inputs."""
 
     def value(n: fx.Node) -> Any:
-        return _spec(n.meta["val"])
+        return n.meta["val"]
 
-    args = fx.map_arg(node.args, value)
-    kwargs = fx.map_arg(node.kwargs, value)
     produced = node.meta["val"]
     produced = produced if isinstance(produced, list | tuple) else (produced,)
-    outputs = tuple(_spec(v) for v in produced if isinstance(v, torch.Tensor))
-    text = f"{node.target}({_text(args)}, {_text(sorted(kwargs.items()))})"
     assert callable(node.target)
-    return Call(node.target, tuple(args), dict(kwargs), outputs, text)  # type: ignore[arg-type]
+    return call_with(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value), produced, kept_bytes)

@@ -16,17 +16,31 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ebbflow.cost.call import Call, TensorSpec
+from ebbflow.cost.call import Call, TensorSpec, same_strides
 from ebbflow.measure.cpu_allocations import AllocationRecorder
 from ebbflow.measure.peak import peak_above
 
-__all__ = ["Cost", "profile_calls"]
+__all__ = ["Cost", "UnexpectedResult", "profile_calls", "run_alone"]
 
 # Timing takes the least of at least _LEAST_RUNS runs, more of them for short ops until _WANTED_SECONDS are spent:
 # the least is what the op takes undisturbed, and machines are shared.
 _LEAST_RUNS = 3
 _MOST_RUNS = 30
 _WANTED_SECONDS = 0.02
+
+
+class UnexpectedResult(Exception):
+    """An op's result is laid out otherwise than its fake one, so that nothing can be planned with it.
+
+    Attributes:
+        call: which one.
+        difference: what is different.
+    """
+
+    def __init__(self, call: Call, difference: str) -> None:
+        super().__init__(f"{call.signature}: {difference}")
+        self.call = call
+        self.difference = difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +77,42 @@ def _arguments(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
     return args, kwargs
 
 
+def run_alone(call: Call) -> Any:
+    """What ``call`` returns on synthetic inputs. The generators are left as they were."""
+    with torch.random.fork_rng(), torch.no_grad():
+        args, kwargs = _arguments(call)
+        return call.target(*args, **kwargs)
+
+
+def _check(call: Call, result: object) -> None:
+    """Whether ``result`` lies in memory as the program says.
+
+    Raises:
+        UnexpectedResult: if it does not.
+    """
+    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    if len(tensors) != len(call.outputs):
+        raise UnexpectedResult(call, f"it returns {len(tensors)} tensors, not {len(call.outputs)}")
+    for tensor, spec in zip(tensors, call.outputs, strict=True):
+        if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            found = TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, spec.device)
+            raise UnexpectedResult(call, f"it returns {found}, not {spec}")
+        if not same_strides(tensor.shape, tensor.stride(), spec.stride):
+            raise UnexpectedResult(call, f"it returns strides {list(tensor.stride())}, not {list(spec.stride)}")
+        held, counted = tensor.untyped_storage().nbytes(), spec.extent * spec.dtype.itemsize
+        if held > max(counted, call.kept_bytes):
+            raise UnexpectedResult(call, f"it returns a part of a larger tensor, {counted} of {held} bytes")
+
+
 def _output_bytes(call: Call, granularity_bytes: int) -> int:
     """What the program counts for the outputs; whatever a kernel takes beyond that is workspace."""
-    sizes = [spec.extent * spec.dtype.itemsize for spec in call.outputs]
+    sizes = [max(spec.extent * spec.dtype.itemsize, call.kept_bytes) for spec in call.outputs]
     return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes)
 
 
 def _profile_on_cpu(call: Call) -> Cost:
     args, kwargs = _arguments(call)
-    call.target(*args, **kwargs)  # first use of a kernel sets up caches that later runs do not pay for
+    _check(call, call.target(*args, **kwargs))  # first use of a kernel sets up caches that later runs do not pay for
     recorder = AllocationRecorder()
     recorder.start()
     result = call.target(*args, **kwargs)
@@ -97,8 +138,7 @@ def _least_seconds(run: Callable[[], object]) -> float:
 
 def _profile_on_cuda(call: Call) -> Cost:
     args, kwargs = _arguments(call)
-    result = call.target(*args, **kwargs)
-    del result
+    _check(call, call.target(*args, **kwargs))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -126,6 +166,7 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
 
     Raises:
         RuntimeError: on CPU, if a profiler is active already.
+        UnexpectedResult: if a call returns something else than its fake outputs say.
     """
     costs: dict[str, Cost] = {}
     measure_one = _profile_on_cuda if device == "cuda" else _profile_on_cpu

@@ -1,0 +1,104 @@
+"""The strides that kernels really give their results, where torch's own description of them is not to be trusted.
+
+A capture sees fake tensors, whose strides come from Python decompositions for some ops. Those of batch, layer and
+group norm, of several activations' backwards and losses' backwards, of ``roll`` and ``copysign`` keep an input's
+strides where the kernel returns a contiguous tensor (found by comparing both over input layouts, torch 2.11 to
+2.13). A plan made from wrong strides would read wrong elements: what autograd does next depends on them as well, so
+they have to be right while the step is traced and cannot be repaired after it.
+
+Rule: an op with an argument that is not contiguous is run once on synthetic inputs, and its fake results take the
+strides of the real ones. With contiguous arguments no difference has been seen; ``profile.py`` checks every op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ebbflow.cost.call import call_with, same_strides
+from ebbflow.cost.profile import run_alone
+
+__all__ = ["true_layouts"]
+
+_aten = torch.ops.aten
+# Their results are contiguous whatever the arguments' strides are; as the longest ops they are not worth a run.
+_MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+_Strides = tuple[tuple[int, ...] | None, ...]
+_measured: dict[str, _Strides] = {}
+
+
+def _is_suspect(func: object, tensors: list[FakeTensor]) -> bool:
+    if not isinstance(func, OpOverload) or func in _MATRIX_PRODUCTS or func.namespace == "prims":
+        return False
+    if func._schema.is_mutable or func.is_view or func.has_kernel_for_dispatch_key(_COMPOSITE):
+        return False
+    if any(t._has_symbolic_sizes_strides or not _is_here(t.fake_device) for t in tensors):
+        return False
+    return any(not t.is_contiguous() and t.numel() for t in tensors)
+
+
+def _is_here(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+
+
+def _true_strides(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: list[Any]) -> _Strides:
+    """Per result its strides on the device, ``None`` where they cannot be told."""
+    call = call_with(func, args, kwargs, ())
+    if call.signature not in _measured:
+        try:
+            with _disable_current_modes():
+                reals = pytree.tree_leaves(run_alone(call))
+        except Exception:  # a kernel may refuse synthetic inputs; then the description stands
+            reals = []
+        found = [tuple(r.stride()) if isinstance(r, torch.Tensor) else None for r in reals]
+        _measured[call.signature] = tuple(found) if len(found) == len(fakes) else (None,) * len(fakes)
+    return _measured[call.signature]
+
+
+def _corrected(mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
+    fakes, spec = pytree.tree_flatten(result)
+    for position, strides in enumerate(_true_strides(func, args, kwargs, fakes)):
+        fake = fakes[position]
+        if not isinstance(fake, FakeTensor) or strides is None or len(strides) != fake.dim():
+            continue
+        if not same_strides(fake.shape, fake.stride(), strides):
+            with mode:
+                fakes[position] = torch.empty_strided(
+                    fake.shape, strides, dtype=fake.dtype, device=fake.fake_device, requires_grad=fake.requires_grad
+                )
+    return pytree.tree_unflatten(fakes, spec)
+
+
+@contextmanager
+def true_layouts() -> Iterator[None]:
+    """While open, fake tensors of this process have the strides that the kernels give."""
+    described = FakeTensorMode._dispatch_impl
+    inside: list[FakeTensorMode] = []  # a decomposition calls further ops, which nobody else sees
+
+    def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)]
+        if inside or not _is_suspect(func, tensors):
+            return described(mode, func, types, args, kwargs)
+        inside.append(mode)
+        try:
+            result = described(mode, func, types, args, kwargs)
+            return result if result is NotImplemented else _corrected(mode, func, args, kwargs, result)
+        finally:
+            inside.pop()
+
+    FakeTensorMode.cache_clear()  # what it knows was described
+    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode._dispatch_impl = described  # type: ignore[method-assign]
