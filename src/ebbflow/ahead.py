@@ -1,8 +1,9 @@
-"""``plan``: what a step would take under a budget, before anything runs; no GPU and no memory needed."""
+"""``plan`` and ``sweep``: what a step would take under a budget, before anything runs; no GPU and no memory needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import UsageError
 from ebbflow.fit import require_module
+from ebbflow.frontier import Refusal, frontier
 from ebbflow.machine import Machine, machine_named
 from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, resident_bytes
@@ -25,7 +27,7 @@ from ebbflow.runtime.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.runtime.reserve import reserve_bytes
 from ebbflow.units import Budget
 
-__all__ = ["capture_program", "plan"]
+__all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
 
 
 def plan(
@@ -70,31 +72,147 @@ def plan(
         CaptureError: if the call is not one graph.
         BudgetError: if the budget is below what is workable.
     """
-    require_module(model, "plan")
     parsed = Budget.parse(budget)
     planner_named(planner)
+    step = capture_ahead(
+        model, args, kwargs, machine=machine, loss=loss, optimizer=optimizer, gradients=gradients, name=name
+    )
+    options = PlanningOptions(
+        planner=planner, effort=effort, time_limit_seconds=time_limit, interrupt=interrupt, progress=progress
+    )
+    return step.plan(parsed, options)
+
+
+def sweep(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budgets: Sequence[str | int | Budget],
+    planners: Sequence[str] = ("auto",),
+    machine: str | Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    effort: int = DEFAULT_EFFORT,
+    time_limit: float | None = None,
+    progress: Callable[[Progress], None] = silent,
+    name: str = "",
+) -> list[Plan]:
+    """The memory/time frontier of one training call: a plan per budget and planner, from one capture.
+
+    A planner's overhead never rises with the budget: each budget is planned from the plan of the next smaller one
+    as well. Budgets below what is workable have no plan in the list.
+
+    Args:
+        model: as for :func:`plan`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        budgets: each as for :func:`plan`.
+        planners: names of planners.
+        machine: as for :func:`plan`.
+        loss: as for :func:`plan`.
+        optimizer: as for :func:`plan`.
+        gradients: as for :func:`plan`.
+        effort: local-search moves per plan.
+        time_limit: seconds per plan.
+        progress: called with what is known while planning.
+        name: of the case, for reports.
+
+    Returns:
+        The plans, ascending by budget, within one budget in the order of ``planners``.
+
+    Raises:
+        UsageError: for a budget, planner or machine that is none.
+        CaptureError: if the call is not one graph.
+        BudgetError: if no budget is workable.
+    """
+    parsed = [Budget.parse(budget) for budget in budgets]
+    for each in planners:
+        planner_named(each)
+    step = capture_ahead(
+        model, args, kwargs, machine=machine, loss=loss, optimizer=optimizer, gradients=gradients, name=name
+    )
+    options = PlanningOptions(effort=effort, time_limit_seconds=time_limit, progress=progress)
+    outcomes = list(step.frontier(parsed, planners, options))
+    plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+    if refusals and not plans:
+        raise refusals[-1].error
+    return plans
+
+
+@dataclass(frozen=True)
+class AheadStep:
+    """A captured training call with all that plans for it need.
+
+    Attributes:
+        program: with costs.
+        resident_bytes: at a step's start, optimizer state that is to come among them.
+        reserve_bytes: kept free inside every budget.
+        machine: planned for; ``None`` is the device at hand.
+        provenance: facts for the plans.
+    """
+
+    program: Program
+    resident_bytes: int
+    reserve_bytes: int
+    machine: Machine | None = None
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
+
+    def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
+        """The plan within ``budget``; raises as :func:`~ebbflow.planning.make_plan` does."""
+        return make_plan(
+            self.program,
+            budget,
+            resident_bytes=self.resident_bytes,
+            reserve_bytes=self.reserve_bytes,
+            options=self._options(options),
+        )
+
+    def frontier(
+        self, budgets: Sequence[Budget], planners: Sequence[str], options: PlanningOptions
+    ) -> Iterator[Plan | Refusal]:
+        """A plan or a refusal per budget and planner (:func:`~ebbflow.frontier.frontier`)."""
+        return frontier(
+            self.program,
+            budgets,
+            planners,
+            resident_bytes=self.resident_bytes,
+            reserve_bytes=self.reserve_bytes,
+            options=self._options(options),
+        )
+
+    def _options(self, options: PlanningOptions) -> PlanningOptions:
+        return replace(options, machine=self.machine, provenance={**self.provenance, **options.provenance})
+
+
+def capture_ahead(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    machine: str | Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    name: str = "",
+) -> AheadStep:
+    """Capture one training call and its costs; arguments and errors as for :func:`plan`."""
+    require_module(model, "plan")
     target = _machine_of(machine)
     program, provenance = capture_program(
         model, args, kwargs or {}, machine=target, loss=loss, every_output=gradients == "all", name=name
     )
     device = program.context["device"]
     granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
-    options = PlanningOptions(
-        planner=planner,
-        effort=effort,
-        time_limit_seconds=time_limit,
-        machine=target,
-        interrupt=interrupt,
-        progress=progress,
-        provenance=provenance,
-    )
     to_come = future_state_bytes(optimizer) if optimizer is not None else 0
-    return make_plan(
+    return AheadStep(
         program,
-        parsed,
-        resident_bytes=resident_bytes([model, args, kwargs, optimizer], granularity) + to_come,
-        reserve_bytes=reserve_bytes(model, device, verify=True),
-        options=options,
+        resident_bytes([model, args, kwargs, optimizer], granularity) + to_come,
+        reserve_bytes(model, device, verify=True),
+        target,
+        provenance,
     )
 
 

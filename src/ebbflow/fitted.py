@@ -28,6 +28,7 @@ from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, start_bytes
 from ebbflow.plan import Plan
 from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow.program import Program
 from ebbflow.runtime.compiled import CompiledStep, StaleCapture
 from ebbflow.runtime.reserve import reserve_bytes
 from ebbflow.runtime.step import PlannedStep
@@ -182,9 +183,9 @@ class Fitted:
         reserve = reserve_bytes(module, device, verify=self.verify)
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)
-        if self.given_plan is not None:
-            return _given(self.given_plan, joint, device_context(device), resident, reserve)
         program = with_measured_costs(joint.program, joint.calls, device)
+        if self.given_plan is not None:
+            return _given(self.given_plan, program, device_context(device), resident, reserve)
         options = self.options
         between = self._between.get(key)
         if between is not None and not flying:
@@ -217,15 +218,15 @@ def _key(module: torch.nn.Module, device: str, args: Any, kwargs: Any) -> object
     return (tuple(parts), str(spec), modes, torch.get_num_threads())
 
 
-def _given(plan: Plan, joint: Joint, context: dict[str, str], resident: int, reserve: int) -> Plan:
+def _given(plan: Plan, program: Program, context: dict[str, str], resident: int, reserve: int) -> Plan:
     """The user's plan, if it is of this program and fits."""
     differences = [
         f"{key}: plan {plan.provenance.get(key)!r}, here {value!r}"
         for key, value in context.items()
         if key in ("device", "torch") and plan.provenance.get(key) != value
     ]
-    if plan.program.fingerprint != joint.program.fingerprint:
-        differences.append(_program_difference(plan, joint))
+    if plan.program.fingerprint != program.fingerprint:
+        differences.append(_program_difference(plan, program))
     if differences:
         raise PlanMismatch(
             f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; plan anew"
@@ -245,8 +246,8 @@ def _given(plan: Plan, joint: Joint, context: dict[str, str], resident: int, res
     return moved
 
 
-def _program_difference(plan: Plan, joint: Joint) -> str:
-    ours, theirs = joint.program, plan.program
+def _program_difference(plan: Plan, ours: Program) -> str:
+    theirs = plan.program
     if len(ours.ops) != len(theirs.ops):
         return f"program: the plan's has {len(theirs.ops)} ops, this one {len(ours.ops)}"
     for a, b in zip(ours.ops, theirs.ops, strict=True):

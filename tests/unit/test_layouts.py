@@ -13,8 +13,10 @@ from torch.utils import _pytree as pytree
 
 from ebbflow.capture.layouts import true_layouts
 from ebbflow.capture.uninitialised import fill_uninitialised
+from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.call import call_with, same_strides
 from ebbflow.cost.profile import UnexpectedResult, profile_calls
+from ebbflow.program import Buffer, Op, Program
 
 aten = torch.ops.aten
 SHAPE = (2, 4, 6, 8)
@@ -127,13 +129,14 @@ def test_a_result_that_is_not_as_described_is_refused(outputs: list[torch.Tensor
         profile_calls([call], "cpu")
 
 
-def test_a_part_of_a_larger_tensor_is_refused_unless_it_is_counted() -> None:
+def test_a_part_of_a_larger_tensor_counts_as_the_whole() -> None:
     one, other = torch.empty(64, 64), torch.empty(64, 64)
-    plain = call_with(aten.mse_loss.default, (one, other), {}, [torch.empty(())])
-    with pytest.raises(UnexpectedResult, match="a part of a larger tensor, 4 of 16384 bytes"):
-        profile_calls([plain], "cpu")
-    counted = call_with(aten.mse_loss.default, (one, other), {}, [torch.empty(())], kept_bytes=16384)
-    assert profile_calls([counted], "cpu")[counted.signature].workspace_bytes < 2 * 16384
+    call = call_with(aten.mse_loss.default, (one, other), {}, [torch.empty(())])
+    cost = profile_calls([call], "cpu")[call.signature]
+    assert cost.kept_bytes == (16384,)  # the terms, reduced into the first of them
+    buffers, ops = (Buffer("loss", 4, 0),), (Op("loss", "mse", (), (0,)),)
+    program = with_measured_costs(Program("p", ops, buffers, 1, (0,)), [call], "cpu")
+    assert program.buffers[0].bytes == 16384
 
 
 def test_unwritten_memory_becomes_zeros_of_the_same_strides() -> None:

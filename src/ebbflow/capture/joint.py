@@ -26,7 +26,6 @@ from ebbflow.capture.traits import (
     has_effect,
     is_rerunnable,
     keeps_storage,
-    reduced_in_place_bytes,
 )
 from ebbflow.capture.uninitialised import fill_uninitialised
 from ebbflow.cost.call import Call, call_of, extent_of
@@ -214,13 +213,12 @@ class _Reader:
                 reads_mutated |= storage_key(tensors_of(source.meta["val"])[0]) in mutated_storages  # type: ignore[arg-type]
         index = len(self.ops)
         single = isinstance(node.meta["val"], torch.Tensor)
-        whole = reduced_in_place_bytes(node)
         outputs: list[int] = []
         for element, value in enumerate(values):
             if value is None:
                 continue
             name = node.name if single else f"{node.name}[{element}]"
-            kept = self._storage_bytes(node.args[0]) if keeps_storage(node) else whole
+            kept = self._storage_bytes(node.args[0]) if keeps_storage(node) else 0
             buffer = self.new_buffer(name, value, index, node if single else None, kept)
             outputs.append(buffer)
             if not single:
@@ -228,7 +226,7 @@ class _Reader:
         if single:
             self.buffer_of[node] = outputs[0]
             self.text[node] = f"b{outputs[0]}"
-        call = call_of(node, kept_bytes=whole)
+        call = call_of(node)
         repeat = repeat_of(node) if reads_mutated else None
         self.ops.append(
             Op(

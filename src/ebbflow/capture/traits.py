@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-__all__ = [
-    "draws_random",
-    "generator_state_bytes",
-    "has_effect",
-    "is_rerunnable",
-    "keeps_storage",
-    "reduced_in_place_bytes",
-]
+__all__ = ["draws_random", "generator_state_bytes", "has_effect", "is_rerunnable", "keeps_storage"]
 
 # Arguments that make an op tagged as seeded draw nothing: attention with dropout probability 0 carries the tag too.
 _PROBABILITY_ARGUMENTS = ("dropout_p", "dropout", "p")
@@ -53,28 +46,6 @@ _KEEPING_STORAGE = frozenset(
         torch.ops.aten.as_strided_scatter.default,
     }
 )
-
-
-# ATen kernels that write the loss of each element and reduce it into the first of them, so that the result keeps the
-# storage of all (seen on CPU with torch 2.11 to 2.13; their structured CUDA kernels share the code).
-_REDUCING_IN_PLACE = frozenset(
-    {
-        torch.ops.aten.mse_loss.default,
-        torch.ops.aten.smooth_l1_loss.default,
-        torch.ops.aten.binary_cross_entropy.default,
-        torch.ops.aten.soft_margin_loss.default,
-    }
-)
-
-
-def reduced_in_place_bytes(node: fx.Node) -> int:
-    """Bytes of the storage that a reduced loss keeps beside its one element; 0 for any other op."""
-    value = node.meta["val"]
-    if node.target not in _REDUCING_IN_PLACE or value.dim() != 0:
-        return 0
-    scores = node.args[0]
-    assert isinstance(scores, fx.Node)
-    return scores.meta["val"].numel() * value.element_size()
 
 
 def keeps_storage(node: fx.Node) -> bool:

@@ -13,8 +13,10 @@ import typer
 from typer.core import TyperGroup
 
 import ebbflow
+from ebbflow.cli.compare import compare
 from ebbflow.cli.demo import demo
 from ebbflow.cli.doctor import doctor
+from ebbflow.cli.max_batch import max_batch
 from ebbflow.cli.plan import plan
 from ebbflow.errors import BudgetExceeded, EbbflowError, VerificationError
 
@@ -39,6 +41,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(compare)
+app.command()(max_batch)
 app.command()(doctor)
 
 

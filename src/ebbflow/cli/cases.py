@@ -7,19 +7,18 @@ import importlib.util
 import inspect
 import json
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
+from ebbflow.capture.shapes import without_memory
 from ebbflow.case import Case
 from ebbflow.errors import UsageError
+from ebbflow.machine import Machine
 from ebbflow.program import Program
 from ebbflow.zoo import build
 
-__all__ = ["load_case"]
+__all__ = ["is_elsewhere", "load_case", "refuse_for_graphs"]
 
 _FORMS = (
     "a case is zoo:NAME, FILE.py:function (the function takes an int and returns an ebbflow.Case), "
@@ -45,7 +44,7 @@ def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case
         return _graph(Path(text))
     if not colon or not tail:
         raise UsageError(f"{text!r} is no case: {_FORMS}")
-    mode = _without_memory() if fake else contextlib.nullcontext()
+    mode = without_memory() if fake else contextlib.nullcontext()
     if head == "zoo":
         with mode:
             return build(tail, size)
@@ -58,15 +57,6 @@ def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case
     if not isinstance(case, Case):
         raise UsageError(f"{text} returned {type(case).__name__}; return ebbflow.Case(model, args, kwargs)")
     return case if case.name else Case(case.model, case.args, case.kwargs, tail)
-
-
-@contextlib.contextmanager
-def _without_memory() -> Iterator[None]:
-    """Every tensor made inside has a shape and no memory."""
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-        # torch's own: copy.deepcopy of a module, as nn.TransformerEncoder does, asks fake parameters for an address.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        yield
 
 
 def _graph(path: Path) -> Program:
@@ -124,3 +114,19 @@ def _arguments(function: Callable[..., object], size: int | None, text: str) -> 
         hint = "give it with --size N" if size is None else "it has to take one int, or leave --size out"
         raise UsageError(f"{text}{signature} cannot be called with {arguments}: {error}; {hint}") from error
     return arguments
+
+
+def is_elsewhere(machine: Machine | None) -> bool:
+    """Whether a plan is for a machine of the catalogue, so that the model needs shapes only."""
+    return machine is not None and machine.name != "cpu"
+
+
+def refuse_for_graphs(text: str, given: Mapping[str, object]) -> None:
+    """Refuse options that a graph file has no use for.
+
+    Raises:
+        UsageError: naming those of ``given`` that are not ``None``.
+    """
+    unused = [name for name, value in given.items() if value is not None]
+    if unused:
+        raise UsageError(f"{' and '.join(unused)} cannot apply to {text}: a graph file has its own sizes and costs")

@@ -1,11 +1,11 @@
-"""What commands write besides text: one JSON object last on standard output, and plan files."""
+"""What commands write besides text: one JSON object or list last on standard output, and plan files."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ebbflow.errors import UsageError
@@ -14,7 +14,7 @@ from ebbflow.plan import Plan
 __all__ = ["check_writable", "save_plan", "write_json"]
 
 
-def write_json(data: Mapping[str, object]) -> None:
+def write_json(data: Mapping[str, object] | Sequence[object]) -> None:
     """Print ``data`` as one line of JSON."""
     print(json.dumps(data), file=sys.stdout, flush=True)
 

@@ -10,11 +10,10 @@ import typer
 
 import ebbflow
 from ebbflow.case import Case
-from ebbflow.cli.cases import load_case
+from ebbflow.cli.cases import is_elsewhere, load_case, refuse_for_graphs
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import check_writable, save_plan, write_json
-from ebbflow.errors import UsageError
-from ebbflow.machine import Machine, machine_named
+from ebbflow.machine import machine_named
 from ebbflow.plan import Plan
 from ebbflow.planners import planner_named
 from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions, make_plan
@@ -69,9 +68,9 @@ def planned_case(
         UsageError: if options were given that a graph file has no use for.
     """
     display.stage("reading the case")
-    case = load_case(text, size, fake=_is_elsewhere(options.machine))
+    case = load_case(text, size, fake=is_elsewhere(options.machine))
     if isinstance(case, Case):
-        display.stage("capturing the step" if _is_elsewhere(options.machine) else "capturing and profiling the step")
+        display.stage("capturing the step" if is_elsewhere(options.machine) else "capturing and profiling the step")
         return ebbflow.plan(
             case.model,
             case.args,
@@ -84,13 +83,6 @@ def planned_case(
             progress=options.progress,
             name=case.name,
         )
-    unused = [name for name, value in (("--size", size), ("--machine", options.machine)) if value is not None]
-    if unused:
-        raise UsageError(f"{' and '.join(unused)} cannot apply to {text}: a graph file has its own sizes and costs")
+    refuse_for_graphs(text, {"--size": size, "--machine": options.machine})
     display.stage("planning")
     return make_plan(case, budget, resident_bytes=0, options=options)
-
-
-def _is_elsewhere(machine: Machine | None) -> bool:
-    """Whether the plan is for a machine of the catalogue, so that the model needs shapes only."""
-    return machine is not None and machine.name != "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call
@@ -19,7 +20,7 @@ _KNOWN: dict[str, dict[str, Cost]] = {}  # per cache file, what this process has
 
 
 def with_measured_costs(program: Program, calls: Sequence[Call], device: str) -> Program:
-    """``program`` with seconds and workspaces measured on this device; measured once and cached on disk.
+    """``program`` with seconds, workspaces and kept storages measured on this device, once and cached on disk.
 
     Args:
         program: captured.
@@ -49,14 +50,28 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
         known.update(measured)
         cache.add(measured)
     costs = [known[call.signature] for call in calls]
-    return program.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
+    return _with_kept_bytes(program, costs).with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
+
+
+def _with_kept_bytes(program: Program, costs: Sequence[Cost]) -> Program:
+    """``program`` with every buffer at least as large as the storage that its kernel returns."""
+    larger = {
+        b: kept
+        for op, cost in zip(program.ops, costs, strict=True)
+        for b, kept in zip(op.outputs, cost.kept_bytes, strict=False)
+        if kept > program.buffers[b].bytes
+    }
+    if not larger:
+        return program
+    buffers = tuple(replace(each, bytes=larger.get(b, each.bytes)) for b, each in enumerate(program.buffers))
+    return replace(program, buffers=buffers)
 
 
 def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult) -> str:
     op = program.ops[[call.signature for call in calls].index(error.call.signature)]
     return (
-        f"{op} cannot be planned: {error.difference}. If it is a custom op of yours, return a fresh tensor "
-        "(clone()) and let its fake kernel (register_fake) describe it; if it is one of torch's, pass it contiguous "
+        f"{op} cannot be planned: {error.difference}. If it is a custom op of yours, let its fake kernel "
+        "(register_fake) describe what it returns; if it is one of torch's, pass it contiguous "
         "tensors (contiguous()) and report it"
     )
 

@@ -67,10 +67,16 @@ class CostCache:
             data: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
             if data["schema"] != _SCHEMA or data["context"] != self._context:
                 return {}
-            costs = {key: Cost(float(s), int(w)) for key, (s, w) in data["costs"].items()}
+            costs = {key: Cost(float(s), int(w), tuple(map(int, k))) for key, (s, w, k) in data["costs"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return {}
-        return costs if all(0 <= c.seconds < float("inf") and c.workspace_bytes >= 0 for c in costs.values()) else {}
+        return (
+            costs
+            if all(
+                0 <= c.seconds < float("inf") and min(c.workspace_bytes, *c.kept_bytes, 0) == 0 for c in costs.values()
+            )
+            else {}
+        )
 
     def add(self, costs: Mapping[str, Cost]) -> None:
         """Add ``costs`` to what is on disk; a cache that cannot be written is left alone."""
@@ -81,7 +87,7 @@ class CostCache:
                 data = {
                     "schema": _SCHEMA,
                     "context": self._context,
-                    "costs": {key: [c.seconds, c.workspace_bytes] for key, c in merged.items()},
+                    "costs": {key: [c.seconds, c.workspace_bytes, c.kept_bytes] for key, c in merged.items()},
                 }
                 handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
                 with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -76,7 +76,6 @@ class Call:
         kwargs: keyword arguments.
         outputs: the tensors it returns, in order.
         signature: target and arguments as text: the key of its cost besides device, threads and build.
-        kept_bytes: of the storage that its one result is a part of, where that is more than the result reaches.
     """
 
     target: Callable[..., Any]
@@ -84,7 +83,6 @@ class Call:
     kwargs: dict[str, Any]
     outputs: tuple[TensorSpec, ...]
     signature: str
-    kept_bytes: int = 0
 
 
 def _spec(value: object) -> object:
@@ -105,16 +103,15 @@ def call_with(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     outputs: Sequence[object],
-    kept_bytes: int = 0,
 ) -> Call:
     """The call of ``target`` with these arguments, tensors (real or fake) among them, that returns ``outputs``."""
     specs = pytree.tree_map(_spec, (tuple(args), dict(kwargs)))
     produced = tuple(_spec(v) for v in outputs if isinstance(v, torch.Tensor))
     text = f"{target}({_text(specs[0])}, {_text(sorted(specs[1].items()))})"
-    return Call(target, *specs, produced, text, kept_bytes)  # type: ignore[arg-type]
+    return Call(target, *specs, produced, text)  # type: ignore[arg-type]
 
 
-def call_of(node: fx.Node, kept_bytes: int = 0) -> Call:
+def call_of(node: fx.Node) -> Call:
     """The call that ``node`` makes, by the fake values in ``meta["val"]`` of its inputs."""
 
     def value(n: fx.Node) -> Any:
@@ -123,4 +120,4 @@ def call_of(node: fx.Node, kept_bytes: int = 0) -> Call:
     produced = node.meta["val"]
     produced = produced if isinstance(produced, list | tuple) else (produced,)
     assert callable(node.target)
-    return call_with(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value), produced, kept_bytes)
+    return call_with(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value), produced)

@@ -27,10 +27,11 @@ __all__ = ["Cost", "UnexpectedResult", "profile_calls", "run_alone"]
 _LEAST_RUNS = 3
 _MOST_RUNS = 30
 _WANTED_SECONDS = 0.02
+_CUDA_GRANULARITY_BYTES = 512
 
 
 class UnexpectedResult(Exception):
-    """An op's result is laid out otherwise than its fake one, so that nothing can be planned with it.
+    """An op's result has another shape or other strides than its fake one, so that nothing can be planned with it.
 
     Attributes:
         call: which one.
@@ -50,10 +51,12 @@ class Cost:
     Attributes:
         seconds: one run, undisturbed.
         workspace_bytes: the peak while it runs beyond its outputs.
+        kept_bytes: per output, bytes of the storage that it keeps, as the device's allocator takes them.
     """
 
     seconds: float
     workspace_bytes: int
+    kept_bytes: tuple[int, ...] = ()
 
 
 def _synthetic(spec: TensorSpec) -> torch.Tensor:
@@ -84,42 +87,38 @@ def run_alone(call: Call) -> Any:
         return call.target(*args, **kwargs)
 
 
-def _check(call: Call, result: object) -> None:
-    """Whether ``result`` lies in memory as the program says.
+def _kept_bytes(call: Call, result: object, granularity_bytes: int) -> tuple[int, ...]:
+    """Bytes of the storage that each output keeps; a kernel may return a part of a larger one.
 
     Raises:
-        UnexpectedResult: if it does not.
+        UnexpectedResult: if ``result`` does not lie in memory as the program says.
     """
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
     if len(tensors) != len(call.outputs):
         raise UnexpectedResult(call, f"it returns {len(tensors)} tensors, not {len(call.outputs)}")
+    kept: list[int] = []
     for tensor, spec in zip(tensors, call.outputs, strict=True):
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
             found = TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, spec.device)
             raise UnexpectedResult(call, f"it returns {found}, not {spec}")
         if not same_strides(tensor.shape, tensor.stride(), spec.stride):
             raise UnexpectedResult(call, f"it returns strides {list(tensor.stride())}, not {list(spec.stride)}")
-        held, counted = tensor.untyped_storage().nbytes(), spec.extent * spec.dtype.itemsize
-        if held > max(counted, call.kept_bytes):
-            raise UnexpectedResult(call, f"it returns a part of a larger tensor, {counted} of {held} bytes")
-
-
-def _output_bytes(call: Call, granularity_bytes: int) -> int:
-    """What the program counts for the outputs; whatever a kernel takes beyond that is workspace."""
-    sizes = [max(spec.extent * spec.dtype.itemsize, call.kept_bytes) for spec in call.outputs]
-    return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes)
+        size = max(tensor.untyped_storage().nbytes(), spec.extent * spec.dtype.itemsize)
+        kept.append(-(-size // granularity_bytes) * granularity_bytes)
+    return tuple(kept)
 
 
 def _profile_on_cpu(call: Call) -> Cost:
     args, kwargs = _arguments(call)
-    _check(call, call.target(*args, **kwargs))  # first use of a kernel sets up caches that later runs do not pay for
+    # The first use of a kernel sets up caches that later runs do not pay for.
+    kept = _kept_bytes(call, call.target(*args, **kwargs), 1)
     recorder = AllocationRecorder()
     recorder.start()
     result = call.target(*args, **kwargs)
     events = recorder.stop()
-    workspace = peak_above(events) - _output_bytes(call, 1)
+    workspace = peak_above(events) - sum(kept)
     del result
-    return Cost(_least_seconds(lambda: call.target(*args, **kwargs)), max(workspace, 0))
+    return Cost(_least_seconds(lambda: call.target(*args, **kwargs)), max(workspace, 0), kept)
 
 
 def _least_seconds(run: Callable[[], object]) -> float:
@@ -138,13 +137,13 @@ def _least_seconds(run: Callable[[], object]) -> float:
 
 def _profile_on_cuda(call: Call) -> Cost:
     args, kwargs = _arguments(call)
-    _check(call, call.target(*args, **kwargs))
+    kept = _kept_bytes(call, call.target(*args, **kwargs), _CUDA_GRANULARITY_BYTES)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     result = call.target(*args, **kwargs)
     torch.cuda.synchronize()
-    workspace = torch.cuda.max_memory_allocated() - before - _output_bytes(call, 512)
+    workspace = torch.cuda.max_memory_allocated() - before - sum(kept)
     del result
     best = float("inf")
     for _ in range(_LEAST_RUNS + 2):
@@ -154,7 +153,7 @@ def _profile_on_cuda(call: Call) -> Cost:
         end.record()
         end.synchronize()
         best = min(best, start.elapsed_time(end) / 1e3)
-    return Cost(best, max(workspace, 0))
+    return Cost(best, max(workspace, 0), kept)
 
 
 def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:

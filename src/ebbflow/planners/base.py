@@ -9,6 +9,7 @@ when its effort, its time limit or Ctrl-C ends it. It never prints: it reports t
 from __future__ import annotations
 
 import enum
+import importlib.util
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ __all__ = [
     "Problem",
     "Progress",
     "Status",
+    "missing_extra",
     "planner",
     "planner_named",
     "planner_names",
@@ -132,30 +134,43 @@ class Answer:
 
 Planner = Callable[[Problem], Answer]
 _REGISTRY: dict[str, Planner] = {}
+_NEEDS: dict[str, tuple[str, str]] = {}  # per planner that needs an extra: a module of it, and the extra's name
 
 
-def planner(name: str) -> Callable[[Planner], Planner]:
-    """Register a planner under ``name``."""
+def planner(name: str, *, module: str = "", extra: str = "") -> Callable[[Planner], Planner]:
+    """Register a planner under ``name``; one that needs an extra of this package names it and a module of it."""
 
     def register(function: Planner) -> Planner:
         assert name not in _REGISTRY, f"two planners are named {name}"
         _REGISTRY[name] = function
+        if module:
+            _NEEDS[name] = (module, extra)
         return function
 
     return register
 
 
 def planner_names() -> list[str]:
-    """Names that ``planner=`` accepts."""
+    """Names that ``planner=`` knows."""
     return sorted(_REGISTRY)
+
+
+def missing_extra(name: str) -> str:
+    """How to install what planner ``name`` needs and is not there; empty if nothing is missing."""
+    module, extra = _NEEDS.get(name, ("", ""))
+    if not module or importlib.util.find_spec(module) is not None:
+        return ""
+    return f"planner {name!r} needs {module}, which is not installed: pip install 'ebbflow[{extra}]'"
 
 
 def planner_named(name: str) -> Planner:
     """The planner ``name``.
 
     Raises:
-        UsageError: if there is none, listing those there are.
+        UsageError: if there is none, listing those there are, or if an extra that it needs is not installed.
     """
     if name not in _REGISTRY:
         raise UsageError(f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}")
+    if missing := missing_extra(name):
+        raise UsageError(missing)
     return _REGISTRY[name]

@@ -1,0 +1,159 @@
+"""A linear or mixed-integer program as sparse arrays, built block by block, and HiGHS as it is used here.
+
+One thread, interruptible, no output. HiGHS' tolerances are absolute, so callers scale: costs to percent of the
+step, bytes to the bytes that are left for choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbflow.planners.base import Interrupt
+
+__all__ = ["Model", "Solved", "solve"]
+
+Terms = Iterable[tuple[int, float]]
+
+
+@dataclass
+class Model:
+    """Columns with bounds, rows in named blocks.
+
+    Attributes:
+        cost: per column, its coefficient in the objective, which is minimised.
+        integer: columns that have to be integral.
+        blocks: per block of rows, its name and how many rows it has.
+    """
+
+    cost: list[float] = field(default_factory=list[float])
+    lower: list[float] = field(default_factory=list[float])
+    upper: list[float] = field(default_factory=list[float])
+    integer: set[int] = field(default_factory=set[int])
+    blocks: dict[str, int] = field(default_factory=dict[str, int])
+    _start: list[int] = field(default_factory=lambda: [0])
+    _column: list[int] = field(default_factory=list[int])
+    _value: list[float] = field(default_factory=list[float])
+    _row_lower: list[float] = field(default_factory=list[float])
+    _row_upper: list[float] = field(default_factory=list[float])
+
+    def column(self, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, *, integer: bool = False) -> int:
+        """A new column; its index."""
+        index = len(self.cost)
+        self.cost.append(cost)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        if integer:
+            self.integer.add(index)
+        return index
+
+    def row(self, block: str, terms: Terms, lower: float = -math.inf, upper: float = math.inf) -> None:
+        """A new row ``lower <= sum of terms <= upper``; a column may appear in several terms."""
+        merged: dict[int, float] = {}
+        for column, value in terms:
+            merged[column] = merged.get(column, 0.0) + value
+        self.blocks[block] = self.blocks.get(block, 0) + 1
+        self._column.extend(merged)
+        self._value.extend(merged.values())
+        self._start.append(len(self._column))
+        self._row_lower.append(lower)
+        self._row_upper.append(upper)
+
+    def for_highs(self, highspy: Any, *, relaxed: bool) -> Any:
+        """The model as HiGHS takes it; without integrality if ``relaxed``."""
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self.cost), len(self._row_lower)
+        lp.col_cost_ = np.array(self.cost)
+        lp.col_lower_, lp.col_upper_ = np.array(self.lower), np.array(self.upper)
+        lp.row_lower_, lp.row_upper_ = np.array(self._row_lower), np.array(self._row_upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.array(self._start, np.int32)
+        lp.a_matrix_.index_ = np.array(self._column, np.int32)
+        lp.a_matrix_.value_ = np.array(self._value)
+        if not relaxed:
+            kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+            lp.integrality_ = [kinds[column in self.integer] for column in range(len(self.cost))]
+        return lp
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What the solver says.
+
+    Attributes:
+        status: in HiGHS' words.
+        infeasible: whether it proved that there is no solution.
+        optimal: whether it proved that its solution is one.
+        bound: proven lower bound on the objective; ``-inf`` if none is known.
+        values: per column, of the best solution; ``None`` if it found none.
+    """
+
+    status: str
+    infeasible: bool
+    optimal: bool
+    bound: float
+    values: NDArray[np.float64] | None
+
+
+def solve(
+    model: Model,
+    interrupt: Interrupt,
+    *,
+    relaxed: bool = False,
+    start: Mapping[int, float] | None = None,
+    options: Mapping[str, Any] | None = None,
+    tell: Callable[[float, float], None] | None = None,
+) -> Solved:
+    """The least objective of ``model``.
+
+    Args:
+        model: any.
+        interrupt: when to stop with the best so far.
+        relaxed: without integrality.
+        start: values of some columns of a solution to begin with.
+        options: of HiGHS.
+        tell: called with the objective of the best solution and the bound as they change.
+    """
+    import highspy  # imported where used: a native library of some megabytes
+
+    solver = highspy.Highs()
+    solver.silent()
+    for name, value in {"threads": 1, **(options or {})}.items():
+        solver.setOptionValue(name, value)
+
+    def stop(event: Any) -> None:
+        if interrupt:
+            event.interrupt()
+
+    def report(event: Any) -> None:
+        if tell is not None:
+            tell(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
+
+    for signal in (solver.cbMipInterrupt, solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
+        signal.subscribe(stop)
+    for signal in (solver.cbMipImprovingSolution, solver.cbMipLogging):
+        signal.subscribe(report)
+    solver.passModel(model.for_highs(highspy, relaxed=relaxed))
+    if start:
+        columns = np.array(list(start), np.int32)
+        solver.setSolution(len(columns), columns, np.array(list(start.values())))
+    solver.run()
+    status, info = solver.getModelStatus(), solver.getInfo()
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    if relaxed or not model.integer:
+        bound = info.objective_function_value if optimal else -math.inf
+    else:
+        bound = info.mip_dual_bound
+    known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return Solved(
+        status=solver.modelStatusToString(status),
+        infeasible=status == highspy.HighsModelStatus.kInfeasible,
+        optimal=optimal,
+        bound=bound if math.isfinite(bound) else -math.inf,
+        values=np.asarray(solver.getSolution().col_value) if known else None,
+    )
