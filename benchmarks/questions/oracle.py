@@ -19,7 +19,7 @@ CASES = tuple(f"{first}-{first + BATCH - 1}" for first in range(0, PROGRAMS, BAT
 QUICK = CASES[:1]
 EXACT = ("checkmate", "checkmate_free")  # retention is held against the same oracle in tests/oracle
 TOLERANCE = 3e-6
-CHILD = ("retention",)  # starts a process per plan
+CHILD = ("retention",)  # starts a process per plan; held against the same oracle in tests/oracle
 
 
 def drawn(seed: int) -> Program:
