@@ -17,9 +17,6 @@ PUBLISHED: dict[str, dict[int, tuple[float | None, float | None, float | None]]]
     "random_layered_n250": {90: (0.9, 0.9, 0.0), 80: (None, 4.9, 0.0)},
     "fcn8_b32_train": {90: (0.0, 0.0, 0.1), 80: (0.1, 0.1, 0.1)},
     "resnet50_b256_train": {90: (0.1, 0.2, 0.2), 80: (0.3, 0.3, 0.4)},
-    "vgg16_b256_train": {90: (None, None, None), 85: (None, None, None)},
-    "unet_b32_train": {90: (None, None, None), 80: (None, None, None)},
-    "mobilenet_b512_train": {90: (None, None, None), 80: (None, None, None)},
 }
 CASES = tuple(PUBLISHED)
 QUICK = ("fcn8_b32_train",)

@@ -1,0 +1,68 @@
+"""Plans of other forms than greedy's run: the captured step's bits, within the budget, as predicted."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ebbflow
+from ebbflow import legality
+from ebbflow.schedule import Schedule
+from ebbflow.verify import Verifier
+from ebbflow.zoo import mlp_chain
+
+# Those with plans of a form of their own; what the others return are reruns in captured order, like greedy's.
+PLANNERS = ("chain", "revolve", "min_cut", "linearized_greedy")
+
+
+def budgets(case: ebbflow.Case) -> list[int]:
+    """From tight to ample."""
+    top = ebbflow.plan(case.model, case.args, budget="1000%", planner="keep_all", effort=50)
+    return [int(share * top.predicted_peak_bytes) for share in (0.6, 0.7, 0.8, 0.9, 1.1)]
+
+
+@pytest.fixture(scope="module")
+def case() -> ebbflow.Case:
+    torch.manual_seed(0)
+    return mlp_chain(128, layers=8)
+
+
+@pytest.fixture(scope="module")
+def verifier(case: ebbflow.Case) -> Verifier:
+    return Verifier(case.model, case.args, case.kwargs)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plans_run(planner: str, case: ebbflow.Case, verifier: Verifier) -> None:
+    for budget in budgets(case):
+        with contextlib.suppress(ebbflow.errors.BudgetError):
+            plan = ebbflow.plan(case.model, case.args, budget=budget, planner=planner, effort=500)
+            break
+    assert len(plan.schedule.computes) > len(plan.program.ops) + 1, "nothing runs again: nothing is tested"
+    found = verifier.check(plan)
+    assert found.differences == ()
+    assert found.within_budget
+    assert abs(found.prediction_error) <= 0.001
+
+
+def test_first_runs_in_another_order_run_too(case: ebbflow.Case, verifier: Verifier) -> None:
+    plan = ebbflow.plan(case.model, case.args, budget="1000%", planner="keep_all", effort=50)
+    program = plan.program
+    order = list(plan.schedule.computes)
+    swapped: list[int] = []
+    for at in range(len(order) - 1):
+        here, following = order[at], order[at + 1]
+        if here is None or following is None or here in swapped:
+            continue
+        if not set(program.ops[here].outputs) & set(program.ops[following].inputs):
+            order[at], order[at + 1] = following, here
+            swapped.append(here)
+    schedule = Schedule.from_computes(program, order)
+    assert len(swapped) > 3
+    assert not legality.check(program, schedule)
+    found = verifier.check(replace(plan, schedule=schedule))
+    assert found.differences == ()
+    assert abs(found.prediction_error) <= 0.001
