@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ebbflow.errors import BudgetError
 from ebbflow.machine import Machine
 from ebbflow.plan import Plan
-from ebbflow.planners import Interrupt, Problem, Progress, planner_named
+from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
 from ebbflow.planners.base import silent
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.keep_all import unplanned_schedule
@@ -99,7 +99,8 @@ def make_plan(
     # An interrupt that is not set is false: ask for None, not for truth.
     interrupt = Interrupt(options.time_limit_seconds) if options.interrupt is None else options.interrupt
     options.progress(Progress("looking for the smallest workable budget"))
-    smallest_above, smallest = smallest_of(program, interrupt=interrupt)
+    # The least workable budget is told to users: a time limit must not make it larger than it is.
+    smallest_above, smallest = smallest_of(program, interrupt=interrupt.without_limit())
     if above_budget >= smallest_above:
         seeds = (*seeds, smallest)
     answer = plan_with(
@@ -114,6 +115,8 @@ def make_plan(
             progress=options.progress,
         )
     )
+    if answer.schedule is None and interrupt:
+        answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(program, seeds, above_budget))
     if answer.schedule is None:
         raise _budget_error(
             program,
@@ -147,6 +150,13 @@ def make_plan(
             "seed": str(options.seed),
         },
     )
+
+
+def _cheapest(program: Program, schedules: Sequence[Schedule], above_budget: int) -> Schedule | None:
+    """The schedule of least time that fits, for a planner that was stopped before it had any."""
+    timelines = [(simulate(program, schedule), schedule) for schedule in schedules]
+    fitting = [(each.seconds, index) for index, (each, _) in enumerate(timelines) if each.above_bytes <= above_budget]
+    return timelines[min(fitting)[1]][1] if fitting else None
 
 
 def _budget_error(

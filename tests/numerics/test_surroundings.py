@@ -230,3 +230,44 @@ def test_profiler_at_later_calls_postpones_the_measurement(pair: Pair) -> None:
     model.zero_grad()
     model(rows(1)).backward()
     assert step.measured_above_bytes is not None
+
+
+def test_autocast_around_the_call_is_a_key_of_its_own(study: Any) -> None:
+    # Without dropout: eager rounds its noise to bfloat16, the op that a capture takes for it does not.
+    subject = study("mlp_chain")
+    fitted, plain = copy.deepcopy(subject.case.model), copy.deepcopy(subject.case.model)
+    ebbflow.fit(fitted, subject.at(0.4).budget_bytes + sum(p.nbytes for p in fitted.parameters()))
+    fitted(rows(1)).backward()
+    full = ebbflow.plan_of(fitted)
+    fitted.zero_grad()
+    for model in (fitted, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(rows(2))
+        loss.backward()
+    assert_same_gradients((fitted, plain))
+    halved = ebbflow.plan_of(fitted)
+    assert full is not None
+    assert halved is not None
+    assert halved.program.fingerprint != full.program.fingerprint
+    assert any("bfloat16" in view for op in halved.program.ops for view in op.views)
+
+
+def test_a_gradient_scaler_scales_and_skips_as_in_eager(pair: Pair) -> None:
+    scales: list[list[float]] = []
+    for model in pair:
+        torch.manual_seed(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        seen: list[float] = []
+        for step in range(4):
+            optimizer.zero_grad()
+            x = rows(step) if step != 2 else rows(step).fill_(float("inf"))  # its gradients overflow: skipped
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(scaler.get_scale())
+        scales.append(seen)
+    assert scales[0] == scales[1]
+    assert min(scales[0]) < max(scales[0]), "no step was skipped"
+    for p, q in zip(*(m.parameters() for m in pair), strict=True):
+        assert torch.equal(p, q)

@@ -15,7 +15,7 @@ from ebbflow.cli import app
 from ebbflow.errors import BudgetError, UsageError
 from ebbflow.frontier import Refusal, frontier
 from ebbflow.max_batch import interpolated, largest, one_forward
-from ebbflow.planning import PlanningOptions
+from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from strategies import chain
 
@@ -192,3 +192,21 @@ def test_max_batch_on_the_command_line(tmp_path: Path) -> None:
     assert "has a fixed batch" in graph.stderr
     limit = CliRunner().invoke(app, ["max-batch", "zoo:vgg16", "--budget", "1GiB", "--overhead", "much"])
     assert "accepted: one-forward" in limit.stderr
+
+
+@pytest.mark.parametrize("planner", ["auto", "greedy", "checkmate", "checkmate_lp", "chain", "anneal", "chen_greedy"])
+def test_a_limit_too_short_for_any_plan_gives_one_all_the_same(planner: str) -> None:
+    options = PlanningOptions(planner=planner, time_limit_seconds=0.0)
+    found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)
+    assert found.status is ebbflow.Status.TIME_LIMIT
+    assert found.predicted_peak_bytes <= found.budget_bytes
+
+
+def test_a_time_limit_does_not_change_what_is_called_workable() -> None:
+    messages: list[str] = []
+    for limit in (None, 0.0):
+        options = PlanningOptions(time_limit_seconds=limit)
+        with pytest.raises(BudgetError) as raised:
+            make_plan(chain(9), Budget.parse("5%"), resident_bytes=0, options=options)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]

@@ -83,6 +83,26 @@ class Interrupt:
     def __bool__(self) -> bool:
         return self.interrupted or self.expired
 
+    def without_limit(self) -> Interrupt:
+        """An interrupt that is true once this one was set, whatever its time limit."""
+        return _Derived(lambda: self.interrupted)
+
+    def or_after(self, seconds: float) -> Interrupt:
+        """An interrupt that is true once this one is, or ``seconds`` from now."""
+        limit = Interrupt(seconds)
+        return _Derived(lambda: bool(self) or bool(limit))
+
+
+class _Derived(Interrupt):
+    """An interrupt that follows others."""
+
+    def __init__(self, holds: Callable[[], bool]) -> None:
+        super().__init__()
+        self._holds = holds
+
+    def __bool__(self) -> bool:
+        return self._holds() or self.interrupted
+
 
 def silent(_: Progress) -> None:
     """No progress wanted."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ebbflow.planners._milp import Solved, solve
 from ebbflow.planners._stages import PERCENT, StageModel
-from ebbflow.planners.base import Answer, Interrupt, Problem, Progress, Status, planner
+from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
 from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbflow.planners.keep_all import keep_all
 
@@ -58,16 +58,11 @@ def _solved(problem: Problem, form: str) -> Answer:
         return Answer(
             Status.INFEASIBLE, None, bound_class=BOUND_CLASS, notes={"solver": "not needed: an op is too big"}
         )
-    limit = Interrupt(SECONDS)
-
-    class Either(Interrupt):
-        def __bool__(self) -> bool:
-            return bool(problem.interrupt) or bool(limit)
+    either = problem.interrupt.or_after(SECONDS)
 
     def tell(best: float, bound: float) -> None:
         problem.progress(Progress("branch and bound", _overhead(best), _overhead(bound)))
 
-    either = Either()
     solved = solve(
         stages.model,
         either,

@@ -50,17 +50,17 @@ def _rounded(problem: Problem, *, repaired: bool) -> Answer:
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     found = {kind: Found(problem) for kind in ("pure", "repaired")}
-    limit = Interrupt(SECONDS)
+    interrupt = problem.interrupt.or_after(SECONDS)
     status = "no relaxation was solved"
     for margin in MARGINS:
-        if problem.interrupt or limit or (margin and found["pure"].bound is None):
+        if interrupt or (margin and found["pure"].bound is None):
             break
         budget = int((1.0 - margin) * problem.above_budget_bytes)
         problem.progress(Progress(f"relaxation at {1.0 - margin:.0%} of the budget", _best(found), found["pure"].bound))
         stages = StageModel(problem.program, budget)
         if stages.hopeless:
             break
-        values, bound, status = _relaxed(stages, problem, limit)
+        values, bound, status = _relaxed(stages, interrupt)
         if margin == 0.0:
             for each in found.values():
                 each.bound = bound
@@ -75,7 +75,7 @@ def _rounded(problem: Problem, *, repaired: bool) -> Answer:
     if repaired and found["pure"].overhead < best.overhead:
         best = found["pure"]
     answer = checked(problem, best, notes, BOUND_CLASS if best.bound is not None else "")
-    if limit and answer.status in (Status.FEASIBLE, Status.INFEASIBLE):
+    if interrupt and answer.status in (Status.FEASIBLE, Status.INFEASIBLE):
         return Answer(Status.TIME_LIMIT, answer.schedule, answer.bound, answer.bound_class, notes)
     return answer
 
@@ -85,16 +85,9 @@ def _best(found: dict[str, Found]) -> float | None:
     return overhead if overhead < float("inf") else None
 
 
-def _relaxed(
-    stages: StageModel, problem: Problem, limit: Interrupt
-) -> tuple[NDArray[np.float64] | None, float | None, str]:
+def _relaxed(stages: StageModel, interrupt: Interrupt) -> tuple[NDArray[np.float64] | None, float | None, str]:
     """Values, bound and status of the relaxation."""
-
-    class Either(Interrupt):
-        def __bool__(self) -> bool:
-            return bool(problem.interrupt) or bool(limit)
-
-    solved = solve(stages.model, Either(), relaxed=True)
+    solved = solve(stages.model, interrupt, relaxed=True)
     if not solved.optimal:
         return None, None, solved.status
     return solved.values, max(solved.bound - SAFETY, 0.0) / PERCENT, solved.status
