@@ -26,7 +26,7 @@ from ebbflow.moment import Moment, moment_at
 from ebbflow.plan import Plan
 from ebbflow.planners.floor_parts import floor_parts
 from ebbflow.planners.keep_all import unplanned_schedule
-from ebbflow.program import Op, Program
+from ebbflow.program import COPY_BACK, Op, Program
 
 __all__ = ["Break", "BufferGroup", "Findings", "FloorPin", "OpGroup", "Peak", "Place", "break_of", "find", "place_of"]
 
@@ -216,7 +216,8 @@ def find(plan: Plan, top: int = 10) -> Findings:
     program = plan.program
     floor = floor_parts(program)
     tangents = [program.buffers[b].bytes for b in program.tangents]
-    mutations = frozenset(program.mutations)
+    mutations = program.copied_back
+    calls = [op for op in program.ops if op.target != COPY_BACK]
     made = partial(_bytes, program)
     return Findings(
         case=plan.case,
@@ -229,8 +230,8 @@ def find(plan: Plan, top: int = 10) -> Findings:
         floor_bytes=plan.floor_bytes,
         smallest_bytes=plan.smallest_bytes,
         random=_ops((o for o in program.ops if o.random), lambda op: op.state_bytes),
-        single_run=_ops((o for o in program.ops if not o.rerunnable), made, _why_once),
-        opaque=_ops((o for o in program.ops if _namespace(o) not in _NOT_OPAQUE), made),
+        single_run=_ops((o for o in calls if not o.rerunnable), made, _why_once),
+        opaque=_ops((o for o in calls if _namespace(o) not in _NOT_OPAQUE), made),
         rerun_forms=_ops((o for o in program.ops if o.repeat), made, lambda op: op.repeat),
         reads_mutated=_ops((o for o in program.ops if o.reads_mutated), made),
         mutations=_ops((o for o in program.ops if mutations.intersection(o.outputs)), partial(made, among=mutations)),

@@ -10,7 +10,8 @@ Definitions (the docs use these words and no others):
 4. A *tangent* is a buffer without a producer: it appears at the boundary and is held until the step ends.
 5. ``ops[:boundary]`` run before the boundary in captured order, the rest after it.
 6. A *mutation* is the new value of a parameter or input that the step changes: it is copied back at the boundary.
-   One that no op reads is dropped there; one that is read is a forward output like any other.
+   One that no op reads is dropped there. One that is read is an ordinary buffer, kept until the forward's last op,
+   :data:`COPY_BACK`, has read it too.
 7. What user code does *between* the two graphs (a loss outside the model) is a number of bytes at the boundary.
 """
 
@@ -23,7 +24,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-__all__ = ["Buffer", "Op", "Program"]
+__all__ = ["COPY_BACK", "Buffer", "Op", "Program"]
+
+COPY_BACK = "ebbflow.copy_back.default"
+"""Target of the op that reads new values which other ops read as well; it takes no time and may not run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,7 @@ class Program:
         ops: in captured order, which is a topological order.
         buffers: all storages that the ops create, and the tangents.
         boundary: definition 5.
-        forward_outputs: buffers that must exist at the boundary and are held until the step ends: the
-            forward's outputs, and mutations that some op reads.
+        forward_outputs: buffers that must exist at the boundary and are held until the step ends.
         gradients: buffers that must exist at the end.
         mutations: buffers that no op reads and that must exist at the boundary, where they go (definition 6).
         between_bytes: the peak of user code between the two graphs, above the level that the forward left;
@@ -187,6 +190,12 @@ class Program:
     def pinned(self) -> frozenset[int]:
         """Buffers that stay once they exist: forward outputs, gradients and tangents."""
         return frozenset(self.forward_outputs) | frozenset(self.gradients) | frozenset(self.tangents)
+
+    @cached_property
+    def copied_back(self) -> frozenset[int]:
+        """New values of parameters and inputs: mutations, and what :data:`COPY_BACK` reads (definition 6)."""
+        read = (b for op in self.ops if op.target == COPY_BACK for b in op.inputs)
+        return frozenset((*read, *self.mutations))
 
     @cached_property
     def late_bytes(self) -> int:

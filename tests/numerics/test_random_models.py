@@ -36,10 +36,8 @@ def test_a_random_model_keeps_its_bits_and_its_budget(seed: int) -> None:
     assert len(plan.schedule.computes) > len(plan.program.ops) + 1, "nothing runs again: nothing is tested"
     assert result.differences == (), case.name
     assert result.within_budget, case.name
-    # New values of buffers that later ops read count to the step's end, and are often gone before.
-    read = sum(plan.program.buffers[b].bytes for b in plan.program.forward_outputs)
     off = abs(result.predicted_above_bytes - result.measured_above_bytes)
-    assert off <= max(SLACK_BYTES + read, 0.001 * result.measured_above_bytes), (off, case.name)
+    assert off <= max(SLACK_BYTES, 0.001 * result.measured_above_bytes), (off, case.name)
     if not any(part in case.name for part in EAGER_DIFFERS):
         assert result.eager_differences == (), case.name
 

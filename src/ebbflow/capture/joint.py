@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ebbflow.capture.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
+from ebbflow.capture.copy_back import insert_copy_back
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.traits import (
     draws_random,
@@ -30,7 +31,7 @@ from ebbflow.capture.traits import (
 from ebbflow.capture.uninitialised import fill_uninitialised
 from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError
-from ebbflow.program import Buffer, Op, Program
+from ebbflow.program import COPY_BACK, Buffer, Op, Program
 
 __all__ = ["Joint", "read_joint"]
 
@@ -47,6 +48,7 @@ class Joint:
         buffer_of: per node with a tensor value, its buffer, or ``None`` for a resident storage.
         outputs: the joint outputs in order; ``None`` where there is none.
         forward_output_count: how many of them the forward returns.
+        returned: buffers of those that are no new values of inputs.
         mutated: placeholders whose storage the boundary's copy-back changes.
         calls: per op, what it is called with.
     """
@@ -58,6 +60,7 @@ class Joint:
     buffer_of: dict[fx.Node, int | None]
     outputs: tuple[Any, ...]
     forward_output_count: int
+    returned: tuple[int, ...]
     mutated: frozenset[fx.Node]
     calls: tuple[Call, ...]
 
@@ -320,6 +323,21 @@ def read_joint(
     """
     drop_ignored_reads(graph)
     fill_uninitialised(graph)
+    joint = _read(graph, forward_output_count, name, granularity_bytes, context)
+    program = joint.program
+    new_values = [joint.outputs[p] for p in _updates(graph, forward_output_count)]
+    held = set(program.forward_outputs) - set(joint.returned)
+    held -= {b for op in program.ops for b in op.outputs[len(op.outputs) - op.once :]}
+    copied = [n for n in new_values if isinstance(n, fx.Node) and joint.buffer_of.get(n) in held]
+    if not copied:
+        return joint
+    insert_copy_back(graph, copied, joint.op_nodes[program.boundary - 1])
+    return _read(graph, forward_output_count, name, granularity_bytes, context)
+
+
+def _read(
+    graph: fx.Graph, forward_output_count: int, name: str, granularity_bytes: int, context: dict[str, str]
+) -> Joint:
     outputs = tuple(pytree.tree_leaves(next(iter(graph.find_nodes(op="output"))).args))
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
     forward_live = _ancestors(forward_roots)
@@ -346,6 +364,7 @@ def read_joint(
     gradients = buffers_of(outputs[forward_output_count:])
     read = {b for op in reader.ops for b in op.inputs}.union(returned, gradients)
     new_values = buffers_of(outputs[p] for p in updates)
+    copied = {b for op in reader.ops if op.target == COPY_BACK for b in op.inputs}
     made_once = {b for op in reader.ops for b in op.outputs[len(op.outputs) - op.once :]}
     boundary = _boundary(reader, forward_live)
     _refuse_late_reads_of_mutated(reader.ops[boundary:])
@@ -354,7 +373,7 @@ def read_joint(
         ops=tuple(reader.ops),
         buffers=tuple(reader.buffers),
         boundary=boundary,
-        forward_outputs=tuple(sorted({*returned, *read.intersection({*new_values, *made_once})})),
+        forward_outputs=tuple(sorted({*returned, *read.intersection({*new_values, *made_once}) - copied})),
         gradients=gradients,
         mutations=tuple(b for b in new_values if b not in read),
         resident_bytes=reader.resident_bytes,
@@ -368,6 +387,7 @@ def read_joint(
         buffer_of=reader.buffer_of,
         outputs=outputs,
         forward_output_count=forward_output_count,
+        returned=returned,
         mutated=mutated,
         calls=tuple(reader.calls),
     )

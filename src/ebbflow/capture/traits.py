@@ -48,6 +48,9 @@ _KEEPING_STORAGE = frozenset(
 )
 
 
+_EFFECTS = frozenset({"_c10d_functional", "c10d", "c10d_functional", "ebbflow"})  # namespaces of ops
+
+
 def keeps_storage(node: fx.Node) -> bool:
     """Whether the result has a storage of the size of its first argument's, and its offset there."""
     return node.target in _KEEPING_STORAGE
@@ -86,7 +89,7 @@ def has_effect(node: fx.Node) -> bool:
     overload = _overload(node)
     if overload is None:
         return node.op == "call_function" and bool(getattr(node.target, "has_side_effect", False))
-    return overload._schema.is_mutable or overload.namespace in {"_c10d_functional", "c10d", "c10d_functional"}
+    return overload._schema.is_mutable or overload.namespace in _EFFECTS
 
 
 def is_rerunnable(node: fx.Node) -> bool:

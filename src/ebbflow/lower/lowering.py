@@ -18,6 +18,7 @@ from torch.fx.node import Argument
 from ebbflow.capture.batch_norm import repeat_of, repeated_arguments
 from ebbflow.capture.joint import Joint
 from ebbflow.lower.emit import Emitter
+from ebbflow.program import COPY_BACK
 from ebbflow.runtime.random_state import read_state, replay
 from ebbflow.schedule import Boundary, Compute, Free, Schedule, kept_outputs
 
@@ -50,6 +51,7 @@ class _Lowering:
     states: dict[int, fx.Node] = field(default_factory=dict[int, "fx.Node"])
     saved_states: dict[int, fx.Node] = field(default_factory=dict[int, "fx.Node"])
     saved: list[tuple[fx.Node, fx.Node]] = field(default_factory=list["tuple[fx.Node, fx.Node]"])
+    new_values: dict[fx.Node, Argument] = field(default_factory=dict["fx.Node", "Argument"])
 
     def __post_init__(self) -> None:
         self.total_runs = [0] * len(self.joint.program.ops)
@@ -97,6 +99,10 @@ class _Lowering:
 
     def compute(self, index: int, kept: tuple[int, ...]) -> None:
         op = self.joint.program.ops[index]
+        if op.target == COPY_BACK:  # what it reads is returned, and may be freed before the forward ends
+            outputs = (out for out in self.joint.outputs if isinstance(out, fx.Node))
+            read = [out for out in outputs if self.joint.buffer_of.get(out) in op.inputs]
+            self.new_values = {out: self.forward.value(out) for out in read}
         first = self.runs[index] == 0
         self.runs[index] += 1
         if not first:
@@ -147,7 +153,7 @@ class _Lowering:
     def finish(self) -> Lowered:
         count = self.joint.forward_output_count
         gradients = [self._result(self.backward, out) for out in self.joint.outputs[count:]]
-        results = [self._result(self.forward, out) for out in self.joint.outputs[:count]]
+        results = [self.new_values.get(out) or self._result(self.forward, out) for out in self.joint.outputs[:count]]
         self.backward.graph.output(tuple(gradients))
         self.forward.graph.output((*results, *(held for held, _ in self.saved)))
         constants = self.joint.graph.owning_module

@@ -28,7 +28,7 @@ from ebbflow.measure.cpu_allocations import profiler_active
 from ebbflow.measure.peak import StepGauge
 from ebbflow.plan import Plan
 from ebbflow.runtime.fingerprint import Fingerprints, with_fingerprints
-from ebbflow.schedule import Compute
+from ebbflow.schedule import Boundary, Compute, Free
 from ebbflow.units import format_bytes, format_percent
 
 __all__ = ["PlannedStep"]
@@ -173,8 +173,7 @@ class PlannedStep:
                 return self._plain[0](args)
             outputs = _gauged(self._gauge, self._plain[0], args)
             assert self.plan is not None
-            program = self.plan.program
-            self._gauge.forget(sum(program.buffers[b].bytes for b in program.mutations))
+            self._gauge.forget(_left_behind_bytes(self.plan))
             return outputs
         assert self._checked is not None
         assert self._fingerprints is not None
@@ -256,6 +255,13 @@ class PlannedStep:
                 f"predicted {format_bytes(predicted)}; the budget holds",
                 stacklevel=2,
             )
+
+
+def _left_behind_bytes(plan: Plan) -> int:
+    """Bytes of new values that go when they have been copied back: mutations, and those that no backward op reads."""
+    program, actions = plan.program, plan.schedule.actions
+    freed = {a.buffer for a in actions[: actions.index(Boundary())] if isinstance(a, Free)}
+    return sum(program.buffers[b].bytes for b in program.copied_back.intersection(freed.union(program.mutations)))
 
 
 def _gauged(gauge: StepGauge, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
