@@ -121,6 +121,32 @@ class Record:
     def passed(self) -> bool:
         return not self.failures and all(row.passed for row in self.rows)
 
+    @staticmethod
+    def read(path: Path, titles: dict[str, str]) -> Record:
+        """The record that :meth:`write` wrote."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return Record(
+            data["benchmark"],
+            titles,
+            data["settings"],
+            data["machine"],
+            [Row.from_json(row) for row in data["rows"]],
+            data["failures"],
+            data["case_seconds"],
+        )
+
+    def take(self, other: Record) -> None:
+        """Put another run's questions, whole, in the place of this one's."""
+        questions = {case.partition(":")[0] for case in other.case_seconds}
+
+        def stays(case: str) -> bool:
+            return case.partition(":")[0] not in questions
+
+        self.rows = [row for row in self.rows if row.question not in questions] + other.rows
+        self.failures = [each for each in self.failures if stays(each["case"])] + other.failures
+        kept = {case: seconds for case, seconds in self.case_seconds.items() if stays(case)}
+        self.case_seconds = {**kept, **other.case_seconds}
+
     def write(self, path: Path) -> None:
         """``path`` as JSON, and its rendering beside it as Markdown."""
         data = {

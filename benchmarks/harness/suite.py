@@ -35,6 +35,9 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
     parser.add_argument("--quick", action="store_true", help="a smoke test; fewer cases")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="questions or parts of question:case")
     parser.add_argument("--out", type=Path, default=None, help=f"result file (default: benchmarks/results/{name}.json)")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="run nothing: join runs of whole questions"
+    )
     parser.add_argument("--child", nargs=2, metavar=("QUESTION", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -47,7 +50,12 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
         {key: module.TITLE for key, module in questions.items()},
         {"quick": options.quick, "only": options.only or "all"},
     )
-    _run(record, script, questions, out, most_seconds)
+    if options.merge:
+        for path in options.merge:
+            record.take(Record.read(path, record.titles))
+        record.write(out)
+    else:
+        _run(record, script, questions, out, most_seconds)
     print(f"\n{record.markdown()}")
     return 0 if record.passed else 1
 

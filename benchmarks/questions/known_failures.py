@@ -2,7 +2,7 @@
 
 1. ``activation_memory_budget`` draws dropout's mask anew where it recomputes it (pytorch#190758): wrong gradients.
 2. It saves a batch norm's running statistics, which the step then changes: a RuntimeError.
-3. ``torch.compile`` of ``nn.LSTM`` (``allow_rnn``) leaves out the dropout between its layers: another loss.
+3. ``torch.compile`` of ``nn.LSTM`` (``allow_rnn``) leaves out the dropout between its layers, or fails in its capture.
 4. A forward that returns ``(loss, logits)`` is charged a gradient of zeros for the logits: a higher peak.
 """
 
@@ -118,10 +118,14 @@ class _Recurrent(nn.Module):
 def _lstm() -> Iterator[Row]:
     model, args = _Recurrent(), (torch.randn(12, 16, 32),)
     expected = _gradients(model, model, args)
-    with dynamo_config.patch(allow_rnn=True):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-        error = _error(_gradients(model, compiled, args), expected)
-    yield Row("known", {"case": "nn.LSTM dropout", "method": "torch.compile allow_rnn", "error": error})
+    columns = {"case": "nn.LSTM dropout", "method": "torch.compile allow_rnn"}
+    try:
+        with dynamo_config.patch(allow_rnn=True):
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+            columns["error"] = _error(_gradients(model, compiled, args), expected)
+    except Exception as error:  # what the peer does on this build is the result
+        columns["outcome"] = f"{type(error).__name__}: {error}"[:90]
+    yield Row("known", columns)
     known = captured(ebbflow.Case(model, args))
     ebbflow.fit(model, known.plan(known.grid_bytes(0.2)), verify=False)
     error = _error(_gradients(model, model, args), expected)
