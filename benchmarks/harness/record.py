@@ -136,16 +136,11 @@ class Record:
         )
 
     def take(self, other: Record) -> None:
-        """Put another run's questions, whole, in the place of this one's."""
-        questions = {case.partition(":")[0] for case in other.case_seconds}
-
-        def stays(case: str) -> bool:
-            return case.partition(":")[0] not in questions
-
-        self.rows = [row for row in self.rows if row.question not in questions] + other.rows
-        self.failures = [each for each in self.failures if stays(each["case"])] + other.failures
-        kept = {case: seconds for case, seconds in self.case_seconds.items() if stays(case)}
-        self.case_seconds = {**kept, **other.case_seconds}
+        """Add another run's cases; those that this one has too are replaced."""
+        again = {(row.question, _where(row)) for row in other.rows}
+        self.rows = [row for row in self.rows if (row.question, _where(row)) not in again] + other.rows
+        self.failures = [each for each in self.failures if each["case"] not in other.case_seconds] + other.failures
+        self.case_seconds = {**self.case_seconds, **other.case_seconds}
 
     def write(self, path: Path) -> None:
         """``path`` as JSON, and its rendering beside it as Markdown."""

@@ -36,7 +36,7 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="questions or parts of question:case")
     parser.add_argument("--out", type=Path, default=None, help=f"result file (default: benchmarks/results/{name}.json)")
     parser.add_argument(
-        "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="run nothing: join runs of whole questions"
+        "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="run nothing: join runs; later ones replace"
     )
     parser.add_argument("--child", nargs=2, metavar=("QUESTION", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()

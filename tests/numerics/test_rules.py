@@ -394,6 +394,27 @@ def _() -> Case:
     return Written(body, conv(), conv()), (images(),)
 
 
+@case("a buffer that is changed, read and returned")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        y = m.parts[0](x)
+        with torch.no_grad():
+            m.state.copy_(y.tanh())
+        y = y + m.state
+        for part in m.parts:
+            y = part(y.exp()).tanh()
+        return y.sum(), m.state
+
+    return Written(body, linear(), linear(), linear(), state=torch.zeros(64, 32)), (rows(),)
+
+
+@case("spectral norm")
+def _() -> Case:
+    norms = [nn.utils.parametrizations.spectral_norm(linear()) for _ in range(3)]
+    body = nn.Sequential(*(nn.Sequential(each, nn.GELU()) for each in norms))
+    return Written(lambda m, x: m.parts[0](x).square().mean(), body), (rows(),)
+
+
 # -- layouts and storages that torch describes otherwise than its kernels make them ---------------------------
 
 

@@ -360,7 +360,9 @@ def _read(
         found = (reader.buffer_of.get(n) for n in nodes if isinstance(n, fx.Node))
         return tuple(sorted({b for b in found if b is not None}))
 
-    returned = buffers_of(outputs[p] for p in range(forward_output_count) if p not in updates)
+    # An output that is a new value itself is the changed input to user code, not this buffer.
+    changed = {outputs[p] for p in updates}
+    returned = buffers_of(out for out in outputs[:forward_output_count] if out not in changed)
     gradients = buffers_of(outputs[forward_output_count:])
     read = {b for op in reader.ops for b in op.inputs}.union(returned, gradients)
     new_values = buffers_of(outputs[p] for p in updates)
