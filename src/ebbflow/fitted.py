@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ebbflow.capture.joint import Joint
 from ebbflow.capture.rules import loss_is_outside
-from ebbflow.cost.attach import with_measured_costs
+from ebbflow.cost.attach import is_measured_form, with_measured_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import BudgetError, PlanMismatch
 from ebbflow.measure.optimizer_state import future_state_bytes
@@ -183,9 +183,9 @@ class Fitted:
         reserve = reserve_bytes(module, device, verify=self.verify)
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)
-        program = with_measured_costs(joint.program, joint.calls, device)
         if self.given_plan is not None:
-            return _given(self.given_plan, program, device_context(device), resident, reserve)
+            return _given(self.given_plan, joint.program, device_context(device), resident, reserve)
+        program = with_measured_costs(joint.program, joint.calls, device)
         options = self.options
         between = self._between.get(key)
         if between is not None and not flying:
@@ -225,7 +225,7 @@ def _given(plan: Plan, program: Program, context: dict[str, str], resident: int,
         for key, value in context.items()
         if key in ("device", "torch") and plan.provenance.get(key) != value
     ]
-    if plan.program.fingerprint != program.fingerprint:
+    if not is_measured_form(plan.program, program):
         differences.append(_program_difference(plan, program))
     if differences:
         raise PlanMismatch(
@@ -253,4 +253,6 @@ def _program_difference(plan: Plan, ours: Program) -> str:
     for a, b in zip(ours.ops, theirs.ops, strict=True):
         if (a.target, a.views) != (b.target, b.views):
             return f"program: the plan's has {b.target}{b.views} where this one has {a.target}{a.views}"
+        if a.signature != b.signature:
+            return f"program: the plan's has {a.signature} where this one has {b.signature}"
     return "program: buffers differ in size"

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ebbflow.capture.joint import Joint
-from ebbflow.cost.attach import with_measured_costs
+from ebbflow.cost.attach import is_measured_form
 from ebbflow.errors import PlanMismatch
 from ebbflow.measure.peak import measure
 from ebbflow.measure.resident import device_of
@@ -177,8 +177,7 @@ class Verifier:
 
 
 def _as_given(plan: Plan, joint: Joint) -> Plan:
-    program = with_measured_costs(joint.program, joint.calls, joint.program.context["device"])
-    if plan.program.fingerprint != program.fingerprint:
+    if not is_measured_form(plan.program, joint.program):
         raise PlanMismatch(f"the plan for {plan.case} is of another program than this call; plan anew")
     return plan
 

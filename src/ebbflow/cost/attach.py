@@ -14,7 +14,7 @@ from ebbflow.machine import Machine
 from ebbflow.measure.cpu_allocations import profiler_active
 from ebbflow.program import Program
 
-__all__ = ["with_measured_costs", "with_roofline_costs"]
+__all__ = ["is_measured_form", "with_measured_costs", "with_roofline_costs"]
 
 _KNOWN: dict[str, dict[str, Cost]] = {}  # per cache file, what this process has read or measured
 
@@ -65,6 +65,17 @@ def _with_kept_bytes(program: Program, costs: Sequence[Cost]) -> Program:
         return program
     buffers = tuple(replace(each, bytes=larger.get(b, each.bytes)) for b, each in enumerate(program.buffers))
     return replace(program, buffers=buffers)
+
+
+def is_measured_form(program: Program, captured: Program) -> bool:
+    """Whether ``program`` is ``captured`` after measuring, which enlarges the buffers of some ops and no other way."""
+    if len(program.ops) != len(captured.ops) or len(program.buffers) != len(captured.buffers):
+        return False
+    if any(a.signature != b.signature for a, b in zip(program.ops, captured.ops, strict=True)):
+        return False
+    pairs = zip(captured.buffers, program.buffers, strict=True)
+    buffers = tuple(replace(mine, bytes=max(mine.bytes, measured.bytes)) for mine, measured in pairs)
+    return replace(captured, buffers=buffers).fingerprint == program.fingerprint
 
 
 def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult) -> str:
