@@ -200,6 +200,10 @@ def capture_ahead(
 ) -> AheadStep:
     """Capture one training call and its costs; arguments and errors as for :func:`plan`."""
     require_module(model, "plan")
+    if not isinstance(args, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"args takes the positional arguments of one call as a tuple, not a {type(args).__name__}: args=(x,)"
+        )
     target = _machine_of(machine)
     program, provenance = capture_program(
         model, args, kwargs or {}, machine=target, loss=loss, every_output=gradients == "all", name=name

@@ -127,6 +127,8 @@ def make_plan(
             floor_op=floor_op,
             planner=options.planner,
         )
+    # A planner may get below what the search for the smallest reached.
+    smallest_above = min(smallest_above, simulate(program, answer.schedule).above_bytes)
     return Plan(
         program=program,
         schedule=answer.schedule,

@@ -12,11 +12,13 @@ __all__ = ["module_of", "source_of"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+_CAPTURE = str(Path(__file__).parent)
 
 
 def source_of(node: fx.Node) -> str:
-    """``file:line`` of the innermost frame outside torch, or ``""``."""
+    """``file:line`` of the innermost frame outside torch, of any frame but the capture's own without one, or ``""``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [f for f in frames if not f[0].startswith(_CAPTURE)]
     user = [f for f in frames if not f[0].startswith(_TORCH)] or frames
     return f"{Path(user[-1][0]).name}:{user[-1][1]}" if user else ""
 

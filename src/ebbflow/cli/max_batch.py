@@ -64,7 +64,9 @@ def max_batch(
             }
         )
         return
-    allowed = "" if found.overhead_limit is None else f" at {format_percent(found.overhead_limit)} overhead or less"
+    allowed = (
+        "" if found.overhead_limit is None else f" at an overhead of at most {format_percent(found.overhead_limit)}"
+    )
     size = format_bytes(Budget.parse(budget).bytes or 0)
     print(f"largest batch of {case} within {size}{allowed}: {found.batch}, unplanned {found.unplanned_batch}")
     if found.plan is not None:

@@ -123,7 +123,9 @@ def solve(
 
     solver = highspy.Highs()
     solver.silent()
-    for name, value in {"threads": 1, **(options or {})}.items():
+    # Presolve looks at the clock but not at callbacks.
+    limit = {"time_limit": interrupt.seconds_left} if math.isfinite(interrupt.seconds_left) else {}
+    for name, value in {"threads": 1, **limit, **(options or {})}.items():
         solver.setOptionValue(name, value)
 
     def stop(event: Any) -> None:

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from ebbflow.planners._kept import last_rerun_stage
 from ebbflow.planners._milp import Model
+from ebbflow.planners.base import Interrupt
 from ebbflow.program import Program
 
 __all__ = ["PERCENT", "StageModel"]
@@ -50,15 +51,17 @@ class StageModel:
         program: with costs.
         budget: bytes above the step's start.
         form: ``"gap"`` or ``"free"``.
+        interrupt: ends the building, which takes a while from some hundred ops on.
 
     Attributes:
         model: columns and rows.
         run: column by (stage, op).
         held: column by (stage, buffer).
         hopeless: whether some stage cannot fit whatever is kept, so that no model was built.
+        unfinished: whether the interrupt came first, so that the model is not whole.
     """
 
-    def __init__(self, program: Program, budget: int, form: str = "gap") -> None:
+    def __init__(self, program: Program, budget: int, form: str = "gap", *, interrupt: Interrupt | None = None) -> None:
         self.program = program
         self.budget = budget
         self.model = Model()
@@ -74,12 +77,17 @@ class StageModel:
             for b, buffer in enumerate(program.buffers)
             if buffer.producer is not None and b not in program.pinned and program.readers[b]
         ]
+        self.unfinished = False
         self.hopeless = self._is_hopeless()
         if self.hopeless:
             return
         self._columns()
         self._state_rows()
         for t in range(len(program.ops)):
+            # Not truth alone: an interrupt that is not set is false.
+            if interrupt is not None and interrupt:
+                self.unfinished = True
+                return
             if form == "gap":
                 self._gap_rows(t)
             else:

@@ -83,14 +83,23 @@ class Interrupt:
     def __bool__(self) -> bool:
         return self.interrupted or self.expired
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds to the time limit, 0 once it is true; infinite without a limit."""
+        if self:
+            return 0.0
+        return float("inf") if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
     def without_limit(self) -> Interrupt:
         """An interrupt that is true once this one was set, whatever its time limit."""
         return _Derived(lambda: self.interrupted)
 
     def or_after(self, seconds: float) -> Interrupt:
         """An interrupt that is true once this one is, or ``seconds`` from now."""
-        limit = Interrupt(seconds)
-        return _Derived(lambda: bool(self) or bool(limit))
+        limit = Interrupt(min(seconds, self.seconds_left))
+        derived = _Derived(lambda: bool(self) or bool(limit))
+        derived._deadline = limit._deadline
+        return derived
 
 
 class _Derived(Interrupt):

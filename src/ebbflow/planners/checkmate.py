@@ -53,12 +53,15 @@ def _solved(problem: Problem, form: str) -> Answer:
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     found = heuristic_start(problem)
-    stages = StageModel(problem.program, problem.above_budget_bytes, form)
+    either = problem.interrupt.or_after(SECONDS)
+    stages = StageModel(problem.program, problem.above_budget_bytes, form, interrupt=either)
     if stages.hopeless:
         return Answer(
             Status.INFEASIBLE, None, bound_class=BOUND_CLASS, notes={"solver": "not needed: an op is too big"}
         )
-    either = problem.interrupt.or_after(SECONDS)
+    if stages.unfinished:
+        solved = Solved("not begun: the model was not built in time", False, False, float("-inf"), None)
+        return _answer(problem, found, stages, solved, cut_short=True)
 
     def tell(best: float, bound: float) -> None:
         problem.progress(Progress("branch and bound", _overhead(best), _overhead(bound)))

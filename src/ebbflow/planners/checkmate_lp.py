@@ -57,8 +57,8 @@ def _rounded(problem: Problem, *, repaired: bool) -> Answer:
             break
         budget = int((1.0 - margin) * problem.above_budget_bytes)
         problem.progress(Progress(f"relaxation at {1.0 - margin:.0%} of the budget", _best(found), found["pure"].bound))
-        stages = StageModel(problem.program, budget)
-        if stages.hopeless:
+        stages = StageModel(problem.program, budget, interrupt=interrupt)
+        if stages.hopeless or stages.unfinished:
             break
         values, bound, status = _relaxed(stages, interrupt)
         if margin == 0.0:
