@@ -10,7 +10,7 @@ from ebbflow.errors import BudgetError
 from ebbflow.plan import Plan
 from ebbflow.planners import Status
 from ebbflow.planners.keep_all import unplanned_schedule
-from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow.planning import PlanningOptions, make_plan, smallest_of
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
@@ -60,6 +60,7 @@ def frontier(
         options: how to plan; its planner is not looked at.
     """
     unplanned = resident_bytes + simulate(program, unplanned_schedule(program)).above_bytes
+    smallest_of(program)  # every plan asks for it; found here, no planner's seconds have it in them
     seeds: dict[str, Schedule] = {}
     for budget_bytes in sorted({budget.resolve(unplanned) for budget in budgets}):
         for planner in planners:

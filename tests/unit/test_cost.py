@@ -110,8 +110,11 @@ def test_a_write_that_dies_leaves_the_old_file(cache: CostCache, monkeypatch: py
 
 
 def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    CostCache({"device": "cpu"}, tmp_path / "file" / "below").add(COSTS)
+    (tmp_path / "file").write_text("kept")
+    cache = CostCache({"device": "cpu"}, tmp_path / "file" / "below")
+    cache.add(COSTS)
+    assert cache.load() == {}
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_contexts_do_not_share_a_file(tmp_path: Path) -> None:

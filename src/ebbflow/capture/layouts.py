@@ -2,8 +2,8 @@
 
 A capture sees fake tensors, whose strides come from Python decompositions for some ops. Those of batch, layer and
 group norm, of several activations' backwards and losses' backwards, of ``roll`` and ``copysign`` keep an input's
-strides where the kernel returns a contiguous tensor (found by comparing both over input layouts, torch 2.11 to
-2.13). A plan made from wrong strides would read wrong elements: what autograd does next depends on them as well, so
+strides where the kernel returns a contiguous tensor (found by comparing both over input layouts, torch 2.13 on
+CPU). A plan made from wrong strides would read wrong elements: what autograd does next depends on them as well, so
 they have to be right while the step is traced and cannot be repaired after it.
 
 Rule: an op with an argument that is not contiguous is run once on synthetic inputs, and its fake results take the

@@ -48,6 +48,11 @@ def device_context(device: str) -> dict[str, str]:
     return context
 
 
+def _is_sound(cost: Cost) -> bool:
+    """Whether a cost read from disk can be one."""
+    return 0 <= cost.seconds < float("inf") and all(size >= 0 for size in (cost.workspace_bytes, *cost.kept_bytes))
+
+
 class CostCache:
     """Costs of one device context on disk.
 
@@ -70,13 +75,7 @@ class CostCache:
             costs = {key: Cost(float(s), int(w), tuple(map(int, k))) for key, (s, w, k) in data["costs"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return {}
-        return (
-            costs
-            if all(
-                0 <= c.seconds < float("inf") and min(c.workspace_bytes, *c.kept_bytes, 0) == 0 for c in costs.values()
-            )
-            else {}
-        )
+        return costs if all(map(_is_sound, costs.values())) else {}
 
     def add(self, costs: Mapping[str, Cost]) -> None:
         """Add ``costs`` to what is on disk; a cache that cannot be written is left alone."""

@@ -100,8 +100,8 @@ class _Lowering:
     def compute(self, index: int, kept: tuple[int, ...]) -> None:
         op = self.joint.program.ops[index]
         if op.target == COPY_BACK:  # what it reads is returned, and may be freed before the forward ends
-            outputs = (out for out in self.joint.outputs if isinstance(out, fx.Node))
-            read = [out for out in outputs if self.joint.buffer_of.get(out) in op.inputs]
+            returned = self.joint.outputs[: self.joint.forward_output_count]
+            read = [out for out in returned if isinstance(out, fx.Node) and self.joint.buffer_of.get(out) in op.inputs]
             self.new_values = {out: self.forward.value(out) for out in read}
         first = self.runs[index] == 0
         self.runs[index] += 1

@@ -29,7 +29,7 @@ class Row:
     bound_class: str = ""
     gap: float | None = None
     plan_seconds: float
-    """Seconds to plan, the search for the smallest workable budget not counted twice."""
+    """Seconds to plan, without the search for the smallest workable budget, which all planners share."""
 
     def measured(self, peak_bytes: int, overhead: float) -> Row:
         """This row with what running its plan gave."""
