@@ -6,7 +6,9 @@ Definitions:
 2. Networks (Checkmate's) name a node by ``id`` and give ``cost_cpu``, ``cost_ram`` and ``backward``; random layered
    graphs name it by ``name`` and give ``duration`` and ``out_cost``. Edges are under ``links`` or ``edges``, their
    ends under ``source`` and ``target`` or, where a graph was written with other key names, ``0`` and ``1``.
-3. Ops come in the file's order as far as edges allow: always the first node in the file whose inputs are done.
+3. Ops come in the file's order as far as edges allow: always the first node whose inputs are done, by the graph's own
+   attribute ``order`` (node names, as random layered graphs have it and Moccasin runs them) or else by place in the
+   file. Nodes that ``order`` leaves out come last.
 4. The last op's output is needed at the end. The boundary is the first op that is flagged as backward; without
    flags it is 0, so that every op may run anywhere.
 5. Seconds are the file's costs, in the profile's own unit: only their ratios mean something.
@@ -53,7 +55,7 @@ def program_from_graph(data: Mapping[str, Any], *, name: str | None = None) -> P
     """
     nodes = _nodes(data)
     reads = _reads(data, nodes)
-    order = _topological_order(nodes, reads)
+    order = _topological_order(nodes, reads, _ranks(data, nodes))
     place = {index: position for position, index in enumerate(order)}
     ops = tuple(
         Op(
@@ -155,23 +157,45 @@ def _reads(data: Mapping[str, Any], nodes: Sequence[_Node]) -> list[set[int]]:
     return reads
 
 
-def _topological_order(nodes: Sequence[_Node], reads: Sequence[set[int]]) -> list[int]:
-    """Node indices in execution order: definition 3 (Kahn's algorithm with a heap over file positions)."""
+def _ranks(data: Mapping[str, Any], nodes: Sequence[_Node]) -> list[tuple[int, int]]:
+    """Per node what decides between nodes that are ready: definition 3."""
+    attributes = data.get("graph")
+    found: object = cast("Mapping[str, Any]", attributes).get("order", []) if isinstance(attributes, Mapping) else []
+    if not isinstance(found, list):
+        raise UsageError(
+            "the graph's 'order' is no list of node names; correct it, or take it out for the file's order"
+        )
+    place = {node.key: index for index, node in enumerate(nodes)}
+    ranks = [(len(nodes), index) for index in range(len(nodes))]
+    for rank, name in enumerate(cast("list[object]", found)):
+        key = repr(name)
+        if key not in place:
+            raise UsageError(f"the graph's 'order' names node {key}, which is not in 'nodes'")
+        if ranks[place[key]][0] < len(nodes):
+            raise UsageError(f"the graph's 'order' names node {key} twice")
+        ranks[place[key]] = (rank, place[key])
+    return ranks
+
+
+def _topological_order(
+    nodes: Sequence[_Node], reads: Sequence[set[int]], ranks: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Node indices in execution order: definition 3 (Kahn's algorithm with a heap over ranks)."""
     waits = [len(sources) for sources in reads]
     readers: list[list[int]] = [[] for _ in nodes]
     for target, sources in enumerate(reads):
         for source in sources:
             readers[source].append(target)
-    ready = [index for index, count in enumerate(waits) if count == 0]
+    ready = [ranks[index] for index, count in enumerate(waits) if count == 0]
     heapq.heapify(ready)
     order: list[int] = []
     while ready:
-        index = heapq.heappop(ready)
+        _, index = heapq.heappop(ready)
         order.append(index)
         for target in readers[index]:
             waits[target] -= 1
             if waits[target] == 0:
-                heapq.heappush(ready, target)
+                heapq.heappush(ready, ranks[target])
     if len(order) < len(nodes):
         stuck = next(index for index, count in enumerate(waits) if count)
         raise UsageError(f"node {nodes[stuck].key} is on or behind a cycle; a computation graph has no cycles")

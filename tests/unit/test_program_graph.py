@@ -136,6 +136,23 @@ def shuffled_graphs(draw: st.DrawFn) -> dict[str, Any]:
     return {"nodes": nodes, "links": links}
 
 
+def test_the_graphs_own_order_goes_before_the_files() -> None:
+    data = layered() | {"nodes": [{"name": n, "duration": 1, "out_cost": 1} for n in range(4)]}
+    data |= {"links": [{"0": 0, "1": 3}]}
+    assert [op.name for op in program_from_graph(data).ops] == ["0", "1", "2", "3"]
+    data["graph"] = {"order": [2, 3, 0]}
+    assert [op.name for op in program_from_graph(data).ops] == ["2", "0", "3", "1"]
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [("0123", "no list"), ([0, 9], "names node 9, which is not"), ([1, 0, 1], "names node 1 twice")],
+)
+def test_an_order_that_is_none_is_refused(order: object, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        program_from_graph(layered() | {"graph": {"order": order}})
+
+
 @given(shuffled_graphs())
 def test_any_order_of_nodes_gives_a_topological_program(data: dict[str, Any]) -> None:
     program = program_from_graph(data)
