@@ -136,7 +136,7 @@ def test_fitted_step_is_eagers_with_its_dropout(unplanned: Any, kind: str) -> No
         torch.testing.assert_close(ours[name], eager[name], rtol=rtol, atol=atol)
     plan = ebbflow.plan_of(model)
     assert plan is not None
-    assert sum(op.target == "aten.native_dropout.default" for op in plan.program.ops) == 1
+    assert sum(op.target == "aten.bernoulli.p" for op in plan.program.ops) == 1
 
 
 @pytest.mark.usefixtures("without_one_dnn")

@@ -386,7 +386,7 @@ def test_dropout_and_batch_norm_are_found(cases: Path) -> None:
     assert lines[0] == "doctor for good: the step is one graph"
     for words in (
         "  costs      measured for cpu",
-        "  random     1 x native_dropout at doctor_cases.py:13: ",
+        "  random     1 x bernoulli at doctor_cases.py:13: ",
         "  opaque     none",
         "  mutations  1 x add in norm at doctor_cases.py:13: ",
         "  rerun as   1 x _native_batch_norm_legit_functional in norm at doctor_cases.py:13: ",

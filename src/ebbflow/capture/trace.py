@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from ebbflow.capture.dropout import dropout_as_eager
 from ebbflow.capture.layouts import true_layouts
 from ebbflow.capture.outputs import loss_only
 from ebbflow.capture.recurrent import packed_sequence_refusal, unroll_recurrent
@@ -109,7 +110,7 @@ def _messages() -> set[Any]:
 
 @contextmanager
 def capture_settings(here: bool) -> Iterator[None]:
-    """Settings under which a step is captured; ``here`` if kernels may be run to see how they lay out results.
+    """Settings under which a step is captured; ``here`` if it is for this machine, whose kernels may then be asked.
 
     ``donated_buffer`` would forbid ``retain_graph`` and boxed graphs do not need it; AOTAutograd's cache does not
     know our partitioner; an automatic dynamic shape has no bytes; without ``allow_rnn`` Dynamo refuses the recurrent
@@ -125,6 +126,7 @@ def capture_settings(here: bool) -> Iterator[None]:
             allow_rnn=True,
         ),
         true_layouts() if here else nullcontext(),
+        dropout_as_eager() if here else nullcontext(),
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)

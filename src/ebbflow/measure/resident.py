@@ -20,9 +20,7 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
         if root.is_leaf and root.grad is not None:
             yield root.grad
     elif isinstance(root, torch.nn.Module):
-        for parameter in root.parameters():
-            yield from tensors_in(parameter)
-        yield from root.buffers()
+        yield from _tensors_of(root)
     elif isinstance(root, torch.optim.Optimizer):
         for state in root.state.values():
             yield from tensors_in(state)
@@ -36,13 +34,31 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, their gradients and buffers; each module once. Every planned step asks: torch's walk takes thrice."""
+    seen = {id(module)}
+    open_modules = [module]
+    while open_modules:
+        each = open_modules.pop()
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+        yield from (buffer for buffer in each._buffers.values() if buffer is not None)
+        for child in each._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                open_modules.append(child)
+
+
 def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
     """Bytes of the distinct storages reachable from ``roots``, each rounded up to ``granularity_bytes``."""
     sizes: dict[int, int] = {}
     for tensor in tensors_in(list(roots)):
         storage = tensor.untyped_storage()
-        sizes[storage._cdata] = -(-storage.nbytes() // granularity_bytes) * granularity_bytes
-    return sum(sizes.values())
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes.values())
 
 
 def device_of(roots: Iterable[object]) -> str:
