@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from ebbflow import plan_cache
+
 # A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
 # that a red run is about the change; elsewhere each run draws new ones.
 settings.register_profile("ebbflow", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -46,6 +48,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _own_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test starts from another's plans."""
+    monkeypatch.setattr(plan_cache, "plans_directory", lambda: tmp_path / "plans")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 
-__all__ = ["Planned", "plan_with"]
+__all__ = ["EFFORT", "Planned", "plan_with"]
 
 EFFORT = 20_000
 

@@ -22,10 +22,10 @@ TOLERANCE = 3e-6
 CHILD = ("retention",)  # starts a process per plan; held against the same oracle in tests/oracle
 
 
-def drawn(seed: int) -> Program:
-    """A program of 3 to 10 ops: several outputs, workspaces, random and single-run ops, pins, tangents."""
+def drawn(seed: int, least: int = 3, most: int = 10) -> Program:
+    """A program of that many ops: several outputs, workspaces, random and single-run ops, pins, tangents."""
     rng = random.Random(seed)
-    count = rng.randint(3, 10)
+    count = rng.randint(least, most)
     boundary = rng.randint(1, count)
     buffers: list[Buffer] = []
     ops: list[Op] = []

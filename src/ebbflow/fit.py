@@ -17,6 +17,7 @@ import torch
 from ebbflow.errors import UsageError
 from ebbflow.fitted import Fitted
 from ebbflow.plan import Plan
+from ebbflow.plan_cache import PlanCache
 from ebbflow.planners import planner_named
 from ebbflow.planning import PlanningOptions
 from ebbflow.runtime.step import PlannedStep
@@ -69,7 +70,7 @@ def fit(
     planner_named(planner)
     if gradients not in ("loss", "all"):
         raise UsageError(f'gradients={gradients!r} is neither "loss" nor "all"')
-    options = PlanningOptions(planner=planner)
+    options = PlanningOptions(planner=planner, cache=PlanCache())
     if effort is not None:
         options = replace(options, effort=effort)
     given = budget if isinstance(budget, Plan) else None

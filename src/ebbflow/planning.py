@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ebbflow.errors import BudgetError
+from ebbflow.legality import check
 from ebbflow.machine import Machine
 from ebbflow.plan import Plan
+from ebbflow.plan_cache import CachedAnswer, PlanCache
 from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
-from ebbflow.planners.base import silent
+from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.keep_all import unplanned_schedule
 from ebbflow.planners.smallest import smallest_schedule
@@ -19,10 +21,7 @@ from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 from ebbflow.units import Budget, format_bytes
 
-__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_of"]
-
-DEFAULT_EFFORT = 20_000
-"""Local-search moves a planner may try; about a second on a 600-op program."""
+__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "forget_smallest", "make_plan", "smallest_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,8 @@ class PlanningOptions:
     """Called with what is known while planning."""
     provenance: dict[str, str] = field(default_factory=dict[str, str])
     """Facts to record in the plan."""
+    cache: PlanCache | None = None
+    """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
 
 
 _SMALLEST: dict[object, tuple[int, Schedule]] = {}
@@ -64,6 +65,11 @@ def smallest_of(
             return found  # cut short: a later call may find less
         _SMALLEST[key] = found
     return _SMALLEST[key]
+
+
+def forget_smallest() -> None:
+    """Forget what this process knows of smallest peaks, as a new one would."""
+    _SMALLEST.clear()
 
 
 def make_plan(
@@ -98,25 +104,33 @@ def make_plan(
     floor_above, floor_op = floor_bytes(program)
     # An interrupt that is not set is false: ask for None, not for truth.
     interrupt = Interrupt(options.time_limit_seconds) if options.interrupt is None else options.interrupt
-    options.progress(Progress("looking for the smallest workable budget"))
-    # The least workable budget is told to users: a time limit must not make it larger than it is.
-    smallest_above, smallest = smallest_of(program, interrupt=interrupt.without_limit())
-    if above_budget >= smallest_above:
-        seeds = (*seeds, smallest)
-    answer = plan_with(
-        Problem(
-            program=program,
-            above_budget_bytes=above_budget,
-            machine=options.machine,
-            effort=options.effort,
-            seed=options.seed,
-            seeds=tuple(seeds),
-            interrupt=interrupt,
-            progress=options.progress,
-        )
+    problem = Problem(
+        program=program,
+        above_budget_bytes=above_budget,
+        machine=options.machine,
+        effort=options.effort,
+        seed=options.seed,
+        seeds=tuple(seeds),
+        interrupt=interrupt,
+        progress=options.progress,
     )
+    cached = None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
+    provenance = options.provenance
+    if cached is not None:
+        answer, smallest_above = cached.answer, cached.smallest_above_bytes
+        provenance = {**provenance, "planned": "before, kept in the plan cache"}
+    else:
+        options.progress(Progress("looking for the smallest workable budget"))
+        # The least workable budget is told to users: a time limit must not make it larger than it is.
+        smallest_above, smallest = smallest_of(program, interrupt=interrupt.without_limit())
+        near = [] if options.cache is None else options.cache.near(problem)
+        fitting = (smallest,) if above_budget >= smallest_above else ()
+        problem = replace(
+            problem, seeds=(*problem.seeds, *fitting, *(each for each in near if _is_legal(program, each)))
+        )
+        answer = plan_with(problem)
     if answer.schedule is None and interrupt:
-        answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(program, seeds, above_budget))
+        answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(problem))
     if answer.schedule is None:
         raise _budget_error(
             program,
@@ -129,6 +143,8 @@ def make_plan(
         )
     # A planner may get below what the search for the smallest reached.
     smallest_above = min(smallest_above, simulate(program, answer.schedule).above_bytes)
+    if options.cache is not None and cached is None:
+        options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
     return Plan(
         program=program,
         schedule=answer.schedule,
@@ -146,7 +162,7 @@ def make_plan(
         plan_seconds=time.perf_counter() - begin,
         provenance={
             **program.context,
-            **options.provenance,
+            **provenance,
             **answer.notes,
             "effort": str(options.effort),
             "seed": str(options.seed),
@@ -154,10 +170,30 @@ def make_plan(
     )
 
 
-def _cheapest(program: Program, schedules: Sequence[Schedule], above_budget: int) -> Schedule | None:
-    """The schedule of least time that fits, for a planner that was stopped before it had any."""
-    timelines = [(simulate(program, schedule), schedule) for schedule in schedules]
-    fitting = [(each.seconds, index) for index, (each, _) in enumerate(timelines) if each.above_bytes <= above_budget]
+def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:
+    """What the cache gave if it is legal and fits, whatever its file says."""
+    if cached is None or cached.answer.schedule is None:
+        return None
+    fits = _is_legal(problem.program, cached.answer.schedule, problem.above_budget_bytes)
+    return cached if fits else None
+
+
+def _is_legal(program: Program, schedule: Schedule, above_budget_bytes: int | None = None) -> bool:
+    """Whether a schedule that was made for any program is one of ``program``, within a budget if one is given."""
+    try:
+        return not check(program, schedule, above_budget_bytes)
+    except IndexError:
+        return False
+
+
+def _cheapest(problem: Problem) -> Schedule | None:
+    """The seed of least time that fits, for a planner that was stopped before it had any plan."""
+    timelines = [(simulate(problem.program, schedule), schedule) for schedule in problem.seeds]
+    fitting = [
+        (each.seconds, index)
+        for index, (each, _) in enumerate(timelines)
+        if each.above_bytes <= problem.above_budget_bytes
+    ]
     return timelines[min(fitting)[1]][1] if fitting else None
 
 

@@ -12,9 +12,9 @@ A move costs time in proportion to the ops, so on large programs fewer are made:
 
 from __future__ import annotations
 
-from ebbflow.planners.base import Answer, Problem, Status, planner
-from ebbflow.planners.cut_bound import cut_bound
-from ebbflow.planners.greedy import Found, checked, seeds_of, start_from
+from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Problem, Status, planner
+from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
+from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbflow.planners.interval_state import reruns_of
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.smallest import smallest_schedule
@@ -23,7 +23,9 @@ __all__ = ["BOUND_CLASS", "auto"]
 
 BOUND_CLASS = "order: program, tiers: none"
 FULL_EFFORT_OPS = 750  # up to this many ops each unit of effort is a move; beyond, in inverse proportion
-CLOSE = 2e-4  # distance to the bound, as overhead, at which one round of annealing is enough
+ROUNDS = 4  # of annealing, each from the best: reheating finds more than one slow cooling does
+CLOSE = 1e-3  # gap at which rounds end
+GAIN, NEAR = 0.02, 0.05  # a round that closes less of the gap is the last, where the gap is that share of the overhead
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
 
 
@@ -36,11 +38,7 @@ def auto(problem: Problem) -> Answer:
     found.tell("greedy")
     for reruns in ([], *seeds_of(problem)):
         start_from(found, reruns)
-    found.tell("cut relaxation")
-    cut = cut_bound(problem.program, problem.above_budget_bytes, problem.interrupt, state=found.state)
-    found.bound = cut.bound
-    for reruns in cut.seeds:
-        start_from(found, reruns)
+    cut = _cuts(found)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     deep = found.reruns is None or found.overhead - cut.bound > DEEP_OVERHEAD
     if deep and not problem.interrupt:
@@ -48,9 +46,34 @@ def auto(problem: Problem) -> Answer:
     if found.reruns is None and not cut.infeasible and not problem.interrupt:
         _, smallest = smallest_schedule(problem.program, problem.effort, problem.interrupt)
         start_from(found, reruns_of(problem.program, smallest) or [])
-    rounds = 2
-    for turn in range(rounds):
-        if turn == 0 or found.overhead > cut.bound + CLOSE:
-            found.anneal(effort // rounds, problem.seed + turn)
+    for turn in range(ROUNDS):
+        before = found.overhead - cut.bound
+        found.anneal(effort // ROUNDS, problem.seed + turn)
+        gap = found.overhead - cut.bound
+        if gap <= CLOSE or (gap <= NEAR * found.overhead and gap > (1.0 - GAIN) * before):
+            break
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, BOUND_CLASS)
+
+
+def _cuts(found: Found) -> CutBound:
+    """Bounds and start points of the cut relaxation, until one is proven optimal or the work is done."""
+    problem = found.problem
+    found.tell("cut relaxation")
+    cut = CutBound(0.0, False, 0)
+    work = WORK * problem.effort // DEFAULT_EFFORT
+    rounds = cut_bounds(
+        problem.program,
+        problem.above_budget_bytes,
+        problem.interrupt,
+        state=found.state,
+        work=work,
+        enough=lambda: found.overhead - PROVEN,
+    )
+    for cut in rounds:
+        found.bound = cut.bound
+        if cut.reruns is not None:
+            start_from(found, cut.reruns)
+        found.tell("cut relaxation")
+    found.bound = cut.bound
+    return cut

@@ -21,6 +21,7 @@ from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 
 __all__ = [
+    "DEFAULT_EFFORT",
     "Answer",
     "Interrupt",
     "Planner",
@@ -33,6 +34,10 @@ __all__ = [
     "planner_names",
     "silent",
 ]
+
+
+DEFAULT_EFFORT = 20_000
+"""Local-search moves a planner may try, about a second on a 600-op program; solvers' work goes with it."""
 
 
 class Status(enum.Enum):
@@ -135,7 +140,7 @@ class Problem:
     program: Program
     above_budget_bytes: int
     machine: Machine | None = None
-    effort: int = 20_000
+    effort: int = DEFAULT_EFFORT
     seed: int = 0
     seeds: tuple[Schedule, ...] = ()
     interrupt: Interrupt = field(default_factory=Interrupt)

@@ -1,4 +1,4 @@
-"""The cut relaxation: a proven lower bound on the overhead at a budget, and a start point, from a few stages.
+"""The cut relaxation: a proven lower bound on the overhead at a budget, and start points, from a few stages.
 
 Fix stages ``t_1 < .. < t_m``, the *cuts*. Variables, all 0 or 1:
 1. ``keep[j, b]``: buffer ``b``, made before ``t_j`` and not pinned, is resident while op ``t_j`` first runs.
@@ -13,14 +13,18 @@ Blocks of rows, each true of every legal schedule that runs first computes in ca
 
 The least cost of reruns is therefore a bound: dropping rows (every stage that is no cut, how often an op runs in
 one span, reruns of ops that are new in the span) can only make it smaller. The dual bound is taken, never the
-value of a solution. Where bytes overflow in the plan of the solution a further cut is placed and the model solved
-again. Solver: HiGHS, in this process, one thread, interruptible.
+value of a solution. Where bytes overflow in the plan of the solution, which is where its recomputation chains peak, a
+further cut is placed and the model solved again. Solver: HiGHS, in this process, one thread, interruptible.
+
+Work is counted, not timed, so that plans are reproducible (docs/adr/0016): how often the solver asks whether to go on
+(after every node, round of cutting planes and dive), times the rows of the model. A unit is 3 to 12 microseconds.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,67 +34,80 @@ from ebbflow.planners.base import Interrupt
 from ebbflow.planners.interval_state import IntervalState
 from ebbflow.program import Program
 
-__all__ = ["CutBound", "cut_bound"]
+__all__ = ["CutBound", "cut_bound", "cut_bounds"]
 
 MIP_OPS = 3_000  # above, the linear relaxation: its knapsack rounding error vanishes at that size
-OP_NODES = 10_000  # ops times branch-and-bound nodes: what a node adds to the bound is little, what it takes grows
+WORK = 300_000  # for all cuts together: one to two seconds
 SECONDS = 60.0  # only so that nothing hangs: a clock that ended solves would make plans depend on the machine
-CUTS = 3  # more cuts pay at tight budgets and slow the model down beyond some hundred ops
-OP_CUTS = 1_500  # ops times cuts up to which further cuts are placed
+CUTS = 8
+OP_CUTS = 1_700  # ops times cuts up to which further cuts are placed: beyond, one of them takes longer than it is worth
 PERCENT = 100.0  # objective in percent of the unplanned step: HiGHS' tolerances are absolute
 SAFETY = 1e-6  # taken off the bound, in percent: HiGHS' own feasibility and optimality tolerance is 1e-7
 
 
 @dataclass(frozen=True)
 class CutBound:
-    """What the relaxation says.
+    """What the relaxation says after a number of cuts.
 
     Attributes:
-        bound: proven lower bound on the overhead, a fraction.
+        bound: proven lower bound on the overhead, a fraction; the best so far.
         infeasible: whether no schedule in captured order fits the budget, proven.
         cuts: how many cuts the last model had.
-        seeds: reruns ``(op, stage)`` of its solutions, to be repaired: they may be over the budget elsewhere.
+        reruns: ``(op, stage)`` of its solution, to be repaired: it may be over the budget elsewhere. ``None`` if the
+            solver found none.
     """
 
     bound: float
     infeasible: bool
     cuts: int
-    seeds: list[list[tuple[int, int]]] = field(default_factory=list[list[tuple[int, int]]])
+    reruns: list[tuple[int, int]] | None = None
 
 
-def cut_bound(
-    program: Program, budget: int, interrupt: Interrupt | None = None, *, state: IntervalState | None = None
-) -> CutBound:
-    """The bound of a program at a budget, and start points.
+def cut_bounds(
+    program: Program,
+    budget: int,
+    interrupt: Interrupt,
+    *,
+    state: IntervalState,
+    work: int = WORK,
+    enough: Callable[[], float] = lambda: math.inf,
+) -> Iterator[CutBound]:
+    """Bounds of a program at a budget, cut by cut, each at least as high as the one before.
 
     Args:
         program: with costs.
         budget: bytes above the step's start.
         interrupt: when to stop with what is known.
-        state: any interval state of the program, used as a workbench; its reruns are replaced.
+        state: any interval state of the program, used as a workbench: its reruns are replaced, and may be changed
+            between two rounds.
+        work: what all rounds together may take.
+        enough: asked for an overhead that is known to be possible: a bound that reaches it ends the search.
     """
-    interrupt = interrupt or Interrupt()
-    state = state or IntervalState(program)
-    state.load([])
-    bound = 0.0
-    seeds: list[list[tuple[int, int]]] = []
+    bound, left = 0.0, work
+    reruns: list[tuple[int, int]] = []
     cuts: list[int] = []
-    while len(cuts) < CUTS and not interrupt:
+    while len(cuts) < CUTS and left > 0 and bound < enough() and not interrupt:
+        state.load(reruns)
         over = [(state.stage_bytes(t), -t) for t in range(len(program.ops)) if t not in cuts]
         worst, stage = max(over, default=(0, 0))
         if worst <= budget or (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
-            break
+            return
         cuts = sorted([*cuts, -stage])
-        model = _Model(program, budget, cuts)
-        solved = model.solve(interrupt)
-        if solved.infeasible:
-            return CutBound(bound, True, len(cuts), seeds)
+        solved = _Model(program, budget, cuts).solve(interrupt, left, enough())
+        left -= solved.work
         bound = max(bound, solved.bound)
-        if solved.reruns is None:
-            break
-        seeds.append(solved.reruns)
-        state.load(solved.reruns)
-    return CutBound(bound, False, len(cuts), seeds)
+        yield CutBound(bound, solved.infeasible, len(cuts), solved.reruns)
+        if solved.infeasible or solved.reruns is None:
+            return
+        reruns = solved.reruns
+
+
+def cut_bound(program: Program, budget: int) -> CutBound:
+    """The last and best of :func:`cut_bounds`."""
+    best = CutBound(0.0, False, 0)
+    for each in cut_bounds(program, budget, Interrupt(), state=IntervalState(program)):
+        best = each
+    return best
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,7 @@ class _Solved:
     bound: float
     infeasible: bool
     reruns: list[tuple[int, int]] | None
+    work: int = 0
 
 
 class _Model:
@@ -224,8 +242,8 @@ class _Model:
             if self._old(j, b):
                 self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
 
-    def solve(self, interrupt: Interrupt) -> _Solved:
-        """Bound and reruns of the model."""
+    def solve(self, interrupt: Interrupt, work: int, enough: float) -> _Solved:
+        """Bound and reruns of the model, within ``work``; a bound above ``enough``, an overhead, is not looked for."""
         if self.hopeless:
             return _Solved(0.0, True, None)
         if not self.cost:
@@ -233,17 +251,25 @@ class _Model:
         import highspy  # imported where used: a native library of some megabytes
 
         whole = len(self.program.ops) <= MIP_OPS
+        rows = len(self.row_lower)
+        asked = 0
         solver = highspy.Highs()
         solver.silent()
-        nodes = max(OP_NODES // len(self.program.ops), 1)
-        for name, value in {"threads": 1, "time_limit": SECONDS, "mip_max_nodes": nodes, "mip_rel_gap": 1e-5}.items():
+        for name, value in {"threads": 1, "time_limit": SECONDS, "mip_rel_gap": 1e-5}.items():
             solver.setOptionValue(name, value)
 
         def stop(event: highspy.HighsCallbackEvent) -> None:
             if interrupt:
                 event.interrupt()
 
-        for signal in (solver.cbMipInterrupt, solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
+        def stop_tree(event: highspy.HighsCallbackEvent) -> None:
+            nonlocal asked
+            asked += 1
+            if interrupt or asked * rows > work or event.data_out.mip_dual_bound > enough * PERCENT:
+                event.interrupt()
+
+        solver.cbMipInterrupt.subscribe(stop_tree)
+        for signal in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
             signal.subscribe(stop)
         solver.passModel(self._lp(highspy, whole))
         solver.run()
@@ -256,9 +282,8 @@ class _Model:
             bound = info.objective_function_value if status == highspy.HighsModelStatus.kOptimal else 0.0
         bound = max(bound - SAFETY, 0.0) / PERCENT if math.isfinite(bound) else 0.0
         known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        if not known:
-            return _Solved(bound, False, None)
-        return _Solved(bound, False, self._realise(np.asarray(solver.getSolution().col_value)))
+        reruns = self._realise(np.asarray(solver.getSolution().col_value)) if known else None
+        return _Solved(bound, False, reruns, max(asked, 1) * rows)
 
     def _lp(self, highspy: Any, whole: bool) -> Any:
         lp = highspy.HighsLp()

@@ -20,6 +20,8 @@ __all__ = ["Found", "checked", "greedy", "start_from"]
 Reruns = list[tuple[int, int]]
 PROVEN = 1e-6  # distance to the bound at which a plan counts as optimal: the solver's own tolerance
 RUNS_PER_MOVE = 1000  # walked per unit of effort in each phase: about 3 s for the default effort, see local_search
+HEAT = 0.1  # first temperature of annealing as a share of the gap to the bound, of all overhead where none is known
+COLDEST, HOTTEST = 5e-4, 0.005  # its limits, as shares of the unplanned step: the cost of an op or of a few
 SHARES = (0.0, 0.6)  # of the bytes gained: small inputs held through the peak; both, because neither always wins
 
 
@@ -63,6 +65,7 @@ class Found:
             moves,
             seed,
             self.problem.interrupt,
+            hot=min(max(HEAT * (self.overhead - enough), COLDEST), HOTTEST),
             enough=enough,
             tell=lambda overhead: self.tell("local search", overhead),
         )

@@ -1,0 +1,21 @@
+"""Is the default plan near-optimal, and how soon is it there?
+
+    python benchmarks/planning.py [--quick] [--only NAME ...] [--out benchmarks/results/planning.json]
+
+NAME is a question (gap, small, warm) or part of ``question:case``. Every case runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from harness.suite import main
+from questions import gap, small, warm
+
+QUESTIONS: dict[str, ModuleType] = {"gap": gap, "small": small, "warm": warm}
+MOST_SECONDS = 1800.0
+"""For one case; a child that takes longer is ended and reported."""
+
+if __name__ == "__main__":
+    sys.exit(main(__file__, str(__doc__), QUESTIONS, MOST_SECONDS))
