@@ -59,7 +59,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         yield Row(
             "reach",
             {
-                "case": planner,
+                "case": f"{planner}, {limit} s",
                 "limit_seconds": int(limit),
                 "ops": len(program.ops),
                 "status": planned.answer.status.name,
