@@ -46,7 +46,7 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
 def _start(name: str) -> ebbflow.Plan:
     planning.forget_smallest()  # as a new process does not know it
     case = SMALL[name]()
-    ebbflow.fit(case.model, "60%")
+    ebbflow.fit(case.model, "90%")
     outputs = case.model(*case.args, **(case.kwargs or {}))
     (outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]).backward()
     plan = ebbflow.plan_of(case.model)

@@ -13,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 from ebbflow.errors import UsageError
+from ebbflow.names import did_you_mean
 
 __all__ = ["Link", "Machine", "catalogue", "machine_named"]
 
@@ -92,5 +93,6 @@ def machine_named(name: str) -> Machine:
     """
     machines = catalogue()
     if name not in machines:
-        raise UsageError(f"machine {name!r} is not in the catalogue; it has: {', '.join(machines)}")
+        near = did_you_mean(name, machines)
+        raise UsageError(f"machine {name!r} is not in the catalogue; it has: {', '.join(machines)}{near}")
     return machines[name]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from ebbflow import errors
-from ebbflow.errors import BudgetError, BudgetExceeded, EbbflowError
+from ebbflow.errors import BudgetError, BudgetExceeded, EbbflowError, UsageError
+from ebbflow.machine import machine_named
+from ebbflow.planners import planner_named
+from ebbflow.zoo import build
 
 
 @pytest.mark.parametrize("name", errors.__all__)
@@ -43,3 +48,15 @@ def test_a_budget_error_carries_the_way_out() -> None:
 def test_an_exceeded_budget_carries_both_numbers() -> None:
     error = BudgetExceeded("over", budget_bytes=1, measured_peak_bytes=2)
     assert (error.budget_bytes, error.measured_peak_bytes) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("asks", "name", "meant"),
+    [(planner_named, "atuo", "auto"), (machine_named, "v100-16g", "v100-16gb"), (build, "resnet5", "resnet50")],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(asks: Callable[[str], object], name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean '{meant}'"):
+        asks(name)
+    with pytest.raises(UsageError) as raised:
+        asks("qqqq")
+    assert "did you mean" not in str(raised.value)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from ebbflow.errors import UsageError
 from ebbflow.machine import Machine
+from ebbflow.names import did_you_mean
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 
@@ -204,7 +205,8 @@ def planner_named(name: str) -> Planner:
         UsageError: if there is none, listing those there are, or if an extra that it needs is not installed.
     """
     if name not in _REGISTRY:
-        raise UsageError(f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}")
+        near = did_you_mean(name, _REGISTRY)
+        raise UsageError(f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}{near}")
     if missing := missing_extra(name):
         raise UsageError(missing)
     return _REGISTRY[name]
