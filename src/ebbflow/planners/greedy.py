@@ -20,6 +20,7 @@ __all__ = ["Found", "checked", "greedy", "start_from"]
 Reruns = list[tuple[int, int]]
 PROVEN = 1e-6  # distance to the bound at which a plan counts as optimal: the solver's own tolerance
 RUNS_PER_MOVE = 1000  # walked per unit of effort in each phase: about 3 s for the default effort, see local_search
+START_RUNS_PER_MOVE = 200  # to repair one start point: what is not repaired by then is reached by descent, if at all
 HEAT = 0.1  # first temperature of annealing as a share of the gap to the bound, of all overhead where none is known
 COLDEST, HOTTEST = 5e-4, 0.005  # its limits, as shares of the unplanned step: the cost of an op or of a few
 SHARES = (0.0, 0.6)  # of the bytes gained: small inputs held through the peak; both, because neither always wins
@@ -35,9 +36,9 @@ class Found:
         self.overhead = float("inf")
         self.bound: float | None = None
 
-    def begin_phase(self) -> None:
+    def begin_phase(self, runs_per_move: int = RUNS_PER_MOVE) -> None:
         """Give the searches that follow their share of the effort."""
-        self.state.allow_work(self.problem.effort * RUNS_PER_MOVE)
+        self.state.allow_work(self.problem.effort * runs_per_move)
 
     def offer(self) -> bool:
         """Keep the present state if it fits and is the best; whether it fits."""
@@ -86,7 +87,7 @@ def start_from(found: Found, reruns: Reruns) -> bool:
     fits = False
     for share in SHARES:
         found.state.load(reruns)
-        found.begin_phase()
+        found.begin_phase(START_RUNS_PER_MOVE)
         if found.state.peak_bytes > budget:
             local_search.repair(found.state, budget, interrupt, share=share)
         if found.state.peak_bytes <= budget:
