@@ -209,10 +209,10 @@ def _budget_error(
     else:
         text = (
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small: "
-            f"the smallest that works is {format_bytes(smallest)} ({smallest} bytes). "
+            f"the smallest for which a plan was found is {format_bytes(smallest)} ({smallest} bytes). "
             f"{format_bytes(resident)} are resident before the step starts; no schedule of any kind stays below "
             f"{format_bytes(floor)}, which is pinned by {pin}. Use budget={smallest} or more "
-            "(ebbflow.unfit first, if the model is fitted), or make the batch smaller"
+            "(after ebbflow.unfit, where fit was called), or make the batch smaller"
         )
     return BudgetError(
         text,

@@ -65,7 +65,7 @@ def test_sweep_captures_once_and_gives_a_plan_per_budget() -> None:
 
 def test_sweep_raises_where_nothing_is_workable() -> None:
     case = make(2)
-    with pytest.raises(BudgetError, match="the smallest that works"):
+    with pytest.raises(BudgetError, match="the smallest for which a plan was found"):
         ebbflow.sweep(case.model, case.args, budgets=["1KiB", "2KiB"], effort=50)
     with pytest.raises(UsageError, match="does not exist"):
         ebbflow.sweep(case.model, case.args, budgets=["1GiB"], planners=["nobody"])
@@ -167,6 +167,10 @@ def test_compare_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert elsewhere.exit_code == 2
     nobody = CliRunner().invoke(app, ["compare", path, "--planners", "nobody"])
     assert "does not exist" in nobody.stderr
+    little = CliRunner().invoke(app, ["compare", path, "--budgets", "5%,1%", "--planners", "auto,keep_all"])
+    assert little.exit_code == 2
+    assert little.stdout.count("INFEASIBLE") == 4
+    assert "the smallest for which a plan was found is" in little.stderr
 
 
 def test_compare_runs_plans_on_request() -> None:

@@ -46,7 +46,8 @@ def compare(
 ) -> None:
     """Plan one training step with several planners and hold them against each other.
 
-    Ctrl-C ends the plan that is being made with the best found so far, and the comparison after it.
+    Ctrl-C ends the plan that is being made with the best found so far, and the comparison after it. Exit code 2 and the
+    reason if no planner has a plan for any of the budgets.
     """
     parsed = [Budget.parse(each.strip()) for each in budgets.split(",")]
     names = _names(planners)
@@ -77,6 +78,9 @@ def compare(
         write_json([row.to_json() for row in rows])
     else:
         write_rows(rows, sys.stdout)
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+    if refusals and len(refusals) == len(outcomes):
+        raise refusals[-1].error  # no budget had a plan: why, and the least that would
 
 
 def _names(planners: str) -> list[str]:
