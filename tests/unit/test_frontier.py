@@ -167,7 +167,7 @@ def test_compare_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert elsewhere.exit_code == 2
     nobody = CliRunner().invoke(app, ["compare", path, "--planners", "nobody"])
     assert "does not exist" in nobody.stderr
-    little = CliRunner().invoke(app, ["compare", path, "--budgets", "5%,1%", "--planners", "auto,keep_all"])
+    little = CliRunner().invoke(app, ["compare", path, "--budgets", "30%,20%", "--planners", "auto,keep_all"])
     assert little.exit_code == 2
     assert little.stdout.count("INFEASIBLE") == 4
     assert "the smallest for which a plan was found is" in little.stderr

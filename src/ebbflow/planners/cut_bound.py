@@ -17,7 +17,9 @@ value of a solution. Where bytes overflow in the plan of the solution, which is 
 further cut is placed and the model solved again. Solver: HiGHS, in this process, one thread, interruptible.
 
 Work is counted, not timed, so that plans are reproducible (docs/adr/0016): how often the solver asks whether to go on
-(after every node, round of cutting planes and dive), times the rows of the model. A unit is 3 to 12 microseconds.
+(after every node, round of cutting planes and dive), times the rows of the model; at least :data:`LEAST_ROWS` where
+there are several cuts, whose rounds take 10 to 30 milliseconds however few rows there are. A unit is 3 to 12
+microseconds.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ __all__ = ["CutBound", "cut_bound", "cut_bounds"]
 
 MIP_OPS = 3_000  # above, the linear relaxation: its knapsack rounding error vanishes at that size
 WORK = 300_000  # for all cuts together: one to two seconds
+LEAST_ROWS = 2_000
 SECONDS = 60.0  # only so that nothing hangs: a clock that ended solves would make plans depend on the machine
 CUTS = 8
 OP_CUTS = 1_700  # ops times cuts up to which further cuts are placed: beyond, one of them takes longer than it is worth
@@ -251,7 +254,7 @@ class _Model:
         import highspy  # imported where used: a native library of some megabytes
 
         whole = len(self.program.ops) <= MIP_OPS
-        rows = len(self.row_lower)
+        weight = max(len(self.row_lower), LEAST_ROWS if len(self.cuts) > 1 else 1)
         asked = 0
         solver = highspy.Highs()
         solver.silent()
@@ -265,7 +268,7 @@ class _Model:
         def stop_tree(event: highspy.HighsCallbackEvent) -> None:
             nonlocal asked
             asked += 1
-            if interrupt or asked * rows > work or event.data_out.mip_dual_bound > enough * PERCENT:
+            if interrupt or asked * weight > work or event.data_out.mip_dual_bound > enough * PERCENT:
                 event.interrupt()
 
         solver.cbMipInterrupt.subscribe(stop_tree)
@@ -283,7 +286,7 @@ class _Model:
         bound = max(bound - SAFETY, 0.0) / PERCENT if math.isfinite(bound) else 0.0
         known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         reruns = self._realise(np.asarray(solver.getSolution().col_value)) if known else None
-        return _Solved(bound, False, reruns, max(asked, 1) * rows)
+        return _Solved(bound, False, reruns, max(asked, 1) * weight)
 
     def _lp(self, highspy: Any, whole: bool) -> Any:
         lp = highspy.HighsLp()
