@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from ebbflow import legality
 from ebbflow.planners import Answer, Interrupt, Problem, planner_named
+from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 
-__all__ = ["EFFORT", "Planned", "plan_with"]
-
-EFFORT = 20_000
+__all__ = ["Planned", "plan_with"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def plan_with(
     budget: int,
     *,
     limit_seconds: float | None = None,
-    effort: int = EFFORT,
+    effort: int = DEFAULT_EFFORT,
     seeds: tuple[Schedule, ...] = (),
 ) -> Planned:
     """The plan of planner ``name``."""

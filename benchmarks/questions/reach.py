@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.smallest import smallest_schedule
 from ebbflow.program import Buffer, Op, Program
 from harness.graphs import unplanned_bytes
-from harness.planned import EFFORT, plan_with
+from harness.planned import plan_with
 from harness.record import Row
 
 TITLE = "Reach: the largest chain proven optimal in 60 s and 600 s, and seconds to plan"
@@ -52,7 +53,8 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         peak = unplanned_bytes(program)
         smallest, _ = smallest_schedule(program)
         budget = int(smallest + SHARE * (peak - smallest))
-        effort = WITHOUT_END if planner == "retention" else EFFORT  # its effort would end it before the clock does
+        # The effort of retention would end it before the clock does.
+        effort = WITHOUT_END if planner == "retention" else DEFAULT_EFFORT
         planned = plan_with(planner, program, budget, limit_seconds=float(limit), effort=effort)
         proven = planned.proven and planned.seconds <= 1.1 * float(limit)
         reached = len(program.ops) if proven else reached

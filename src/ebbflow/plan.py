@@ -7,8 +7,6 @@ one executes nothing: the schedule is checked for legality and simulated anew, a
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +15,7 @@ from typing import Any, TypeGuard
 
 from ebbflow.errors import PlanFileError, PlanMismatch
 from ebbflow.explain import explain
+from ebbflow.files import write_json
 from ebbflow.legality import check
 from ebbflow.planners.base import Status
 from ebbflow.planners.keep_all import unplanned_schedule
@@ -212,10 +211,7 @@ class Plan:
             OSError: if the file cannot be written.
         """
         path = Path(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(self.to_json(), file, separators=(",", ":"))
-        os.replace(name, path)
+        write_json(path, self.to_json())
         return path
 
     @staticmethod

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import platformdirs
 
+from ebbflow.files import cache_directory, write_json
 from ebbflow.planners.base import Answer, Problem, Status
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
@@ -121,10 +120,7 @@ class PlanCache:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(self._directory / ".lock", timeout=10):
-                handle, name = tempfile.mkstemp(dir=self._directory, suffix=".tmp")
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(data, file, separators=(",", ":"))
-                os.replace(name, path)
+                write_json(path, data)
                 self._make_room()
         except (OSError, filelock.Timeout):
             return
@@ -149,7 +145,7 @@ class PlanCache:
 
 def plans_directory() -> Path:
     """Where plans are kept: below the user's cache directory."""
-    return Path(platformdirs.user_cache_dir("ebbflow", appauthor=False)) / "plans"
+    return cache_directory() / "plans"
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -181,7 +177,7 @@ def _key(planner: str, problem: Problem) -> dict[str, str]:
     program = problem.program
     costs = [(op.seconds, op.workspace_bytes) for op in program.ops]
     return {
-        "version": metadata.version("ebbflow") if _installed() else "source",
+        "version": _version(),
         "program": program.fingerprint,
         "costs": _digest((costs, program.between_bytes, program.held_bytes)),
         "above_budget_bytes": str(problem.above_budget_bytes),
@@ -192,9 +188,9 @@ def _key(planner: str, problem: Problem) -> dict[str, str]:
     }
 
 
-def _installed() -> bool:
+def _version() -> str:
+    """This package's; a tree that is not installed has none."""
     try:
-        metadata.version("ebbflow")
+        return metadata.version("ebbflow")
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return "source"

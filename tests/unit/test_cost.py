@@ -104,7 +104,7 @@ def test_a_write_that_dies_leaves_the_old_file(cache: CostCache, monkeypatch: py
     def dies(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("ebbflow.cost.cache.os.replace", dies)
+    monkeypatch.setattr("ebbflow.files.os.replace", dies)
     cache.add({"c": Cost(1.0, 1)})
     assert cache.load() == COSTS
 

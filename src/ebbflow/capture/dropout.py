@@ -33,8 +33,7 @@ def dropout_as_eager() -> Iterator[None]:
         return input * _noise(input, p) if train and p != 0 and input.numel() else input
 
     def dropout_(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        if not _is_ours(input):
-            return input.copy_(described(input, p, train))
+        # In place eager has no fused call on any device.
         return input.mul_(_noise(input, p)) if train and p != 0 and input.numel() else input
 
     with _kernels(_aten.dropout.default, dropout), _kernels(_aten.dropout_.default, dropout_):
@@ -49,6 +48,8 @@ def _noise(input: torch.Tensor, p: float) -> torch.Tensor:
     """What dropout multiplies ``input`` with; ``p`` in (0, 1]."""
     if p == 1:
         return torch.zeros((), dtype=input.dtype, device=input.device)
+    if not _is_ours(input):
+        return torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
     mask = _draw_bytes(input, 1 - p)
     if input.dtype != torch.get_default_dtype():  # else what an integer divided by a number has
         mask = mask.to(input.dtype)

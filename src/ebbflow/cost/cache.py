@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import filelock
-import platformdirs
 import torch
 
 from ebbflow.cost.profile import Cost
+from ebbflow.files import cache_directory, write_json
 
-__all__ = ["CostCache", "cache_directory", "device_context"]
+__all__ = ["CostCache", "device_context"]
 
 _SCHEMA = "ebbflow-costs/2"
-
-
-def cache_directory() -> Path:
-    """Where Ebbflow keeps measured costs and plans: the user's cache directory."""
-    return Path(platformdirs.user_cache_dir("ebbflow", appauthor=False))
 
 
 def device_context(device: str) -> dict[str, str]:
@@ -88,9 +81,6 @@ class CostCache:
                     "context": self._context,
                     "costs": {key: [c.seconds, c.workspace_bytes, c.kept_bytes] for key, c in merged.items()},
                 }
-                handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(data, file)
-                os.replace(name, self.path)
+                write_json(self.path, data)
         except (OSError, filelock.Timeout):
             return

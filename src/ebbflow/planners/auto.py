@@ -1,11 +1,12 @@
 """The default portfolio: a bound and a seed from the cut relaxation, greedy from several starts, local search.
 
 1. The unplanned step, if it fits: nothing is cheaper.
-2. The cut relaxation (``cut_bound``): a proven bound, and the start point that wins where one peak explains the
-   problem. Greedy from the unplanned step wins where recomputation chains make new peaks. Both are run.
-3. Annealing from the best; it ends early once the bound is met.
+2. Greedy from the unplanned step and from seeds: wins where recomputation chains make new peaks.
+3. The cut relaxation (``cut_bound``), cut by cut: a proven bound, and a start point each time, which wins where few
+   peaks explain the problem.
 4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where that fails too,
    the smallest schedule is tried: a budget that it fits is never called infeasible.
+5. Annealing from the best, in rounds; they end once the bound is near.
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
 """
@@ -31,7 +32,7 @@ DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chai
 
 @planner("auto")
 def auto(problem: Problem) -> Answer:
-    """The best of all cheap planners, improved within the effort, with a proven bound."""
+    """The best of several starts, improved within the effort, with a proven bound."""
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     found = Found(problem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbflow.planners import local_search
-from ebbflow.planners.base import Answer, Interrupt, Problem, Status, planner
+from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.interval_state import IntervalState
 from ebbflow.program import Program
@@ -17,7 +17,7 @@ ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and 
 
 
 def smallest_schedule(
-    program: Program, effort: int = 20_000, interrupt: Interrupt | None = None
+    program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
 ) -> tuple[int, Schedule]:
     """A schedule with a peak as low as is found, or within 1.5 % of the floor, whatever its time.
 
