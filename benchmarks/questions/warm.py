@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 import ebbflow
-from ebbflow import planning
+from ebbflow.planners.smallest import forget_smallest
 from ebbflow.zoo.small import SMALL
 from harness.record import Row, at_most, holds
 
@@ -44,7 +44,7 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
 
 
 def _start(name: str) -> ebbflow.Plan:
-    planning.forget_smallest()  # as a new process does not know it
+    forget_smallest()  # as a new process does not know it
     case = SMALL[name]()
     ebbflow.fit(case.model, "90%")
     outputs = case.model(*case.args, **(case.kwargs or {}))

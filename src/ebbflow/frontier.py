@@ -10,7 +10,8 @@ from ebbflow.errors import BudgetError
 from ebbflow.plan import Plan
 from ebbflow.planners import Status
 from ebbflow.planners.keep_all import unplanned_schedule
-from ebbflow.planning import PlanningOptions, make_plan, smallest_of
+from ebbflow.planners.smallest import smallest_of
+from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate

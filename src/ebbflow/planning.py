@@ -11,17 +11,17 @@ from ebbflow.legality import check
 from ebbflow.machine import Machine
 from ebbflow.plan import Plan
 from ebbflow.plan_cache import CachedAnswer, PlanCache
-from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
+from ebbflow.planners import Answer, Interrupt, Problem, Progress, Status, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.keep_all import unplanned_schedule
-from ebbflow.planners.smallest import smallest_schedule
+from ebbflow.planners.smallest import smallest_of
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 from ebbflow.units import Budget, format_bytes
 
-__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "forget_smallest", "make_plan", "smallest_of"]
+__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,30 +46,6 @@ class PlanningOptions:
     """Facts to record in the plan."""
     cache: PlanCache | None = None
     """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
-
-
-_SMALLEST: dict[object, tuple[int, Schedule]] = {}
-
-
-def smallest_of(
-    program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
-) -> tuple[int, Schedule]:
-    """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
-    costs = tuple((op.seconds, op.workspace_bytes) for op in program.ops)
-    key = (program.fingerprint, costs, program.between_bytes, program.held_bytes, effort)
-    if key not in _SMALLEST:
-        if len(_SMALLEST) > 32:
-            _SMALLEST.clear()
-        found = smallest_schedule(program, effort=effort, interrupt=interrupt)
-        if interrupt:
-            return found  # cut short: a later call may find less
-        _SMALLEST[key] = found
-    return _SMALLEST[key]
-
-
-def forget_smallest() -> None:
-    """Forget what this process knows of smallest peaks, as a new one would."""
-    _SMALLEST.clear()
 
 
 def make_plan(
@@ -120,15 +96,16 @@ def make_plan(
         answer, smallest_above = cached.answer, cached.smallest_above_bytes
         provenance = {**provenance, "planned": "before, kept in the plan cache"}
     else:
-        options.progress(Progress("looking for the smallest workable budget"))
+        near = [] if options.cache is None else options.cache.near(problem)
+        problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(program, each))))
+        asks_itself = options.planner == "auto"  # and only where the budget is deep, so that plans come sooner
+        answer = plan_with(problem) if asks_itself else None
+        options.progress(Progress("looking for the smallest workable budget", _overhead(program, answer)))
         # The least workable budget is told to users: a time limit must not make it larger than it is.
         smallest_above, smallest = smallest_of(program, interrupt=interrupt.without_limit())
-        near = [] if options.cache is None else options.cache.near(problem)
-        fitting = (smallest,) if above_budget >= smallest_above else ()
-        problem = replace(
-            problem, seeds=(*problem.seeds, *fitting, *(each for each in near if _is_legal(program, each)))
-        )
-        answer = plan_with(problem)
+        if above_budget >= smallest_above:
+            problem = replace(problem, seeds=(*problem.seeds, smallest))
+        answer = answer or plan_with(problem)
     if answer.schedule is None and interrupt:
         answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(problem))
     if answer.schedule is None:
@@ -168,6 +145,13 @@ def make_plan(
             "seed": str(options.seed),
         },
     )
+
+
+def _overhead(program: Program, answer: Answer | None) -> float | None:
+    """Of an answer's schedule, if there is one: a schedule that moves nothing takes the time of its computes."""
+    if answer is None or answer.schedule is None:
+        return None
+    return sum(program.ops[op].seconds for op in answer.schedule.computes if op is not None) / program.seconds - 1.0
 
 
 def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ebbflow
-from ebbflow.planning import PlanningOptions, make_plan, smallest_of
+from ebbflow.planners.smallest import smallest_of
+from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.runtime.fingerprint import SCRATCH_BYTES_CUDA, _fingerprint_on_device, fingerprint
 from ebbflow.runtime.random_state import read_state, replay
 from ebbflow.units import Budget

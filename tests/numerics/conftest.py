@@ -10,7 +10,8 @@ import torch
 
 import ebbflow
 from ebbflow.case import Case
-from ebbflow.planning import PlanningOptions, make_plan, smallest_of
+from ebbflow.planners.smallest import smallest_of
+from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 

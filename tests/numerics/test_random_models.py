@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ebbflow
-from ebbflow.planning import PlanningOptions, make_plan, smallest_of
+from ebbflow.planners.smallest import smallest_of
+from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from random_models import BLOCKS, EAGER_DIFFERS, random_case
 

@@ -13,7 +13,7 @@ from torch import nn
 import ebbflow
 from ebbflow.errors import BudgetError, PlanMismatch, UsageError
 from ebbflow.plan import Plan
-from ebbflow.planning import smallest_of
+from ebbflow.planners.smallest import smallest_of
 from ebbflow.zoo import MLPChain, mlp_chain
 
 

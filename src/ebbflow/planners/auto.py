@@ -1,11 +1,12 @@
 """The default portfolio: a bound and a seed from the cut relaxation, greedy from several starts, local search.
 
 1. The unplanned step, if it fits: nothing is cheaper.
-2. Greedy from the unplanned step and from seeds: wins where recomputation chains make new peaks.
+2. On large programs with repeated blocks, the plan of a stand-in with few of them (``stand_in``).
+   Greedy from the unplanned step otherwise, and from seeds: wins where recomputation chains make new peaks.
 3. The cut relaxation (``cut_bound``), cut by cut: a proven bound, and a start point each time, which wins where few
    peaks explain the problem.
-4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where that fails too,
-   the smallest schedule is tried: a budget that it fits is never called infeasible.
+4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where the bound is still
+   far, the schedule of least memory is a start point too: a budget that it fits is never called infeasible.
 5. Annealing from the best, in rounds; they end once the bound is near.
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
@@ -13,12 +14,15 @@ A move costs time in proportion to the ops, so on large programs fewer are made:
 
 from __future__ import annotations
 
-from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Problem, Status, planner
+from dataclasses import replace
+
+from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Problem, Status, planner, silent
 from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
 from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
-from ebbflow.planners.interval_state import reruns_of
+from ebbflow.planners.interval_state import IntervalState, reruns_of
 from ebbflow.planners.keep_all import keep_all
-from ebbflow.planners.smallest import smallest_schedule
+from ebbflow.planners.smallest import smallest_of
+from ebbflow.planners.stand_in import StandIn, stand_in_of
 
 __all__ = ["BOUND_CLASS", "auto"]
 
@@ -26,7 +30,9 @@ BOUND_CLASS = "order: program, tiers: none"
 FULL_EFFORT_OPS = 750  # up to this many ops each unit of effort is a move; beyond, in inverse proportion
 ROUNDS = 4  # of annealing, each from the best: reheating finds more than one slow cooling does
 CLOSE = 1e-3  # gap at which rounds end
+LAST_TOUCH = 16  # share of the effort for the one round where the gap is that small before it
 GAIN, NEAR = 0.02, 0.05  # a round that closes less of the gap is the last, where the gap is that share of the overhead
+LARGE, PROMISING = 3_000, 1.5  # ops, and times the overhead of what is known: see _start_if_promising
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
 
 
@@ -36,25 +42,66 @@ def auto(problem: Problem) -> Answer:
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     found = Found(problem)
+    small = stand_in_of(problem.program)
+    _from_stand_in(found, small, problem.effort // 20)
     found.tell("greedy")
-    for reruns in ([], *seeds_of(problem)):
-        start_from(found, reruns)
+    if found.reruns is None:
+        start_from(found, [])
+    for reruns in seeds_of(problem):
+        _start_if_promising(found, reruns)
     cut = _cuts(found)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     deep = found.reruns is None or found.overhead - cut.bound > DEEP_OVERHEAD
     if deep and not problem.interrupt:
         found.descend(effort // 2, problem.seed)
-    if found.reruns is None and not cut.infeasible and not problem.interrupt:
-        _, smallest = smallest_schedule(problem.program, problem.effort, problem.interrupt)
-        start_from(found, reruns_of(problem.program, smallest) or [])
+    if not (cut.infeasible or problem.interrupt) and found.overhead - cut.bound > NEAR * found.overhead:
+        _from_stand_in(found, small, problem.effort)
+        _from_smallest(found)
     for turn in range(ROUNDS):
         before = found.overhead - cut.bound
-        found.anneal(effort // ROUNDS, problem.seed + turn)
+        found.anneal(effort // (ROUNDS if before > CLOSE else LAST_TOUCH), problem.seed + turn)
         gap = found.overhead - cut.bound
         if gap <= CLOSE or (gap <= NEAR * found.overhead and gap > (1.0 - GAIN) * before):
             break
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, BOUND_CLASS)
+
+
+def _start_if_promising(found: Found, reruns: list[tuple[int, int]]) -> None:
+    """Start from reruns, but on a large program not from those that fit and cost much more than what is known.
+
+    Cleaning up takes longest where most is rerun, and the schedule of least memory is such a start.
+    """
+    if len(found.problem.program.ops) >= LARGE:
+        found.state.load(reruns)
+        fits = found.state.peak_bytes <= found.problem.above_budget_bytes
+        if fits and found.state.overhead > PROMISING * found.overhead:
+            return
+    start_from(found, reruns)
+
+
+def _from_smallest(found: Found) -> None:
+    """Start from the schedule of least memory: where it fits, no budget is called infeasible."""
+    found.tell("looking for the smallest workable budget")
+    smallest, schedule = smallest_of(found.problem.program, interrupt=found.problem.interrupt)
+    if smallest <= found.problem.above_budget_bytes:
+        _start_if_promising(found, reruns_of(found.problem.program, schedule) or [])
+
+
+def _from_stand_in(found: Found, small: StandIn | None, effort: int) -> None:
+    """Start from the plan of a stand-in, if there is one, at the budget that asks as much of each of its blocks."""
+    problem = found.problem
+    if small is None:
+        return
+    found.tell("planning repeated blocks once")
+    wanted = found.state.peak_bytes - problem.above_budget_bytes
+    peak = IntervalState(small.program).peak_bytes
+    budget = peak - wanted * small.small.repeats.blocks // small.whole.blocks
+    asked = replace(problem, program=small.program, above_budget_bytes=budget, seeds=(), progress=silent)
+    answer = auto(replace(asked, effort=effort))
+    if answer.schedule is not None:
+        for reruns in small.carried(answer.schedule):
+            start_from(found, reruns)
 
 
 def _cuts(found: Found) -> CutBound:

@@ -15,7 +15,7 @@ import numpy as np
 from ebbflow.planners import _layout as L
 from ebbflow.planners import _runs
 from ebbflow.planners._jit import Ints, Words
-from ebbflow.planners._segment_tree import add_range, value
+from ebbflow.planners._segment_tree import value
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 
@@ -195,23 +195,32 @@ def _memory(program: Program) -> Ints:
     place(3 * (L.OFFERS + 1), L.H_OFFERS_AT)
     place(2 * room, L.H_BEST_AT)
     memory = np.concatenate(parts)
-    _lay_through_bytes(program, cast(Words, memory))
+    _lay_through_bytes(program, memory)
     return memory
 
 
-def _lay_through_bytes(program: Program, memory: Words) -> None:
-    """Range additions of the unplanned step: late bytes, and every buffer between its first run and last read."""
+def _lay_through_bytes(program: Program, memory: Ints) -> None:
+    """The tree of the unplanned step: late bytes, and every buffer between its first run and last read."""
     n = len(program.ops)
-    for leaf in range(n + 1, int(memory[L.H_TREE_SIZE])):
-        add_range(memory, leaf, leaf, UNUSED)
-    add_range(memory, program.boundary, n, program.late_bytes)
+    steps = np.zeros(n + 3, np.int64)  # what a stage has more than the one before
+    mutations = frozenset(program.mutations)
+    steps[program.boundary] += program.late_bytes
     for b, buffer in enumerate(program.buffers):
         if buffer.producer is not None:
             last = n + 1 if b in program.pinned else max(program.readers[b], default=buffer.producer)
-            last = program.boundary if b in program.mutations else last
-            add_range(memory, buffer.producer + 1, last - 1, buffer.bytes)
-    _runs.load_runs(memory, cast(Words, np.zeros(0, np.int64)), 0)
-    _runs.rebuild_locals(memory)
+            last = program.boundary if b in mutations else last
+            if last > buffer.producer:
+                steps[buffer.producer + 1] += buffer.bytes
+                steps[last] -= buffer.bytes
+    size, top = int(memory[L.H_TREE_SIZE]), int(memory[L.H_TOP])
+    level = np.full(size, UNUSED, np.int64)
+    level[: n + 1] = np.cumsum(steps)[: n + 1]
+    while size >= 1:
+        memory[top + size : top + 2 * size] = level
+        level = level.reshape(-1, 2).max(1) if size > 1 else level
+        size >>= 1
+    _runs.load_runs(cast(Words, memory), cast(Words, np.zeros(0, np.int64)), 0)
+    _runs.rebuild_locals(cast(Words, memory))
 
 
 def _links(program: Program, rows: Ints, buffers: Ints, buffers_at: int, links_at: int) -> Ints:

@@ -6,13 +6,16 @@ from ebbflow.planners import local_search
 from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.interval_state import IntervalState
+from ebbflow.planners.stand_in import stand_in_of
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 
-__all__ = ["least_memory", "smallest_schedule"]
+__all__ = ["forget_smallest", "least_memory", "smallest_of", "smallest_schedule"]
 
 RUNS_PER_MOVE = 3000  # walked per unit of effort: about 10 s for the default effort, on the worst programs
+FULL_WORK_OPS = 2500  # beyond, less work in inverse proportion: a step down walks more the larger the program is
+NEAR_ENOUGH = 1.1  # where a stand-in's schedule is carried: descending a large program takes long
 ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and is needed by nobody
 
 
@@ -31,10 +34,45 @@ def smallest_schedule(
     """
     state = IntervalState(program)
     floor, _ = floor_bytes(program)
-    state.allow_work(effort * RUNS_PER_MOVE)
-    local_search.descend(state, int(ENOUGH * floor), 0, interrupt or Interrupt(), moves=effort)
+    enough, interrupt = int(ENOUGH * floor), interrupt or Interrupt()
+    peaks = [(state.peak_bytes, state.reruns)]
+    if (small := stand_in_of(program)) is not None:
+        _, schedule = smallest_schedule(small.program, effort, interrupt)
+        for carried in small.carried(schedule):
+            state.load(carried)
+            peaks.append((state.peak_bytes, carried))
+    if min(peaks)[0] > (NEAR_ENOUGH * floor if small is not None else enough):
+        state.load([])
+        state.allow_work(round(effort * RUNS_PER_MOVE * min(1.0, FULL_WORK_OPS / len(program.ops))))
+        local_search.descend(state, enough, 0, interrupt, moves=effort)
+        peaks.append((state.peak_bytes, state.reruns))
+    state.load(min(peaks)[1])
     schedule = state.to_schedule()
     return simulate(program, schedule).above_bytes, schedule
+
+
+_SMALLEST: dict[object, tuple[int, Schedule]] = {}
+
+
+def smallest_of(
+    program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
+) -> tuple[int, Schedule]:
+    """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
+    costs = tuple((op.seconds, op.workspace_bytes) for op in program.ops)
+    key = (program.fingerprint, costs, program.between_bytes, program.held_bytes, effort)
+    if key not in _SMALLEST:
+        if len(_SMALLEST) > 32:
+            _SMALLEST.clear()
+        found = smallest_schedule(program, effort=effort, interrupt=interrupt)
+        if interrupt:
+            return found  # cut short: a later call may find less
+        _SMALLEST[key] = found
+    return _SMALLEST[key]
+
+
+def forget_smallest() -> None:
+    """Forget what this process knows of smallest peaks, as a new one would."""
+    _SMALLEST.clear()
 
 
 @planner("least_memory")
