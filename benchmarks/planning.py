@@ -1,8 +1,9 @@
 """Is the default plan near-optimal, and how soon is it there?
 
-    python benchmarks/planning.py [--quick] [--only NAME ...] [--out benchmarks/results/planning.json]
+    python benchmarks/planning.py [--quick] [--only NAME ...] [--graphs DIR] [--out benchmarks/results/planning.json]
 
-NAME is a question (gap, small, warm) or part of ``question:case``. Every case runs in a process of its own.
+NAME is a question (fastsa, gap, graphs, scaling, small, warm) or part of ``question:case``. Every case runs in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from harness.graphs import take_graphs_option
 from harness.suite import main
-from questions import gap, small, warm
+from questions import fastsa, gap, graphs, scaling, small, warm
 
-QUESTIONS: dict[str, ModuleType] = {"gap": gap, "small": small, "warm": warm}
+QUESTIONS: dict[str, ModuleType] = {
+    "gap": gap,
+    "small": small,
+    "graphs": graphs,
+    "fastsa": fastsa,
+    "scaling": scaling,
+    "warm": warm,
+}
 MOST_SECONDS = 1800.0
 """For one case; a child that takes longer is ended and reported."""
 
 if __name__ == "__main__":
+    take_graphs_option()
     sys.exit(main(__file__, str(__doc__), QUESTIONS, MOST_SECONDS))

@@ -2,6 +2,7 @@
 
 from ebbflow.planners import anneal as anneal
 from ebbflow.planners import auto as auto
+from ebbflow.planners import auto_free as auto_free
 from ebbflow.planners import chain as chain
 from ebbflow.planners import checkmate as checkmate
 from ebbflow.planners import checkmate_lp as checkmate_lp

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -23,17 +22,18 @@ from ebbflow.legality import check
 from ebbflow.planners import _sequence as Q
 from ebbflow.planners._jit import Ints, Words
 from ebbflow.planners._layout import H_ADD, H_RANDOM, H_TOP, H_TREE_SIZE
+from ebbflow.planners.auto import FREE_CLASS as BOUND_CLASS
 from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
 from ebbflow.planners.greedy import PROVEN, assert_within, greedy
 from ebbflow.planners.interval_state import COST_RESOLUTION
 from ebbflow.planners.keep_all import keep_all, unplanned_schedule
+from ebbflow.planners.orders import precedences
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 
-__all__ = ["RunSequence", "anneal", "precedences"]
+__all__ = ["HOT", "OVER", "WARM", "RunSequence", "anneal", "search"]
 
 Order = list[int | None]
-BOUND_CLASS = "order: free, tiers: none"
 MOVES_PER_EFFORT = 200  # 4 to 9 s for the default effort and 70 to 350 ops
 GREEDY_SHARE = 0.1  # of the effort, for the greedy plan to start from
 SLOTS_PER_OP = 16  # most are empty, so that a run finds room nearly anywhere
@@ -103,24 +103,6 @@ class RunSequence:
     def _read(self, first: int, count: int) -> Order:
         ops = len(self.program.ops)
         return [None if o == ops else int(o) for o in self._array[first : first + count]]
-
-
-def precedences(program: Program) -> list[tuple[int, int]]:
-    """Pairs of ops of which the first has its first run before the second; the boundary is op ``len(ops)``."""
-    boundary = len(program.ops)
-    found: set[tuple[int, int]] = set()
-    for index, op in enumerate(program.ops):
-        producers = (program.buffers[b].producer for b in op.inputs)
-        found.update((producer, index) for producer in producers if producer is not None)
-        if op.reads_mutated or (index < program.boundary and (op.random or not op.rerunnable)):
-            found.add((index, boundary))
-        if program.after_boundary[index]:
-            found.add((boundary, index))
-    made_before = (program.buffers[b].producer for b in (*program.forward_outputs, *program.mutations))
-    found.update((producer, boundary) for producer in made_before if producer is not None)
-    ordered = [index for index, op in enumerate(program.ops) if op.random or not op.rerunnable]
-    found.update(pairwise(ordered))
-    return sorted(found)
 
 
 def _memory(program: Program, budget: int) -> Ints:
@@ -198,8 +180,17 @@ def _links(program: Program, rows: Ints, buffers: Ints, buffers_at: int, links_a
     return np.array(links, np.int64)
 
 
-def _search(sequence: RunSequence, problem: Problem, moves: int, seed: int, *, over: float, hot: float) -> None:
-    """Anneal in chunks, between which the interrupt is looked at and progress is told."""
+def search(sequence: RunSequence, problem: Problem, moves: int, seed: int, *, over: float, hot: float) -> None:
+    """Anneal in chunks, between which the interrupt is looked at and progress is told.
+
+    Args:
+        sequence: changed in place; the best that fits is kept in it, and a sequence without reruns ends the search.
+        problem: whose interrupt and progress are meant.
+        moves: how many to try.
+        seed: of the random choices.
+        over: weight of bytes over the budget against cost; 0 for a sequence that fits and is to stay so.
+        hot: first temperature, as a relative change of the score.
+    """
     memory = sequence.memory
     # xorshift needs a state other than 0; a large odd multiplier spreads small seeds (Knuth's golden ratio).
     memory[H_RANDOM] = ((seed + 1) * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF) | 1
@@ -228,10 +219,10 @@ def anneal(problem: Problem) -> Answer:
     moves = problem.effort * MOVES_PER_EFFORT // (ROUNDS + 1)
     for turn in range(ROUNDS):
         sequence.load(unplanned_schedule(problem.program).computes)
-        _search(sequence, problem, moves, problem.seed + turn, over=OVER, hot=HOT)
+        search(sequence, problem, moves, problem.seed + turn, over=OVER, hot=HOT)
     if sequence.best_overhead < float("inf"):
         sequence.load(sequence.best_order())
-        _search(sequence, problem, moves, problem.seed + ROUNDS, over=0.0, hot=WARM)
+        search(sequence, problem, moves, problem.seed + ROUNDS, over=0.0, hot=WARM)
     return _answer(problem, sequence)
 
 

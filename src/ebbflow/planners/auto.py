@@ -21,12 +21,14 @@ from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
 from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbflow.planners.interval_state import IntervalState, reruns_of
 from ebbflow.planners.keep_all import keep_all
+from ebbflow.planners.orders import CapturedOrder
 from ebbflow.planners.smallest import smallest_of
 from ebbflow.planners.stand_in import StandIn, stand_in_of
 
-__all__ = ["BOUND_CLASS", "auto"]
+__all__ = ["BOUND_CLASS", "FREE_CLASS", "auto", "portfolio"]
 
 BOUND_CLASS = "order: program, tiers: none"
+FREE_CLASS = "order: free, tiers: none"
 FULL_EFFORT_OPS = 750  # up to this many ops each unit of effort is a move; beyond, in inverse proportion
 ROUNDS = 4  # of annealing, each from the best: reheating finds more than one slow cooling does
 CLOSE = 1e-3  # gap at which rounds end
@@ -39,6 +41,11 @@ DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chai
 @planner("auto")
 def auto(problem: Problem) -> Answer:
     """The best of several starts, improved within the effort, with a proven bound."""
+    return portfolio(problem)
+
+
+def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
+    """What :func:`auto` does, with a bound for other orders of first runs than the program's if ``order`` says so."""
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     found = Found(problem)
@@ -49,7 +56,7 @@ def auto(problem: Problem) -> Answer:
         start_from(found, [])
     for reruns in seeds_of(problem):
         _start_if_promising(found, reruns)
-    cut = _cuts(found)
+    cut = _cuts(found, order)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     deep = found.reruns is None or found.overhead - cut.bound > DEEP_OVERHEAD
     if deep and not problem.interrupt:
@@ -64,7 +71,7 @@ def auto(problem: Problem) -> Answer:
         if gap <= CLOSE or (gap <= NEAR * found.overhead and gap > (1.0 - GAIN) * before):
             break
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
-    return checked(problem, found, notes, BOUND_CLASS)
+    return checked(problem, found, notes, BOUND_CLASS if order is None else FREE_CLASS)
 
 
 def _start_if_promising(found: Found, reruns: list[tuple[int, int]]) -> None:
@@ -104,7 +111,7 @@ def _from_stand_in(found: Found, small: StandIn | None, effort: int) -> None:
             start_from(found, reruns)
 
 
-def _cuts(found: Found) -> CutBound:
+def _cuts(found: Found, order: CapturedOrder | None) -> CutBound:
     """Bounds and start points of the cut relaxation, until one is proven optimal or the work is done."""
     problem = found.problem
     found.tell("cut relaxation")
@@ -117,6 +124,7 @@ def _cuts(found: Found) -> CutBound:
         state=found.state,
         work=work,
         enough=lambda: found.overhead - PROVEN,
+        order=order,
     )
     for cut in rounds:
         found.bound = cut.bound

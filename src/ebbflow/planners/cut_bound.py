@@ -11,6 +11,10 @@ Blocks of rows, each true of every legal schedule that runs first computes in ca
    made again in the span; so does every op that is rerun there. Outputs of ``t_j`` itself are taken as kept.
 5. *carry*: what is kept at ``t_(j+1)`` and was made before ``t_j`` was kept at ``t_j`` or made again in between.
 
+In any other legal order the same holds with *before* and *after* read as "in every legal order": cuts are then ops of
+which one always runs before the other, spans hold the ops that always run between two of them, and only buffers
+whose op always ran before a cut can be old there (``orders.FreeOrder``).
+
 The least cost of reruns is therefore a bound: dropping rows (every stage that is no cut, how often an op runs in
 one span, reruns of ops that are new in the span) can only make it smaller. The dual bound is taken, never the
 value of a solution. Where bytes overflow in the plan of the solution, which is where its recomputation chains peak, a
@@ -25,7 +29,7 @@ microseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +38,7 @@ from numpy.typing import NDArray
 
 from ebbflow.planners.base import Interrupt
 from ebbflow.planners.interval_state import IntervalState
+from ebbflow.planners.orders import CapturedOrder
 from ebbflow.program import Program
 
 __all__ = ["CutBound", "cut_bound", "cut_bounds"]
@@ -74,6 +79,7 @@ def cut_bounds(
     state: IntervalState,
     work: int = WORK,
     enough: Callable[[], float] = lambda: math.inf,
+    order: CapturedOrder | None = None,
 ) -> Iterator[CutBound]:
     """Bounds of a program at a budget, cut by cut, each at least as high as the one before.
 
@@ -85,18 +91,21 @@ def cut_bounds(
             between two rounds.
         work: what all rounds together may take.
         enough: asked for an overhead that is known to be possible: a bound that reaches it ends the search.
+        order: the orders of first runs in which the bound holds; captured order if ``None``.
     """
+    order = order or CapturedOrder(program)
     bound, left = 0.0, work
     reruns: list[tuple[int, int]] = []
     cuts: list[int] = []
     while len(cuts) < CUTS and left > 0 and bound < enough() and not interrupt:
         state.load(reruns)
-        over = [(state.stage_bytes(t), -t) for t in range(len(program.ops)) if t not in cuts]
+        stages = [t for t in range(len(program.ops)) if all(order.comparable(t, cut) for cut in cuts)]
+        over = [(state.stage_bytes(t), -t) for t in stages]
         worst, stage = max(over, default=(0, 0))
         if worst <= budget or (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
             return
         cuts = sorted([*cuts, -stage])
-        solved = _Model(program, budget, cuts).solve(interrupt, left, enough())
+        solved = _Model(program, budget, cuts, order).solve(interrupt, left, enough())
         left -= solved.work
         bound = max(bound, solved.bound)
         yield CutBound(bound, solved.infeasible, len(cuts), solved.reruns)
@@ -124,8 +133,9 @@ class _Solved:
 class _Model:
     """The sparse arrays of one relaxation, a method per block of rows."""
 
-    def __init__(self, program: Program, budget: int, cuts: list[int]) -> None:
+    def __init__(self, program: Program, budget: int, cuts: list[int], order: CapturedOrder) -> None:
         self.program = program
+        self.order = order
         self.cuts = cuts
         self.budget = budget
         self.cost: list[float] = []
@@ -145,23 +155,21 @@ class _Model:
             if j + 1 < len(cuts):
                 self._carry_rows(j)
 
-    def _span(self, j: int) -> range:
+    def _span(self, j: int) -> Collection[int]:
         """Ops whose first run lies in span ``j``."""
-        last = self.cuts[j + 1] if j + 1 < len(self.cuts) else len(self.program.ops) - 1
-        return range(self.cuts[j] + 1, last + 1)
+        return self.order.between(self.cuts[j], self.cuts[j + 1] if j + 1 < len(self.cuts) else None)
 
     def _old(self, j: int, b: int) -> bool:
         """Whether reads of ``b`` in span ``j`` are constrained: made before the cut op, and not pinned."""
-        producer = self.program.buffers[b].producer
-        return producer is not None and producer < self.cuts[j] and b not in self.program.pinned
+        return self._before(b, self.cuts[j]) and b not in self.program.pinned
 
     def _before(self, b: int, t: int) -> bool:
         producer = self.program.buffers[b].producer
-        return producer is not None and producer < t
+        return producer is not None and self.order.before(producer, t)
 
     def _may_rerun(self, j: int, i: int) -> bool:
         op = self.program.ops[i]
-        return op.rerunnable and not (op.reads_mutated and self.cuts[j] >= self.program.boundary)
+        return op.rerunnable and not (op.reads_mutated and self.order.is_late(self.cuts[j]))
 
     def _columns(self) -> None:
         """A column per buffer and op that can matter, found from the last cut to the first."""
@@ -208,9 +216,9 @@ class _Model:
         size = program.buffers
         op = program.ops[t]
         left = self.budget - op.workspace_bytes - sum(size[b].bytes for b in op.outputs)
-        if t >= program.boundary:
+        if self.order.is_late(t):
             left -= program.late_bytes
-        else:
+        elif self.order.is_early(t):
             left -= sum(size[b].bytes for b in program.mutations if self._before(b, t))
         left -= sum(size[b].bytes for b in program.pinned if self._before(b, t))
         left -= sum(size[b].bytes for b in op.inputs if self._old(j, b))
