@@ -9,9 +9,11 @@ from typing import Any, Literal
 import torch
 
 from ebbflow.capture.ahead import capture
+from ebbflow.capture.cuda_notes import cuda_notes
 from ebbflow.capture.rules import loss_is_outside
 from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
+from ebbflow.cost.cuda_workspace import cublas_bytes
 from ebbflow.errors import UsageError
 from ebbflow.fit import require_module
 from ebbflow.frontier import Refusal, frontier
@@ -208,12 +210,13 @@ def capture_ahead(
     program, provenance = capture_program(
         model, args, kwargs or {}, machine=target, loss=loss, every_output=gradients == "all", name=name
     )
-    device = program.context["device"]
+    device = program.context["device"] if target is None else target.device
     granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
     to_come = future_state_bytes(optimizer) if optimizer is not None else 0
+    held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
     return AheadStep(
         program,
-        resident_bytes([model, args, kwargs, optimizer], granularity) + to_come,
+        resident_bytes([model, args, kwargs, optimizer], granularity) + to_come + held,
         reserve_bytes(model, device, verify=True),
         target,
         provenance,
@@ -254,6 +257,8 @@ def capture_program(
     """
     at_hand = machine is None or machine.name == "cpu"
     device = device_of([model, args]).replace("meta", "cpu")
+    # Tensors that are on the device planned for are traced as they are.
+    cuda = machine.compute_capability if machine is not None and device == "cpu" and machine.device == "cuda" else None
     context = device_context(device)
     granularity = machine.granularity_bytes if machine is not None else ALLOCATOR_GRANULARITY_BYTES[device]
     joint = capture(
@@ -266,6 +271,7 @@ def capture_program(
         loss=loss,
         every_output=every_output,
         here=at_hand,
+        cuda=cuda,
     )
     outside = {"loss": "outside the model: what it takes is not counted"} if loss_is_outside(joint) else {}
     if at_hand:
@@ -275,7 +281,8 @@ def capture_program(
     provenance = {
         "machine": machine.name,
         "costs": "roofline",
-        "estimate": f"captured on {device}, workspaces not counted; fit re-captures on the real device",
+        "estimate": f"captured on {device}; fit re-captures on the real device",
+        **(cuda_notes(joint.program, machine) if cuda is not None else {}),
         **outside,
     }
     return with_roofline_costs(joint.program, joint.calls, machine), provenance

@@ -51,6 +51,8 @@ class Machine:
         granularity_bytes: the allocator rounds every block up to a multiple of this.
         links: to slower tiers, by tier.
         sources: where each number is from.
+        capability: the compute capability of a CUDA device, ``"8.0"``; ``""`` for one of a custom machine that is not
+            told, which then counts as 8.0.
     """
 
     name: str
@@ -62,6 +64,13 @@ class Machine:
     granularity_bytes: int
     links: dict[str, Link] = field(default_factory=dict[str, Link])
     sources: dict[str, str] = field(default_factory=dict[str, str])
+    capability: str = ""
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor number of ``capability``."""
+        major, _, minor = (self.capability or "8.0").partition(".")
+        return int(major), int(minor or 0)
 
     def round_up(self, count: int) -> int:
         """``count`` bytes as this device's allocator takes them."""

@@ -100,8 +100,8 @@ def test_a_plan_as_text_says_what_its_status_means(graph: Path) -> None:
 
 
 def test_a_zoo_model_for_a_catalogue_machine() -> None:
-    data = last_json(run("plan", "zoo:mlp_chain", "--budget", "50%", "--size", 512, "--machine", "t4-16gb", "--json"))
-    assert data["case"] == "mlp_chain-64L-d64-b512"
+    data = last_json(run("plan", "zoo:mlp_chain", "--budget", "70%", "--size", 8192, "--machine", "t4-16gb", "--json"))
+    assert data["case"] == "mlp_chain-64L-d64-b8192"
     provenance = data["provenance"]
     assert isinstance(provenance, dict)
     assert provenance["machine"] == "t4-16gb"

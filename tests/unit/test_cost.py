@@ -210,6 +210,7 @@ def test_a_catalogue_machine_needs_no_measurement(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(attach, "profile_calls", never)
     case = gpt(1, GPTConfig(vocabulary=16, length=8, layers=1, width=8, heads=2))
-    plan = ebbflow.plan(case.model, case.args, budget="1MiB", machine="a100-80gb")
+    # cuBLAS and the proof of the first step hold 22 MiB on a card, whatever the model.
+    plan = ebbflow.plan(case.model, case.args, budget="24MiB", machine="a100-80gb")
     assert plan.provenance["costs"] == "roofline"
     assert plan.step_seconds > 0

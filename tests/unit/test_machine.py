@@ -35,7 +35,7 @@ def test_the_catalogue_has_exactly_the_documented_names() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_has_a_source(name: str) -> None:
     machine = machine_named(name)
-    wanted = set(NUMBERS)
+    wanted = {*NUMBERS, "capability"} if machine.device == "cuda" else set(NUMBERS)
     for tier in machine.links:
         wanted |= {f"links.{tier}.{what}" for what in ("bytes_per_second", "latency_seconds", "capacity_bytes")}
     assert set(machine.sources) == wanted
@@ -46,6 +46,18 @@ def test_every_number_has_a_source(name: str) -> None:
 def test_memory_is_a_little_below_the_name(name: str) -> None:
     nominal = int(name.rsplit("-", 1)[1].removesuffix("gb")) * 2**30
     assert 0.9 * nominal < machine_named(name).memory_bytes <= nominal
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_a_card_has_bfloat16_from_capability_8_on(name: str) -> None:
+    machine = machine_named(name)
+    assert machine.capability
+    assert ("bfloat16" in machine.flops) == (machine.compute_capability >= (8, 0))
+
+
+def test_a_custom_card_counts_as_capability_8() -> None:
+    assert dataclasses.replace(machine_named("h100-80gb"), capability="").compute_capability == (8, 0)
+    assert dataclasses.replace(machine_named("h100-80gb"), capability="12.1").compute_capability == (12, 1)
 
 
 @pytest.mark.parametrize("name", CUDA)

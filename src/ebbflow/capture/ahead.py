@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from ebbflow.capture.cuda_kernels import rename_stand_ins
 from ebbflow.capture.joint import Joint, read_joint
 from ebbflow.capture.trace import compile_step, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
@@ -26,12 +27,13 @@ class _Captured(EbbflowError):
 class _Reader:
     """A partitioner that reads the joint graph and stops there."""
 
-    def __init__(self, name: str, granularity_bytes: int, context: dict[str, str]) -> None:
-        self._settings = {"name": name, "granularity_bytes": granularity_bytes, "context": context}
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
         self.joint: Joint | None = None
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> NoReturn:
-        self.joint = read_joint(joint.graph, forward_output_count, **self._settings)  # type: ignore[arg-type]
+        rename_stand_ins(joint.graph)
+        self.joint = read_joint(joint.graph, forward_output_count, **self._settings)
         raise _Captured
 
     def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -51,6 +53,7 @@ def capture(
     loss: Callable[[Any], Any] | None = None,
     every_output: bool = False,
     here: bool = True,
+    cuda: tuple[int, int] | None = None,
 ) -> Joint:
     """The joint graph of one training call of ``model``; the model does not run.
 
@@ -65,12 +68,15 @@ def capture(
         every_output: whether outputs beside a scalar loss take gradients too.
         here: whether the step is for this machine: then single kernels run where torch's description of them is
             in doubt (``layouts.py``); else no memory is taken at all.
+        cuda: compute capability of the CUDA device that the step is for, where its tensors are on CPU: then it is
+            traced as on CUDA (``cuda_kernels.py``).
 
     Raises:
         CaptureError: if the call is not one graph.
     """
     model, args, kwargs, mode = _as_fake(model, args, dict(kwargs))
-    reader = _Reader(name, granularity_bytes, context)
+    target = None if cuda is None else "cuda"
+    reader = _Reader(name=name, granularity_bytes=granularity_bytes, context=context, target=target)
     step = compile_step(reader)
     plain = forward = type(model).forward
     if loss is not None:
@@ -78,7 +84,7 @@ def capture(
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return loss(plain(module, *args, **kwargs))
 
-    errors = translated_errors(model, forward, args, kwargs, here=here)
+    errors = translated_errors(model, forward, args, kwargs, here=here, cuda=cuda)
     with mode, torch.enable_grad(), contextlib.suppress(_Captured), errors:
         step(model, forward, args, kwargs, every_output)
     if reader.joint is None:

@@ -16,7 +16,7 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-__all__ = ["dropout_as_eager"]
+__all__ = ["dropout_as_eager", "kernels"]
 
 _aten = torch.ops.aten
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -36,7 +36,7 @@ def dropout_as_eager() -> Iterator[None]:
         # In place eager has no fused call on any device.
         return input.mul_(_noise(input, p)) if train and p != 0 and input.numel() else input
 
-    with _kernels(_aten.dropout.default, dropout), _kernels(_aten.dropout_.default, dropout_):
+    with kernels(_aten.dropout.default, dropout), kernels(_aten.dropout_.default, dropout_):
         yield
 
 
@@ -69,7 +69,7 @@ def _draw_bytes(input: torch.Tensor, keep: float) -> torch.Tensor:
 
 
 @contextmanager
-def _kernels(op: OpOverload, kernel: Callable[..., torch.Tensor]) -> Iterator[None]:
+def kernels(op: OpOverload, kernel: Callable[..., torch.Tensor]) -> Iterator[None]:
     """While open, ``kernel`` is what torch traces for ``op``."""
     before = dict(op.py_kernels)
     op.py_kernels.update(dict.fromkeys(_KEYS, kernel))

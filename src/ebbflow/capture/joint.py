@@ -92,6 +92,7 @@ class _Reader:
     graph: fx.Graph
     granularity_bytes: int
     live: set[fx.Node]
+    target: str | None
     resident_storages: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
     buffer_of_storage: dict[int, int] = field(default_factory=dict[int, int])
     buffers: list[Buffer] = field(default_factory=list[Buffer])
@@ -232,8 +233,8 @@ class _Reader:
                 inputs=tuple(sorted(inputs)),
                 outputs=tuple(outputs),
                 views=(self._call_text(node),),
-                state_bytes=generator_state_bytes(node) if draws_random(node) else 0,
-                rerunnable=is_rerunnable(node),
+                state_bytes=generator_state_bytes(node, self.target) if draws_random(node) else 0,
+                rerunnable=is_rerunnable(node, self.target),
                 reads_mutated=reads_mutated and not repeat,
                 repeat=str(repeat or ""),
                 once=RUNNING_STATISTICS if repeat else 0,
@@ -301,7 +302,13 @@ def _refuse_late_reads_of_mutated(ops: Sequence[Op]) -> None:
 
 
 def read_joint(
-    graph: fx.Graph, forward_output_count: int, *, name: str, granularity_bytes: int, context: dict[str, str]
+    graph: fx.Graph,
+    forward_output_count: int,
+    *,
+    name: str,
+    granularity_bytes: int,
+    context: dict[str, str],
+    target: str | None = None,
 ) -> Joint:
     """The program of a joint graph from AOTAutograd, without costs.
 
@@ -311,13 +318,14 @@ def read_joint(
         name: of the case.
         granularity_bytes: the device's allocator rounds blocks up to a multiple of this.
         context: what the program depends on besides its ops.
+        target: type of the device that the step is for, if it is not that of its tensors.
 
     Raises:
         CaptureError: for dynamic sizes and for ops whose memory cannot be followed; names op and line.
     """
     drop_ignored_reads(graph)
     fill_uninitialised(graph)
-    joint = _read(graph, forward_output_count, name, granularity_bytes, context)
+    joint = _read(graph, forward_output_count, name, granularity_bytes, context, target)
     program = joint.program
     new_values = [joint.outputs[p] for p in _updates(graph, forward_output_count)]
     held = set(program.forward_outputs) - set(joint.returned)
@@ -326,11 +334,16 @@ def read_joint(
     if not copied:
         return joint
     insert_copy_back(graph, copied, joint.op_nodes[program.boundary - 1])
-    return _read(graph, forward_output_count, name, granularity_bytes, context)
+    return _read(graph, forward_output_count, name, granularity_bytes, context, target)
 
 
 def _read(
-    graph: fx.Graph, forward_output_count: int, name: str, granularity_bytes: int, context: dict[str, str]
+    graph: fx.Graph,
+    forward_output_count: int,
+    name: str,
+    granularity_bytes: int,
+    context: dict[str, str],
+    target: str | None,
 ) -> Joint:
     outputs = tuple(pytree.tree_leaves(next(iter(graph.find_nodes(op="output"))).args))
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
@@ -339,7 +352,7 @@ def _read(
     updates = _updates(graph, forward_output_count)
     mutated = _mutated_placeholders(graph, updates.values())
     mutated_storages = frozenset(storage_key(n.meta["val"]) for n in mutated)
-    reader = _Reader(graph, granularity_bytes, live)
+    reader = _Reader(graph, granularity_bytes, live, target)
     for node in graph.nodes:
         if node.op == "placeholder":
             reader.placeholder(node)

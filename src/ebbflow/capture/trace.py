@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from ebbflow.capture.cuda_kernels import cuda_kernels
 from ebbflow.capture.dropout import dropout_as_eager
 from ebbflow.capture.layouts import true_layouts
 from ebbflow.capture.outputs import loss_only
@@ -109,8 +110,10 @@ def _messages() -> set[Any]:
 
 
 @contextmanager
-def capture_settings(here: bool) -> Iterator[None]:
+def capture_settings(here: bool, cuda: tuple[int, int] | None) -> Iterator[None]:
     """Settings under which a step is captured; ``here`` if it is for this machine, whose kernels may then be asked.
+
+    ``cuda`` is the compute capability of the CUDA device for which a step of CPU tensors is traced, if it is.
 
     ``donated_buffer`` would forbid ``retain_graph`` and boxed graphs do not need it; AOTAutograd's cache does not
     know our partitioner; an automatic dynamic shape has no bytes; without ``allow_rnn`` Dynamo refuses the recurrent
@@ -127,6 +130,7 @@ def capture_settings(here: bool) -> Iterator[None]:
         ),
         true_layouts() if here else nullcontext(),
         dropout_as_eager() if here else nullcontext(),
+        nullcontext() if cuda is None else cuda_kernels(cuda),
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
@@ -151,6 +155,7 @@ def translated_errors(
     *,
     runnable: bool = False,
     here: bool = True,
+    cuda: tuple[int, int] | None = None,
 ) -> Iterator[None]:
     """Turn Dynamo's errors into ours or the user's own.
 
@@ -161,6 +166,7 @@ def translated_errors(
         kwargs: keyword arguments.
         runnable: whether a call that fails may be run as it is, so that it fails in its own words.
         here: whether the step is for this machine, so that its kernels may be asked (``layouts.py``).
+        cuda: compute capability of the CUDA device for which CPU tensors are traced (``cuda_kernels.py``).
 
     Raises:
         EbbflowError: whatever our partitioner raised, unwrapped.
@@ -171,7 +177,7 @@ def translated_errors(
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
-        with capture_settings(here):
+        with capture_settings(here, cuda):
             yield
     except dynamo_errors.TorchDynamoException as error:
         ours = _ours_inside(error)

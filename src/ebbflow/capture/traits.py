@@ -32,6 +32,7 @@ _ATOMIC_ON_CUDA = (
     "replication_pad",
     "kthvalue",
     "median",
+    "attention_backward",
 )
 
 
@@ -76,12 +77,13 @@ def draws_random(node: fx.Node) -> bool:
     return True
 
 
-def generator_state_bytes(node: fx.Node) -> int:
-    """Bytes of the state that a replay of a random op needs: what the device's generator hands out."""
-    value = node.meta["val"]
-    first = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
+def generator_state_bytes(node: fx.Node, target: str | None = None) -> int:
+    """Bytes of the state that a replay of a random op needs: what the generator of ``target`` hands out.
+
+    ``target`` is a device type, ``None`` the device of the node's value.
+    """
     # CUDA hands out seed and offset (16 bytes, which its allocator never sees: the state tensor lies on the host).
-    return 16 if first.device.type == "cuda" else torch.default_generator.get_state().nbytes
+    return 16 if _runs_on_cuda(node, target) else torch.default_generator.get_state().nbytes
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -92,12 +94,21 @@ def has_effect(node: fx.Node) -> bool:
     return overload._schema.is_mutable or overload.namespace in _EFFECTS
 
 
-def is_rerunnable(node: fx.Node) -> bool:
-    """Whether a second run is allowed and gives the same bits on this device."""
+def _runs_on_cuda(node: fx.Node, target: str | None) -> bool:
+    if target is not None:
+        return target == "cuda"
+    value = node.meta["val"]
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(v.device.type == "cuda" for v in values if isinstance(v, torch.Tensor))
+
+
+def is_rerunnable(node: fx.Node, target: str | None = None) -> bool:
+    """Whether a second run is allowed and gives the same bits on ``target``.
+
+    ``target`` is a device type, ``None`` the device of the node's value.
+    """
     if has_effect(node):
         return False
-    value = node.meta["val"]
-    tensors = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, torch.Tensor)]
-    if all(t.device.type != "cuda" for t in tensors) or torch.are_deterministic_algorithms_enabled():
+    if not _runs_on_cuda(node, target) or torch.are_deterministic_algorithms_enabled():
         return True
     return not any(word in str(node.target) for word in _ATOMIC_ON_CUDA)

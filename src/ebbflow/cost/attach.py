@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call
+from ebbflow.cost.cuda_workspace import workspace_bytes
 from ebbflow.cost.profile import Cost, UnexpectedResult, profile_calls
 from ebbflow.cost.roofline import roofline_seconds
 from ebbflow.errors import CaptureError
@@ -88,5 +89,11 @@ def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult
 
 
 def with_roofline_costs(program: Program, calls: Sequence[Call], machine: Machine) -> Program:
-    """``program`` with seconds by roofline on ``machine``; workspaces are not known and taken as zero."""
-    return program.with_costs([roofline_seconds(call, machine) for call in calls], [0] * len(calls))
+    """``program`` with seconds by roofline on ``machine`` and, for CUDA, the workspaces that are known."""
+    costs: dict[str, tuple[float, int]] = {}
+    for call in calls:
+        if call.signature not in costs:
+            workspace = workspace_bytes(call, machine) if machine.device == "cuda" else 0
+            costs[call.signature] = roofline_seconds(call, machine), workspace
+    found = [costs[call.signature] for call in calls]
+    return program.with_costs([seconds for seconds, _ in found], [workspace for _, workspace in found])

@@ -16,8 +16,9 @@ def write_plan(plan: Plan, stream: TextIO) -> None:
     print(f"  status     {plan.status.value}", file=stream)
     if "costs" in facts:
         print(f"  costs      {facts['costs']} for {facts.get('machine', 'this machine')}{_kit(plan)}", file=stream)
-    if "estimate" in facts:
-        print(f"  estimate   {facts['estimate']}", file=stream)
+    for key in ("estimate", "mapped", "workspaces"):
+        if key in facts:
+            print(f"  {key:<10} {facts[key]}", file=stream)
 
 
 def _kit(plan: Plan) -> str:
