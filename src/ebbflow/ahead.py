@@ -281,6 +281,7 @@ def capture_program(
     provenance = {
         "machine": machine.name,
         "costs": "roofline",
+        **({"memory_bytes": str(machine.memory_bytes)} if machine.memory_bytes else {}),
         "estimate": f"captured on {device}; fit re-captures on the real device",
         **(cuda_notes(joint.program, machine) if cuda is not None else {}),
         **outside,

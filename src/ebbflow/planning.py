@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ebbflow.errors import BudgetError
 from ebbflow.legality import check
-from ebbflow.machine import Machine
+from ebbflow.machine import Machine, catalogue
 from ebbflow.plan import Plan
 from ebbflow.plan_cache import CachedAnswer, PlanCache
 from ebbflow.planners import Answer, Interrupt, Problem, Progress, Status, planner_named
@@ -117,6 +117,7 @@ def make_plan(
             resident=resident_bytes + reserve_bytes,
             floor_op=floor_op,
             planner=options.planner,
+            machine=options.machine,
         )
     # A planner may get below what the search for the smallest reached.
     smallest_above = min(smallest_above, simulate(program, answer.schedule).above_bytes)
@@ -181,8 +182,26 @@ def _cheapest(problem: Problem) -> Schedule | None:
     return timelines[min(fitting)[1]][1] if fitting else None
 
 
+def _machines_for(smallest: int, machine: Machine) -> str:
+    """Which machines of the catalogue hold ``smallest`` bytes, where the one planned for is too small itself."""
+    if not machine.memory_bytes or smallest <= machine.memory_bytes:
+        return ""
+    large = sorted((each.memory_bytes, name) for name, each in catalogue().items() if each.memory_bytes >= smallest)
+    which = ", ".join(name for _, name in large)
+    holding = f"of the catalogue, {which} would do" if large else "no machine of the catalogue has that much"
+    return f". {machine.name} has {format_bytes(machine.memory_bytes)}, which no plan fits; {holding}"
+
+
 def _budget_error(
-    program: Program, budget: int, *, floor: int, smallest: int, resident: int, floor_op: int, planner: str
+    program: Program,
+    budget: int,
+    *,
+    floor: int,
+    smallest: int,
+    resident: int,
+    floor_op: int,
+    planner: str,
+    machine: Machine | None,
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
     if budget >= smallest:
@@ -197,6 +216,7 @@ def _budget_error(
             f"{format_bytes(resident)} are resident before the step starts; no schedule of any kind stays below "
             f"{format_bytes(floor)}, which is pinned by {pin}. Use budget={smallest} or more "
             "(after ebbflow.unfit, where fit was called), or make the batch smaller"
+            + ("" if machine is None else _machines_for(smallest, machine))
         )
     return BudgetError(
         text,

@@ -22,6 +22,9 @@ from ebbflow.zoo import (
     fcn8,
     hf_gpt2,
     hf_t5,
+    llama_8b,
+    llama_70b,
+    llama_70b_lora,
     lstm_lm,
     mobilenet,
     nmt,
@@ -81,6 +84,16 @@ def test_sizes_that_torchvision_does_not_publish() -> None:
         assert parameters(lstm_lm()) == 10_000 * 650 + 2 * (8 * 650 * 650 + 8 * 650) + 651 * 10_000
 
 
+def test_llama_has_the_published_parameters() -> None:
+    with FakeTensorMode():
+        assert parameters(llama_8b(8)) == 8_030_261_248  # meta-llama/Meta-Llama-3-8B
+        assert parameters(llama_70b(8)) == 70_553_706_496  # meta-llama/Meta-Llama-3-70B
+        adapted = llama_70b_lora(8).model
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    # Hu et al. 2021: rank times inputs plus outputs, for queries and outputs 8192 wide, keys and values 1024.
+    assert trained == 80 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024))
+
+
 @needs_transformers
 def test_hugging_face_at_their_own_sizes() -> None:
     with FakeTensorMode():
@@ -102,7 +115,7 @@ def test_a_step_is_finite_and_reaches_every_parameter(name: str) -> None:
     loss.backward()
     for key, parameter in case.model.named_parameters():
         if not parameter.requires_grad:
-            assert (name, key) == ("fcn8", "up8.weight")
+            assert (name, key) == ("fcn8", "up8.weight") or (name == "llama_70b_lora" and "adapter" not in key)
             continue
         assert parameter.grad is not None, key
         assert torch.isfinite(parameter.grad).all(), key
@@ -115,7 +128,7 @@ def test_the_integer_is_the_batch(name: str) -> None:
         case = build(name, 3)
         tensors = [*case.args, *case.kwargs.values()]
         assert case.model.training
-        assert all(3 in tensor.shape[:2] for tensor in tensors)
+        assert all(3 in tensor.shape[:2] for tensor in tensors)  # or the length, where a preset has one sequence
         assert case.name.startswith(name)
 
 

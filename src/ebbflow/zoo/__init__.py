@@ -1,7 +1,8 @@
 """Models of the papers and of today, sized by arguments. ``zoo:NAME`` on the command line.
 
 Each entry of :data:`MODELS` is called with its batch, or with nothing for its default, and returns a case whose
-forward gives the loss. Everything is written here but ``hf_*``, which need ``pip install 'ebbflow[hf]'``.
+forward gives the loss; ``llama_8b``, ``llama_70b`` and ``llama_70b_lora`` have one sequence and take its length.
+Everything is written here but ``hf_*``, which need ``pip install 'ebbflow[hf]'``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ebbflow.zoo.densenet import DenseNet, densenet121
 from ebbflow.zoo.fcn import FCN8, fcn8
 from ebbflow.zoo.gpt import GPT, GPTConfig, gpt
 from ebbflow.zoo.hf import hf_bert, hf_gpt2, hf_llama, hf_t5
+from ebbflow.zoo.llama import Llama, LlamaSizes, llama, llama_8b, llama_70b, llama_70b_lora
 from ebbflow.zoo.lstm_lm import LSTMLanguageModel, lstm_lm
 from ebbflow.zoo.mlp_chain import MLPChain, mlp_chain
 from ebbflow.zoo.mobilenet import MobileNet, mobilenet
@@ -33,6 +35,8 @@ __all__ = [
     "DenseNet",
     "GPTConfig",
     "LSTMLanguageModel",
+    "Llama",
+    "LlamaSizes",
     "MLPChain",
     "MobileNet",
     "NMTConfig",
@@ -47,6 +51,10 @@ __all__ = [
     "hf_gpt2",
     "hf_llama",
     "hf_t5",
+    "llama",
+    "llama_8b",
+    "llama_70b",
+    "llama_70b_lora",
     "lstm_lm",
     "mlp_chain",
     "mobilenet",
@@ -62,9 +70,9 @@ __all__ = [
 
 
 class Model(Protocol):
-    """A function that makes a case of an int, its batch, or of nothing."""
+    """A function that makes a case of an int, its batch or its length, or of nothing."""
 
-    def __call__(self, batch: int = ..., /) -> Case: ...
+    def __call__(self, size: int = ..., /) -> Case: ...
 
 
 MODELS: dict[str, Model] = {
@@ -75,6 +83,10 @@ MODELS: dict[str, Model] = {
     "hf_gpt2": hf_gpt2,
     "hf_llama": hf_llama,
     "hf_t5": hf_t5,
+    "llama": llama,
+    "llama_8b": llama_8b,
+    "llama_70b": llama_70b,
+    "llama_70b_lora": llama_70b_lora,
     "lstm_lm": lstm_lm,
     "mlp_chain": mlp_chain,
     "mobilenet": mobilenet,
@@ -90,7 +102,7 @@ MODELS: dict[str, Model] = {
 
 
 def build(name: str, size: int | None = None) -> Case:
-    """The zoo's case ``name``; ``size`` is its batch, the default size if ``None``.
+    """The zoo's case ``name``; ``size`` is its batch or its length, the default size if ``None``.
 
     Raises:
         UsageError: if the zoo has no such model, listing those it has, or if a package that it needs is missing.

@@ -6,6 +6,7 @@ Peaks above the step's start are ten MiB and more, so that what a plan saves is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from ebbflow.case import Case
@@ -13,6 +14,7 @@ from ebbflow.zoo.densenet import densenet121
 from ebbflow.zoo.fcn import fcn8
 from ebbflow.zoo.gpt import GPTConfig, gpt
 from ebbflow.zoo.hf import hf_bert, hf_gpt2, hf_llama, hf_t5
+from ebbflow.zoo.llama import LlamaSizes, llama
 from ebbflow.zoo.lstm_lm import lstm_lm
 from ebbflow.zoo.mlp_chain import mlp_chain
 from ebbflow.zoo.mobilenet import mobilenet
@@ -24,6 +26,7 @@ from ebbflow.zoo.vgg import vgg16, vgg19
 
 __all__ = ["SMALL"]
 
+_LLAMA = LlamaSizes(vocabulary=512, layers=4, width=128, hidden=448, heads=4, key_heads=2)
 _GPT = GPTConfig(vocabulary=512, length=128, layers=6, width=128, heads=4, dropout=0.1)
 
 SMALL: dict[str, Callable[[], Case]] = {
@@ -34,6 +37,11 @@ SMALL: dict[str, Callable[[], Case]] = {
     "hf_gpt2": partial(hf_gpt2, 4, vocabulary=512, length=64, layers=6, width=128, heads=4),
     "hf_llama": partial(hf_llama, 4, vocabulary=512, length=64, layers=6, width=128, heads=4),
     "hf_t5": partial(hf_t5, 4, vocabulary=512, length=48, layers=4, width=128, heads=4),
+    "llama": partial(llama, 4, length=128, sizes=_LLAMA),
+    # The presets are this model at other sizes: one long sequence, more heads to a key, adapters.
+    "llama_8b": partial(llama, 1, length=512, sizes=_LLAMA),
+    "llama_70b": partial(llama, 1, length=512, sizes=replace(_LLAMA, heads=8)),
+    "llama_70b_lora": partial(llama, 1, length=512, sizes=replace(_LLAMA, heads=8, rank=4)),
     "lstm_lm": partial(lstm_lm, 32, vocabulary=1000, length=20, width=256),
     "mlp_chain": partial(mlp_chain, 1024, layers=48, width=64, dropout=0.1),
     "mobilenet": partial(mobilenet, 8, image=64, width=24, classes=10),
