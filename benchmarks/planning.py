@@ -2,8 +2,7 @@
 
     python benchmarks/planning.py [--quick] [--only NAME ...] [--graphs DIR] [--out benchmarks/results/planning.json]
 
-NAME is a question (fastsa, gap, graphs, scaling, small, warm) or part of ``question:case``. Every case runs in a
-process of its own.
+NAME is a question (QUESTIONS below) or part of ``question:case``. Every case runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from types import ModuleType
 
 from harness.graphs import take_graphs_option
 from harness.suite import main
-from questions import fastsa, gap, graphs, scaling, small, warm
+from questions import fastsa, gap, graphs, llama, scaling, small, warm
 
 QUESTIONS: dict[str, ModuleType] = {
     "gap": gap,
@@ -22,6 +21,7 @@ QUESTIONS: dict[str, ModuleType] = {
     "fastsa": fastsa,
     "scaling": scaling,
     "warm": warm,
+    "llama": llama,
 }
 MOST_SECONDS = 1800.0
 """For one case; a child that takes longer is ended and reported."""
