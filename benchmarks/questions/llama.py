@@ -35,7 +35,7 @@ MOST_SECONDS, MOST_GIB = 90.0, 4.0
 
 
 def _hugging_face(layers: int, width: int, hidden: int, heads: int) -> Case:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
         vocab_size=128_256,
@@ -48,8 +48,8 @@ def _hugging_face(layers: int, width: int, hidden: int, heads: int) -> Case:
         use_cache=False,
     )
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
-    return Case(model, kwargs={"input_ids": tokens, "labels": tokens})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return Case(model.train(), kwargs={"input_ids": tokens, "labels": tokens})
 
 
 MODELS: dict[str, Callable[[], Case]] = {

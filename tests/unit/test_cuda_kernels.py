@@ -24,6 +24,7 @@ from ebbflow.capture.cuda_notes import cpu_only_ops
 from ebbflow.capture.joint import Joint
 from ebbflow.capture.shapes import without_memory
 from ebbflow.case import Case
+from ebbflow.errors import CaptureError
 from ebbflow.legality import check
 from ebbflow.machine import machine_named
 from ebbflow.planners.keep_all import unplanned_schedule
@@ -336,6 +337,16 @@ def test_atomics_and_generators_are_those_of_cuda() -> None:
     assert ops["aten.native_dropout.default"].state_bytes == 16
     here = joint_of(F.relu, ((4, 4), SINGLE), capability=None)
     assert all(op.rerunnable for op in here.program.ops)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")  # as torch says too, on a build without CUDA
+def test_autocast_of_cuda_is_refused_where_it_would_do_nothing() -> None:
+    def autocast(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=BRAIN):
+            return linear(x)
+
+    with pytest.raises(CaptureError, match=r"autocast\('cuda'\).*model\.to\(torch\.bfloat16\)"):
+        joint_of(autocast, ((4, 4), SINGLE), modules=lambda: [nn.Linear(4, 4)])
 
 
 # -- whole models -------------------------------------------------------------------------------------------------

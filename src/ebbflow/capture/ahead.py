@@ -77,7 +77,7 @@ def capture(
     model, args, kwargs, mode = _as_fake(model, args, dict(kwargs))
     target = None if cuda is None else "cuda"
     reader = _Reader(name=name, granularity_bytes=granularity_bytes, context=context, target=target)
-    step = compile_step(reader)
+    step = compile_step(reader, elsewhere=cuda is not None)
     plain = forward = type(model).forward
     if loss is not None:
 

@@ -30,8 +30,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ebbflow.capture.cuda_attention import Attention, attention_as_on_cuda
 from ebbflow.capture.dropout import kernels
+from ebbflow.errors import CaptureError
 
-__all__ = ["cuda_kernels", "rename_stand_ins"]
+__all__ = ["cuda_kernels", "refuse_autocast", "rename_stand_ins"]
 
 _aten = torch.ops.aten
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
@@ -217,6 +218,22 @@ def rename_stand_ins(graph: fx.Graph) -> None:
     for stand_in, op in _NAMES.items():
         for node in graph.find_nodes(op="call_function", target=stand_in):
             node.target = op
+
+
+def refuse_autocast(graph: fx.GraphModule) -> None:
+    """Refuse Dynamo's ``graph`` if it turns on CUDA's autocast, which leaves tensors alone that are not on CUDA.
+
+    Raises:
+        CaptureError: with what would work.
+    """
+    for node in graph.graph.nodes:
+        if getattr(node.target, "__name__", "") == "_enter_autocast" and node.args[0] == "cuda":
+            raise CaptureError(
+                "the step turns on torch.autocast('cuda'), which does nothing to the CPU tensors that a step for a "
+                "machine elsewhere is captured with: its bytes would be those of the full width. For an estimate, "
+                "leave autocast out and give the model the narrow dtype (model.to(torch.bfloat16)); for the true step, "
+                "plan on a machine with a CUDA device"
+            )
 
 
 # -- 2: results ----------------------------------------------------------------------------------------------------

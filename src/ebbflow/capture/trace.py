@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from ebbflow.capture.cuda_kernels import cuda_kernels
+from ebbflow.capture.cuda_kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.dropout import dropout_as_eager
 from ebbflow.capture.layouts import true_layouts
 from ebbflow.capture.outputs import loss_only
@@ -77,12 +77,12 @@ def _no_inference_graph(graph: fx.GraphModule, _: Any) -> Any:
     )
 
 
-def compile_step(partitioner: Partitioner) -> Callable[..., Any]:
+def compile_step(partitioner: Partitioner, *, elsewhere: bool = False) -> Callable[..., Any]:
     """A function ``step(module, forward, args, kwargs, every_output)`` that captures at its first call.
 
     It runs what the partitioner returned, and gives the forward's outputs and those of them that were detached
     (``outputs.loss_only``) unless every output is to take gradients. The first call has to be made inside
-    :func:`translated_errors`.
+    :func:`translated_errors`. ``elsewhere`` tells that CPU tensors are traced for a CUDA device.
     """
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
@@ -97,6 +97,8 @@ def compile_step(partitioner: Partitioner) -> Callable[..., Any]:
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
         unroll_recurrent(graph)
+        if elsewhere:
+            refuse_autocast(graph)
         return planned(graph, inputs)
 
     return torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=False)
