@@ -194,8 +194,8 @@ def test_attention_makes_the_buffers_of_that_kernel(name: str) -> None:
     forward = FORWARD[kernel](q, k, k, *extra, call.dropout, call.causal)
     assert sizes(joint, FORWARD[kernel]) == rounded(forward)
     assert sizes(joint, BACKWARD[kernel]) == rounded((q, k, k))
-    random = [op.random for op in joint.program.ops if op.target == str(FORWARD[kernel])]
-    assert random == [call.dropout > 0]
+    random = [op.random for op in joint.program.ops if "attention" in op.target]
+    assert random == [call.dropout > 0, False]  # the backward is given what the forward drew from
 
 
 def test_logsumexp_of_the_efficient_kernel_is_padded() -> None:

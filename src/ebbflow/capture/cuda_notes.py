@@ -41,8 +41,6 @@ def cuda_notes(program: Program, machine: Machine) -> dict[str, str]:
     return {
         "mapped": f"traced as on CUDA {capability}: {', '.join(mapped) or 'no call differs'}; "
         + (f"{sum(kept.values())} ops keep their CPU form: {keep}" if kept else "0 ops keep their CPU form"),
-        "workspaces": (
-            f"cuBLAS {format_bytes(cublas)} resident, attention, embedding and indexing per op; " if cublas else ""
-        )
-        + f"not counted for {missing} convolutions, whose workspace cuDNN chooses",
+        "workspace": f"{format_bytes(cublas)} of cuBLAS resident; attention, embedding and indexing counted per op; "
+        f"cuDNN's not ({missing} convolutions)",
     }

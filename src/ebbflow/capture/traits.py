@@ -66,6 +66,8 @@ def draws_random(node: fx.Node) -> bool:
     overload = _overload(node)
     if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
         return False
+    if any(argument.name == "philox_seed" for argument in overload._schema.arguments):
+        return False  # a backward that is given what its forward drew from
     for position, argument in enumerate(overload._schema.arguments):
         if argument.name in _PROBABILITY_ARGUMENTS:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)

@@ -50,8 +50,9 @@ def _facts(found: Findings) -> list[str]:
         lines.append(
             _fact("costs", f"{found.provenance['costs']} for {found.provenance.get('machine', 'this machine')}")
         )
-    if "estimate" in found.provenance:
-        lines.append(_fact("estimate", found.provenance["estimate"]))
+    for key in ("estimate", "mapped", "workspace"):
+        if key in found.provenance:
+            lines.append(_fact(key, found.provenance[key]))
     for key, groups, text in (
         ("random", found.random, "{bytes} of generator state, so that reruns draw the same numbers"),
         ("run once", found.single_run, "{bytes} kept until their last reader, since {note}"),

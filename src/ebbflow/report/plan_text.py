@@ -19,7 +19,7 @@ def write_plan(plan: Plan, stream: TextIO) -> None:
         print(f"  costs      {facts['costs']} for {facts.get('machine', 'this machine')}{_kit(plan)}", file=stream)
     if "memory_bytes" in facts:
         print(f"  memory     {_room(plan)}", file=stream)
-    for key in ("estimate", "mapped", "workspaces"):
+    for key in ("estimate", "mapped", "workspace"):
         if key in facts:
             print(f"  {key:<10} {facts[key]}", file=stream)
 
