@@ -12,13 +12,14 @@ from types import ModuleType
 
 from harness.graphs import take_graphs_option
 from harness.suite import main
-from questions import fastsa, gap, graphs, llama, scaling, small, warm
+from questions import fastsa, gap, graphs, llama, revolve, scaling, small, warm
 
 QUESTIONS: dict[str, ModuleType] = {
     "gap": gap,
     "small": small,
     "graphs": graphs,
     "fastsa": fastsa,
+    "revolve": revolve,
     "scaling": scaling,
     "warm": warm,
     "llama": llama,

@@ -22,6 +22,7 @@ from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbflow.planners.interval_state import IntervalState, reruns_of
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.orders import CapturedOrder
+from ebbflow.planners.path_plan import start_from_paths
 from ebbflow.planners.smallest import smallest_of
 from ebbflow.planners.stand_in import StandIn, stand_in_of
 
@@ -49,6 +50,11 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     found = Found(problem)
+    start_from_paths(found)
+    if order is not None:
+        found.bound = None  # that bound is one for captured order
+    elif found.overhead <= (found.bound or 0.0) + PROVEN:
+        return checked(problem, found, {}, BOUND_CLASS)
     small = stand_in_of(problem.program)
     _from_stand_in(found, small, problem.effort // 20)
     found.tell("greedy")
@@ -115,7 +121,8 @@ def _cuts(found: Found, order: CapturedOrder | None) -> CutBound:
     """Bounds and start points of the cut relaxation, until one is proven optimal or the work is done."""
     problem = found.problem
     found.tell("cut relaxation")
-    cut = CutBound(0.0, False, 0)
+    least = found.bound or 0.0
+    cut = CutBound(least, False, 0)
     work = WORK * problem.effort // DEFAULT_EFFORT
     rounds = cut_bounds(
         problem.program,
@@ -127,6 +134,7 @@ def _cuts(found: Found, order: CapturedOrder | None) -> CutBound:
         order=order,
     )
     for cut in rounds:
+        cut = replace(cut, bound=max(cut.bound, least))
         found.bound = cut.bound
         if cut.reruns is not None:
             start_from(found, cut.reruns)

@@ -25,6 +25,7 @@ COST_RESOLUTION = 1e-9  # seconds are counted in this fraction of the step: inte
 NO_LIMIT = 1 << 62
 UNUSED = -(1 << 60)  # bytes of tree leaves that are no stage
 RERUNS_PER_OP = 8  # room for reruns; Revolve repeats a step about log(steps) times (Griewank & Walther 2000)
+MOST_ROOM = 1 << 16  # where a chain has one slot, each step reruns all below it: half the steps squared
 JOURNAL_ROWS = 1 << 17
 
 
@@ -161,7 +162,7 @@ def _memory(program: Program) -> Ints:
     header[L.H_OPS], header[L.H_RANDOM], header[L.H_FREE] = n, 1, -1
     header[L.H_WORK_LIMIT] = NO_LIMIT
     header[L.H_BOUNDARY], header[L.H_BETWEEN] = program.boundary, program.between_excess_bytes
-    room = RERUNS_PER_OP * n + 1024
+    room = max(RERUNS_PER_OP * n + 1024, min(n * n // 4, MOST_ROOM))
     tree_size = 1 << n.bit_length()
     journal_rows = JOURNAL_ROWS + 8 * n
     rows = np.zeros((n + 1, L.ROW), np.int64)
