@@ -6,7 +6,7 @@ import random
 
 from ebbflow.program import Buffer, Op, Program
 
-__all__ = ["random_chain", "unit_chain"]
+__all__ = ["mlp_chain", "random_chain", "unit_chain"]
 
 
 def unit_chain(stages: int) -> Program:
@@ -75,3 +75,33 @@ def random_chain(seed: int, most_layers: int = 3) -> Program:
     if buffers and any(b.producer is None for b in buffers):
         late = boundary
     return Program("random chain", tuple(ops), tuple(buffers), late, gradients=tuple(sorted(set(gradients))))
+
+
+def mlp_chain(layers: int) -> Program:
+    """Three forward ops a layer, as of a linear, a GELU and a dropout: the backward reads the first and the last.
+
+    Its three backward ops a layer pass the flow down, and make a gradient that takes an eighth of a state.
+    """
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+
+    def op(name: str, inputs: list[int], size: int) -> int:
+        buffers.append(Buffer(name, size, len(ops)))
+        ops.append(Op(name, name, tuple(sorted(inputs)), (len(buffers) - 1,), seconds=1.0))
+        return len(buffers) - 1
+
+    last: list[int] = []
+    layer: list[tuple[list[int], int]] = []
+    for _ in range(layers):
+        linear = op("linear", last, 8)
+        layer.append((last, linear))
+        last = [op("dropout", [op("gelu", [linear], 8)], 8)]
+    boundary = len(ops)
+    flow = op("loss_backward", last, 8)
+    gradients: list[int] = []
+    for below, linear in reversed(layer):
+        flow = op("gelu_backward", [flow, linear], 8)
+        arrived = flow
+        flow = op("flow", [arrived], 8)
+        gradients.append(op("weight", [arrived, *below], 1))
+    return Program("mlp", tuple(ops), tuple(buffers), boundary, gradients=(*gradients, flow))

@@ -20,6 +20,7 @@ from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 from oracle.brute_force import optimal_overhead
+from oracle.chains import mlp_chain
 from strategies import chain as chain_program
 from strategies import programs
 
@@ -116,6 +117,16 @@ def test_a_chain_program_is_planned_at_least_as_well_as_by_revolve(share: float)
     if theirs is not None:
         assert ours is not None
         assert overhead_of(program, ours) <= overhead_of(program, theirs) + 1e-9
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5, 0.3])
+def test_values_that_the_backward_does_not_read_are_not_held(share: float):
+    program = mlp_chain(24)
+    problem = Problem(program, int(share * unplanned_bytes(program)))
+    ours, best = chain(problem).schedule, auto(problem).schedule
+    assert ours is not None
+    assert best is not None
+    assert 1.0 + overhead_of(program, ours) <= 1.05 * (1.0 + overhead_of(program, best))
 
 
 def test_plans_are_reproducible():

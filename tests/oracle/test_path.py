@@ -18,7 +18,7 @@ from ebbflow.planners.path_plan import path_reruns, start_from_paths
 from ebbflow.program import Program
 from ebbflow.simulate import simulate
 from oracle.brute_force import optimal_overhead
-from oracle.chains import random_chain, unit_chain
+from oracle.chains import mlp_chain, random_chain, unit_chain
 from strategies import chain, programs
 
 
@@ -89,9 +89,11 @@ def test_revolves_plan_at_one_slot_has_room():
     assert len(answer.schedule.computes) == len(program.ops) + 1 + 100 * 99 // 2
 
 
-@pytest.mark.parametrize("times", [1.1, 1.3, 2.0, 3.0])
-def test_a_chain_with_gradients_is_planned_near_its_bound(times: float):
-    program = chain(40)
+@pytest.mark.parametrize(
+    ("program", "times"),
+    [(chain(40), times) for times in (1.1, 1.3, 2.0, 3.0)] + [(mlp_chain(24), times) for times in (1.3, 2.0, 3.0)],
+)
+def test_a_chain_with_gradients_is_planned_near_its_bound(program: Program, times: float):
     budget = int(times * floor_bytes(program)[0])
     answer = planner_named("auto")(Problem(program, budget, effort=500))
     assert answer.schedule is not None

@@ -37,7 +37,7 @@ __all__ = ["chain"]
 
 COST_UNITS = 1 << 40  # of the whole step: integers, so that plans are the same everywhere
 WIDTHS = (1, 2, 4)  # buffers of a state at most; each that gives other cuts is tried
-MOST_STEPS = 160  # beyond, neighbours are merged: the table grows with the cube of the steps
+MOST_STEPS = 200  # beyond, neighbours are merged: the table grows with the cube of the steps
 TABLE_WORK = 3e8  # inner iterations, about a second; sets the number of units
 UNITS, LEAST_UNITS = 240, 24
 BEYOND = 1.5  # of the budget: amounts of memory in the table, whose sizes are upper values
@@ -106,8 +106,8 @@ def _chain_of(program: Program, cuts: Sequence[int]) -> _Chain:
     ]
     starts = _starts(program, states, records)
     since = [0] * len(program.buffers)
-    for record in records:
-        for b in record:
+    for buffers in made:
+        for b in buffers:
             since[b] = _backward_read(program, b) + 1
     kept = [[_option(program, record, share) for share in SHARES] for record in records]
     sizes = _sizes(program, made, starts)
