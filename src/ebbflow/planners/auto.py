@@ -1,6 +1,7 @@
 """The default portfolio: a bound and a seed from the cut relaxation, greedy from several starts, local search.
 
-1. The unplanned step, if it fits: nothing is cheaper.
+1. The unplanned step, if it fits: nothing is cheaper. On chains the recurrence of ``path_bound``, as bound and start
+   point: it sees steps run several times, and on equal steps it is the optimum.
 2. On large programs with repeated blocks, the plan of a stand-in with few of them (``stand_in``).
    Greedy from the unplanned step otherwise, and from seeds: wins where recomputation chains make new peaks.
 3. The cut relaxation (``cut_bound``), cut by cut: a proven bound, and a start point each time, which wins where few
