@@ -97,7 +97,7 @@ def test_a_plan_carried_to_more_blocks_saves_as_much_per_block() -> None:
 
 
 def test_a_large_program_is_planned_from_its_stand_in() -> None:
-    program = with_blocks(repeats(layers(6)), 80).program
+    program = with_blocks(repeats(layers(6)), 140).program
     small = stand_in_of(program)
     assert small is not None
     assert len(small.program.ops) < len(program.ops) / 3
