@@ -12,7 +12,7 @@ from types import ModuleType
 
 from harness.graphs import take_graphs_option
 from harness.suite import main
-from questions import fastsa, gap, graphs, llama, revolve, scaling, small, warm
+from questions import buckets, fastsa, gap, graphs, llama, revolve, scaling, small, warm
 
 QUESTIONS: dict[str, ModuleType] = {
     "gap": gap,
@@ -22,6 +22,7 @@ QUESTIONS: dict[str, ModuleType] = {
     "revolve": revolve,
     "scaling": scaling,
     "warm": warm,
+    "buckets": buckets,
     "llama": llama,
 }
 MOST_SECONDS = 1800.0

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from ebbflow.buckets import Buckets
 from ebbflow.errors import UsageError
 from ebbflow.fitted import Fitted
 from ebbflow.plan import Plan
@@ -70,7 +71,7 @@ def fit(
     planner_named(planner)
     if gradients not in ("loss", "all"):
         raise UsageError(f'gradients={gradients!r} is neither "loss" nor "all"')
-    options = PlanningOptions(planner=planner, cache=PlanCache())
+    options = PlanningOptions(planner=planner, cache=PlanCache(), buckets=Buckets())
     if effort is not None:
         options = replace(options, effort=effort)
     given = budget if isinstance(budget, Plan) else None

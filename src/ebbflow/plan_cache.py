@@ -28,7 +28,7 @@ from ebbflow.planners.base import Answer, Problem, Status
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 
-__all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory"]
+__all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory", "share_of", "structure_of"]
 
 MOST_BYTES = 256 * 2**20
 NEAR = 2  # start points taken from each side of a budget
@@ -86,9 +86,9 @@ class PlanCache:
 
     def near(self, problem: Problem) -> list[Schedule]:
         """Schedules of programs of the same structure, those of the nearest budgets first as shares of the step."""
-        share = _share(problem.program, problem.above_budget_bytes)
+        share = share_of(problem.program, problem.above_budget_bytes)
         found: list[tuple[float, str, Schedule]] = []
-        for path in self._entries(f"{_structure(problem.program)}-*.json"):
+        for path in self._entries(f"{structure_of(problem.program)}-*.json"):
             data = _read(path)
             try:
                 if data is not None:
@@ -108,7 +108,7 @@ class PlanCache:
         data = {
             "schema": _SCHEMA,
             "key": key,
-            "share": _share(problem.program, problem.above_budget_bytes),
+            "share": share_of(problem.program, problem.above_budget_bytes),
             "status": answer.status.name,
             "bound": answer.bound,
             "bound_class": answer.bound_class,
@@ -140,7 +140,7 @@ class PlanCache:
             yield from sorted(self._directory.glob(pattern))
 
     def _path(self, program: Program, key: dict[str, str]) -> Path:
-        return self._directory / f"{_structure(program)}-{_digest(key)}.json"
+        return self._directory / f"{structure_of(program)}-{_digest(key)}.json"
 
 
 def plans_directory() -> Path:
@@ -160,14 +160,14 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
 
 
-def _structure(program: Program) -> str:
+def structure_of(program: Program) -> str:
     """Definition 1."""
     ops = [(op.target, op.inputs, op.outputs, op.once) for op in program.ops]
     ends = (program.boundary, program.forward_outputs, program.gradients, program.mutations, len(program.buffers))
     return _digest((ops, ends))
 
 
-def _share(program: Program, above_budget_bytes: int) -> float:
+def share_of(program: Program, above_budget_bytes: int) -> float:
     """The budget as a share of all that the step makes: comparable between programs of one structure."""
     return above_budget_bytes / max(sum(buffer.bytes for buffer in program.buffers), 1)
 

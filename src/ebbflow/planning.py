@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ebbflow.buckets import Buckets
 from ebbflow.errors import BudgetError
 from ebbflow.legality import check
 from ebbflow.machine import Machine, catalogue
@@ -21,7 +22,7 @@ from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 from ebbflow.units import Budget, format_bytes
 
-__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan"]
+__all__ = ["CACHED", "DEFAULT_EFFORT", "FITTED", "PlanningOptions", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,13 @@ class PlanningOptions:
     """Facts to record in the plan."""
     cache: PlanCache | None = None
     """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
+    buckets: Buckets | None = None
+    """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
+
+
+CACHED = "before, kept in the plan cache"
+FITTED = "for another shape, fitted to this one"
+"""What a plan's provenance says under ``planned`` where nothing was searched for."""
 
 
 def make_plan(
@@ -90,11 +98,12 @@ def make_plan(
         interrupt=interrupt,
         progress=options.progress,
     )
-    cached = None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
+    known, whence = _known(problem, options)
     provenance = options.provenance
-    if cached is not None:
-        answer, smallest_above = cached.answer, cached.smallest_above_bytes
-        provenance = {**provenance, "planned": "before, kept in the plan cache"}
+    smallest: Schedule | None = None
+    if known is not None:
+        answer, smallest_above = known.answer, known.smallest_above_bytes
+        provenance = {**provenance, "planned": whence}
     else:
         near = [] if options.cache is None else options.cache.near(problem)
         problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(program, each))))
@@ -102,7 +111,9 @@ def make_plan(
         answer = plan_with(problem) if asks_itself else None
         options.progress(Progress("looking for the smallest workable budget", _overhead(program, answer)))
         # The least workable budget is told to users: a time limit must not make it larger than it is.
-        smallest_above, smallest = smallest_of(program, interrupt=interrupt.without_limit())
+        smallest_above, smallest = _smallest_known(problem, options) or smallest_of(
+            program, interrupt=interrupt.without_limit()
+        )
         if above_budget >= smallest_above:
             problem = replace(problem, seeds=(*problem.seeds, smallest))
         answer = answer or plan_with(problem)
@@ -121,8 +132,10 @@ def make_plan(
         )
     # A planner may get below what the search for the smallest reached.
     smallest_above = min(smallest_above, simulate(program, answer.schedule).above_bytes)
-    if options.cache is not None and cached is None:
+    if options.cache is not None and known is None:
         options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
+    if options.buckets is not None and whence != FITTED:
+        options.buckets.learn(options.planner, problem, answer, smallest)
     return Plan(
         program=program,
         schedule=answer.schedule,
@@ -153,6 +166,19 @@ def _overhead(program: Program, answer: Answer | None) -> float | None:
     if answer is None or answer.schedule is None:
         return None
     return sum(program.ops[op].seconds for op in answer.schedule.computes if op is not None) / program.seconds - 1.0
+
+
+def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, str]:
+    """What needs no search, and where it comes from: this very problem's answer, or that of a bucket."""
+    cached = None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
+    if cached is not None:
+        return cached, CACHED
+    fitted = None if options.buckets is None else options.buckets.answer(options.planner, problem)
+    return fitted, "" if fitted is None else FITTED
+
+
+def _smallest_known(problem: Problem, options: PlanningOptions) -> tuple[int, Schedule] | None:
+    return None if options.buckets is None else options.buckets.smallest(problem)
 
 
 def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:

@@ -41,7 +41,7 @@ from ebbflow.planners.interval_state import IntervalState
 from ebbflow.planners.orders import CapturedOrder
 from ebbflow.program import Program
 
-__all__ = ["CutBound", "cut_bound", "cut_bounds"]
+__all__ = ["CutBound", "cut_bound", "cut_bounds", "quick_bound"]
 
 MIP_OPS = 3_000  # above, the linear relaxation: its knapsack rounding error vanishes at that size
 WORK = 300_000  # for all cuts together: one to two seconds
@@ -120,6 +120,16 @@ def cut_bound(program: Program, budget: int) -> CutBound:
     for each in cut_bounds(program, budget, Interrupt(), state=IntervalState(program)):
         best = each
     return best
+
+
+def quick_bound(program: Program, budget: int, interrupt: Interrupt, state: IntervalState) -> CutBound:
+    """The bound of the linear relaxation of one cut, at the unplanned step's peak; arguments as :func:`cut_bounds`."""
+    state.load([])
+    worst, stage = max((state.stage_bytes(t), -t) for t in range(len(program.ops)))
+    if worst <= budget:
+        return CutBound(0.0, False, 0)
+    solved = _Model(program, budget, [-stage]).solve(interrupt, WORK, math.inf, whole=False)
+    return CutBound(solved.bound, solved.infeasible, 1, solved.reruns)
 
 
 @dataclass(frozen=True)
@@ -253,15 +263,18 @@ class _Model:
             if self._old(j, b):
                 self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
 
-    def solve(self, interrupt: Interrupt, work: int, enough: float) -> _Solved:
-        """Bound and reruns of the model, within ``work``; a bound above ``enough``, an overhead, is not looked for."""
+    def solve(self, interrupt: Interrupt, work: int, enough: float, *, whole: bool = True) -> _Solved:
+        """Bound and reruns of the model, within ``work``; a bound above ``enough``, an overhead, is not looked for.
+
+        In whole numbers if ``whole`` and the program is not too large for that, else the linear relaxation.
+        """
         if self.hopeless:
             return _Solved(0.0, True, None)
         if not self.cost:
             return _Solved(0.0, False, [])
         import highspy  # imported where used: a native library of some megabytes
 
-        whole = len(self.program.ops) <= MIP_OPS
+        whole = whole and len(self.program.ops) <= MIP_OPS
         weight = max(len(self.row_lower), LEAST_ROWS if len(self.cuts) > 1 else 1)
         asked = 0
         solver = highspy.Highs()
