@@ -20,7 +20,8 @@ from ebbflow.cost.attach import with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.machine import Machine, machine_named
 from ebbflow.planners.keep_all import unplanned_schedule
-from ebbflow.planning import PlanningOptions, make_plan, smallest_of
+from ebbflow.planners.smallest import smallest_of
+from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.simulate import simulate
 from ebbflow.units import Budget
 from ebbflow.zoo import llama_8b, llama_70b

@@ -1,7 +1,8 @@
 """What is known about one fitted model, and how each of its training calls gets a plan.
 
 1. A call's *key* is what a plan depends on besides the model: its arguments, modes, autocast, threads. Each key
-   has one captured step, planned before anything of its first call runs.
+   has one captured step, planned before anything of its first call runs: from what other keys know (``buckets``),
+   or by a search. Of more than :data:`_MOST_STEPS`, the one used longest ago goes.
 2. A plan is made anew when it no longer holds: more is resident than it was made for (optimizer state, gradients,
    other forwards in flight), or something else has been learned about what happens between its two graphs.
 3. What happens *between* the graphs is learned from the first step: a loss outside the model is measured, another
@@ -36,6 +37,7 @@ from ebbflow.units import Budget, format_bytes
 
 __all__ = ["Fitted"]
 
+_MOST_STEPS = 256  # captured steps kept of one model: 5 to 20 MiB each of the process' own memory, not of the budget
 _MANY_CAPTURES = 8  # captures of one key after which it is said that something changes at every call
 
 
@@ -59,7 +61,7 @@ class Fitted:
         optimizer: whose state counts as resident.
         verify: whether first steps are proven and later ones measured.
         every_output: whether outputs beside a scalar loss take gradients too.
-        steps: per key, the step that ran last.
+        steps: per key, the step that ran last; the key used last comes last.
         last: the step that ran last.
     """
 
@@ -75,6 +77,7 @@ class Fitted:
     _between: dict[object, _Between] = field(default_factory=dict[object, _Between])
     _flights: dict[int, int] = field(default_factory=dict[int, int])
     _captures: dict[object, int] = field(default_factory=dict[object, int])
+    _forgot: bool = False
 
     def run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One training call of ``module``, planned."""
@@ -101,11 +104,28 @@ class Fitted:
             step = self._fresh(module, key, device, resident, flying)
             outputs = step(module, forward, args, kwargs)
         # Only a step that ran is kept: whatever failed on the way is tried afresh at the next call.
-        self.steps[key] = step
+        self._keep(key, step)
         self.last = step.step
         if flying:
             self._learn_overlap(step)
         return outputs
+
+    def _keep(self, key: object, step: CompiledStep) -> None:
+        self.steps.pop(key, None)
+        self.steps[key] = step
+        if len(self.steps) <= _MOST_STEPS:
+            return
+        oldest = next(iter(self.steps))
+        del self.steps[oldest]
+        self._captures.pop(oldest, None)
+        if not self._forgot:
+            self._forgot = True
+            warnings.warn(
+                f"{self.plain_class.__name__} has been called with more than {_MOST_STEPS} kinds of arguments; those "
+                "used longest ago are forgotten and captured again when they come back, which takes seconds. Round "
+                "lengths up to a multiple of 8 or so, where padding is possible",
+                stacklevel=4,
+            )
 
     def _fresh(self, module: torch.nn.Module, key: object, device: str, resident: int, flying: int) -> CompiledStep:
         self._captures[key] = self._captures.get(key, 0) + 1

@@ -28,7 +28,8 @@ from ebbflow.errors import CaptureError
 from ebbflow.legality import check
 from ebbflow.machine import machine_named
 from ebbflow.planners.keep_all import unplanned_schedule
-from ebbflow.planning import PlanningOptions, smallest_of
+from ebbflow.planners.smallest import smallest_of
+from ebbflow.planning import PlanningOptions
 from ebbflow.program import Program
 from ebbflow.simulate import simulate
 from ebbflow.units import Budget

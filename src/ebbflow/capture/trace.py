@@ -11,12 +11,14 @@ import itertools
 import logging
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import exc as dynamo_errors
 from torch._dynamo.backends.common import aot_autograd
@@ -37,7 +39,7 @@ from ebbflow.capture.outputs import loss_only
 from ebbflow.capture.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
 
-__all__ = ["Partitioner", "compile_step", "translated_errors"]
+__all__ = ["Partitioner", "compile_step", "forget_step", "translated_errors"]
 
 
 class Partitioner(Protocol):
@@ -83,14 +85,21 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False) -> Callab
     It runs what the partitioner returned, and gives the forward's outputs and those of them that were detached
     (``outputs.loss_only``) unless every output is to take gradients. The first call has to be made inside
     :func:`translated_errors`. ``elsewhere`` tells that CPU tensors are traced for a CUDA device.
+    The caller keeps the partitioner alive; Dynamo keeps backends for good.
     """
+    held = weakref.ref(partitioner)
+
+    def kept() -> Partitioner:
+        alive = held()
+        assert alive is not None, "the partitioner is gone"
+        return alive
 
     def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        return partitioner.partition(joint, num_fwd_outputs)
+        return kept().partition(joint, num_fwd_outputs)
 
     planned = aot_autograd(
-        fw_compiler=lambda graph, _: partitioner.forward_callable(graph),
-        bw_compiler=lambda graph, _: partitioner.backward_callable(graph),
+        fw_compiler=lambda graph, _: kept().forward_callable(graph),
+        bw_compiler=lambda graph, _: kept().backward_callable(graph),
         inference_compiler=_no_inference_graph,
         partition_fn=partition,
     )
@@ -102,6 +111,11 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False) -> Callab
         return planned(graph, inputs)
 
     return torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=False)
+
+
+def forget_step(step: Callable[..., Any]) -> None:
+    """Free what Dynamo keeps for a function of :func:`compile_step`, which it would keep until the process ends."""
+    reset_code(step._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
 
 
 def _messages() -> set[Any]:

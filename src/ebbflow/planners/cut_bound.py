@@ -128,7 +128,7 @@ def quick_bound(program: Program, budget: int, interrupt: Interrupt, state: Inte
     worst, stage = max((state.stage_bytes(t), -t) for t in range(len(program.ops)))
     if worst <= budget:
         return CutBound(0.0, False, 0)
-    solved = _Model(program, budget, [-stage]).solve(interrupt, WORK, math.inf, whole=False)
+    solved = _Model(program, budget, [-stage], CapturedOrder(program)).solve(interrupt, WORK, math.inf, whole=False)
     return CutBound(solved.bound, solved.infeasible, 1, solved.reruns)
 
 

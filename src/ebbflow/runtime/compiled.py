@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from ebbflow.capture.joint import Joint
 from ebbflow.capture.outputs import guarded
-from ebbflow.capture.trace import compile_step, translated_errors
+from ebbflow.capture.trace import compile_step, forget_step, translated_errors
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import CaptureError
 from ebbflow.plan import Plan
@@ -61,6 +62,7 @@ class CompiledStep:
         )
         self._every_output = every_output
         self._compiled = compile_step(self.step)
+        weakref.finalize(self, forget_step, self._compiled).atexit = False
         self._captured = False
 
     @property
