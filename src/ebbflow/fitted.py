@@ -2,7 +2,8 @@
 
 1. A call's *key* is what a plan depends on besides the model: its arguments, modes, autocast, threads. Each key
    has one captured step, planned before anything of its first call runs: from what other keys know (``buckets``),
-   or by a search. Of more than :data:`_MOST_STEPS`, the one used longest ago goes.
+   or by a search. Of more than :data:`_MOST_STEPS`, the one used longest ago goes. From the fifth shape of one kind
+   of call on, steps share a symbolic capture (``shapes``).
 2. A plan is made anew when it no longer holds: more is resident than it was made for (optimizer state, gradients,
    other forwards in flight), or something else has been learned about what happens between its two graphs.
 3. What happens *between* the graphs is learned from the first step: a loss outside the model is measured, another
@@ -24,7 +25,7 @@ from ebbflow.capture.joint import Joint
 from ebbflow.capture.rules import loss_is_outside
 from ebbflow.cost.attach import is_measured_form, with_measured_costs
 from ebbflow.cost.cache import device_context
-from ebbflow.errors import BudgetError, PlanMismatch
+from ebbflow.errors import BudgetError, CaptureError, PlanMismatch
 from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, start_bytes
 from ebbflow.plan import Plan
@@ -32,7 +33,9 @@ from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.program import Program
 from ebbflow.runtime.compiled import CompiledStep, StaleCapture
 from ebbflow.runtime.reserve import reserve_bytes
+from ebbflow.runtime.shared import SharedCapture
 from ebbflow.runtime.step import PlannedStep
+from ebbflow.shapes import Kinds
 from ebbflow.units import Budget, format_bytes
 
 __all__ = ["Fitted"]
@@ -78,6 +81,7 @@ class Fitted:
     _flights: dict[int, int] = field(default_factory=dict[int, int])
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
+    _kinds: Kinds = field(default_factory=Kinds)
 
     def run(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One training call of ``module``, planned."""
@@ -95,13 +99,21 @@ class Fitted:
                 stacklevel=3,
             )
         step = self.steps.get(key)
+        fresh = functools.partial(self._fresh, module, key, device, resident, flying)
         if step is None or not self._still_holds(step, resident, key):
-            step = self._fresh(module, key, device, resident, flying)
+            shared = (
+                None if self.given_plan is not None else self._kinds.capture_for(_modes(module, device), args, kwargs)
+            )
+            step = fresh(shared=shared)
         forward = self.plain_class.forward
         try:
             outputs = step(module, forward, args, kwargs)
-        except StaleCapture:
-            step = self._fresh(module, key, device, resident, flying)
+        except CaptureError as error:
+            if step.shared is not None and step.step.forward_calls == 0:
+                self._kinds.failed(step.shared)
+            elif not isinstance(error, StaleCapture):
+                raise
+            step = fresh()
             outputs = step(module, forward, args, kwargs)
         # Only a step that ran is kept: whatever failed on the way is tried afresh at the next call.
         self._keep(key, step)
@@ -127,7 +139,16 @@ class Fitted:
                 stacklevel=4,
             )
 
-    def _fresh(self, module: torch.nn.Module, key: object, device: str, resident: int, flying: int) -> CompiledStep:
+    def _fresh(
+        self,
+        module: torch.nn.Module,
+        key: object,
+        device: str,
+        resident: int,
+        flying: int,
+        *,
+        shared: SharedCapture | None = None,
+    ) -> CompiledStep:
         self._captures[key] = self._captures.get(key, 0) + 1
         if self._captures[key] == _MANY_CAPTURES:
             warnings.warn(
@@ -145,6 +166,7 @@ class Fitted:
             every_output=self.every_output,
             between=None if key in self._between else functools.partial(self._learn_between, key),
             flights=self._flights,
+            shared=shared,
         )
 
     def _still_holds(self, step: CompiledStep, resident: int, key: object) -> bool:
@@ -234,8 +256,12 @@ def _key(module: torch.nn.Module, device: str, args: Any, kwargs: Any) -> object
             parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
         else:
             parts.append((type(leaf).__qualname__, repr(leaf)))
-    modes = (module.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    return (tuple(parts), str(spec), modes, torch.get_num_threads())
+    return (tuple(parts), str(spec), _modes(module, device))
+
+
+def _modes(module: torch.nn.Module, device: str) -> object:
+    autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    return (module.training, *autocast, torch.get_num_threads())
 
 
 def _given(plan: Plan, program: Program, context: dict[str, str], resident: int, reserve: int) -> Plan:

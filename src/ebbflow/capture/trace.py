@@ -39,7 +39,7 @@ from ebbflow.capture.outputs import loss_only
 from ebbflow.capture.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
 
-__all__ = ["Partitioner", "compile_step", "forget_step", "translated_errors"]
+__all__ = ["Partitioner", "capture_settings", "compile_step", "forget_step", "translated_errors"]
 
 
 class Partitioner(Protocol):
@@ -79,13 +79,18 @@ def _no_inference_graph(graph: fx.GraphModule, _: Any) -> Any:
     )
 
 
-def compile_step(partitioner: Partitioner, *, elsewhere: bool = False) -> Callable[..., Any]:
+def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic: bool = False) -> Callable[..., Any]:
     """A function ``step(module, forward, args, kwargs, every_output)`` that captures at its first call.
 
     It runs what the partitioner returned, and gives the forward's outputs and those of them that were detached
     (``outputs.loss_only``) unless every output is to take gradients. The first call has to be made inside
-    :func:`translated_errors`. ``elsewhere`` tells that CPU tensors are traced for a CUDA device.
-    The caller keeps the partitioner alive; Dynamo keeps backends for good.
+    :func:`translated_errors`. The caller keeps the partitioner alive; Dynamo keeps backends for good.
+
+    Args:
+        partitioner: what makes the two graphs.
+        elsewhere: whether CPU tensors are traced for a CUDA device.
+        symbolic: whether sizes that are marked as changing (``torch._dynamo.maybe_mark_dynamic``) are symbols;
+            all others are numbers.
     """
     held = weakref.ref(partitioner)
 
@@ -110,7 +115,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False) -> Callab
             refuse_autocast(graph)
         return planned(graph, inputs)
 
-    return torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=False)
+    return torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
 
 
 def forget_step(step: Callable[..., Any]) -> None:

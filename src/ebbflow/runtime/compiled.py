@@ -14,6 +14,7 @@ from ebbflow.capture.trace import compile_step, forget_step, translated_errors
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import CaptureError
 from ebbflow.plan import Plan
+from ebbflow.runtime.shared import SharedCapture
 from ebbflow.runtime.step import PlannedStep
 
 __all__ = ["ALLOCATOR_GRANULARITY_BYTES", "CompiledStep", "StaleCapture"]
@@ -37,6 +38,7 @@ class CompiledStep:
         every_output: whether outputs beside a scalar loss take gradients too.
         between: told what user code takes between the two graphs, where the loss is outside (``BetweenGauge``).
         flights: bytes that forwards keep whose backward has not come; shared by all steps of a model.
+        shared: a symbolic capture that serves this signature too; ``None`` for a capture of its own.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class CompiledStep:
         every_output: bool = False,
         between: Callable[[int, int], None] | None = None,
         flights: dict[int, int] | None = None,
+        shared: SharedCapture | None = None,
     ) -> None:
         self.step = PlannedStep(
             planner,
@@ -61,9 +64,13 @@ class CompiledStep:
             flights=flights if flights is not None else {},
         )
         self._every_output = every_output
-        self._compiled = compile_step(self.step)
-        weakref.finalize(self, forget_step, self._compiled).atexit = False
+        self.shared = shared
         self._captured = False
+        if shared is None:
+            self._compiled = compile_step(self.step)
+            weakref.finalize(self, forget_step, self._compiled).atexit = False
+        else:
+            self._compiled = shared.running(self.step)
 
     @property
     def plan(self) -> Plan | None:
@@ -83,7 +90,7 @@ class CompiledStep:
         calls = self.step.forward_calls
         self.step.before_forward(module)
         try:
-            if self._captured:
+            if self._captured or (self.shared is not None and self.shared.captured):
                 # The step holds one program: Dynamo must not compile another one into it behind our back.
                 with torch.compiler.set_stance("fail_on_recompile"):
                     outputs, detached = self._compiled(module, forward, args, kwargs, self._every_output)
@@ -91,6 +98,8 @@ class CompiledStep:
                 with translated_errors(module, forward, args, kwargs, runnable=True):
                     outputs, detached = self._compiled(module, forward, args, kwargs, self._every_output)
                 self._captured = True
+                if self.shared is not None:
+                    self.shared.captured = True
         except BaseException as error:
             self.step.abandon()
             if self.step.forward_calls == calls and "fail_on_recompile" in str(error):

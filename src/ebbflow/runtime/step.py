@@ -31,7 +31,7 @@ from ebbflow.runtime.fingerprint import Fingerprints, with_fingerprints
 from ebbflow.schedule import Boundary, Compute, Free
 from ebbflow.units import format_bytes, format_percent
 
-__all__ = ["PlannedStep"]
+__all__ = ["PlannedStep", "boxed"]
 
 # A measured peak that is further from the prediction than this is worth a word (DESIGN: 0.1 % on CPU, 1 % on CUDA).
 _TOLERANCE = {"cpu": 0.001, "cuda": 0.01}
@@ -121,11 +121,11 @@ class PlannedStep:
 
     def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Runs the forward."""
-        return _boxed(self._forward)
+        return boxed(self.run_forward)
 
     def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Runs the backward."""
-        return _boxed(self._backward)
+        return boxed(self.run_backward)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -165,7 +165,8 @@ class PlannedStep:
         if self._between is not None:
             self._between.end()
 
-    def _forward(self, args: list[Any]) -> Any:
+    def run_forward(self, args: list[Any]) -> Any:
+        """The forward's outputs, then what the backward gets; empties ``args``."""
         self.forward_calls += 1
         assert self._plain is not None
         if not self._to_verify:
@@ -184,7 +185,8 @@ class PlannedStep:
             self._fingerprints.restart()
         return self._checked[0](args)
 
-    def _backward(self, args: list[Any]) -> Any:
+    def run_backward(self, args: list[Any]) -> Any:
+        """One gradient per primal, of what the forward saved and the tangents; empties ``args``."""
         if len(self._flights) == 1:
             # With several it cannot be told whose backward this is; they end with their graphs.
             self._land(next(iter(self._flights)))
@@ -272,7 +274,7 @@ def _gauged(gauge: StepGauge, function: Callable[[list[Any]], Any], args: list[A
         gauge.end()
 
 
-def _boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """``function`` as AOTAutograd wants it: told by ``_boxed_call`` that it takes one list and empties it."""
 
     def run(args: list[Any]) -> Any:

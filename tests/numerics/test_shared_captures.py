@@ -1,0 +1,234 @@
+"""From the fifth shape on a symbolic capture serves: the same program, plan and bits as a capture of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow import fitted as fitted_module
+from ebbflow.capture.ahead import capture
+from ebbflow.errors import BudgetError
+from ebbflow.fit import step_of
+from ebbflow.runtime import shared
+from ebbflow.shapes import MOST_FAILURES, OWN_CAPTURES
+from ebbflow.zoo import GPTConfig, gpt
+
+LENGTHS = (9, 12, 15, 18, 21, 24, 10, 30)
+
+
+class Model(nn.Module):
+    """Embeds tokens, draws, counts its calls; returns the loss beside what made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 32)
+        self.up = nn.ModuleList(nn.Linear(32, 96) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(96, 32) for _ in range(4))
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale = 1.0
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.add_(1.0)
+        x = self.embed(tokens)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + self.drop(down(torch.tanh(up(x))))
+        return (x * self.scale).square().mean(), x
+
+
+class Transposed(Model):
+    """Batch norm over a transposed tensor, whose strides torch describes otherwise than the kernel gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, x = super().forward(tokens)
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2).reshape(-1, 32)
+        return x.square().mean(), x
+
+
+class Branching(Model):
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, x = super().forward(tokens)
+        return (loss * 2.0, x) if tokens.shape[1] > 20 else (loss, x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.cells = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, _ = self.cells(self.embed(tokens))
+        return x.square().mean(), x
+
+
+def tokens(length: int, batch: int = 16) -> torch.Tensor:
+    return torch.arange(batch * length).reshape(batch, length) % 32
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(x.numel())
+    loss, output = model(x)
+    loss.backward()
+    found = [loss.detach(), output.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    return [each.clone() for each in (*found, *model.buffers())]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def twins(kind: type[nn.Module] = Model, budget: str | int = "85%") -> tuple[nn.Module, nn.Module]:
+    model = kind()
+    return ebbflow.fit(copy.deepcopy(model), budget, effort=2_000), model
+
+
+@pytest.fixture
+def own_captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Per captured step that ran or was tried, whether it was to have a capture of its own."""
+    made: list[bool] = []
+
+    class Counting(fitted_module.CompiledStep):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+            made.append(self.shared is None)
+
+    monkeypatch.setattr(fitted_module, "CompiledStep", Counting)
+    return made
+
+
+def test_many_shapes_take_few_captures_and_keep_their_bits(own_captures: list[bool]) -> None:
+    model, plain = twins()
+    for _ in range(3):
+        for length in LENGTHS:
+            assert equal(step(model, tokens(length)), step(plain, tokens(length))), length
+            ran = step_of(model)
+            assert ran is not None
+            assert ran.plan is not None
+            assert ran.plan.overhead > 0
+            assert ran.verified_buffers > 0
+    assert own_captures == [True] * OWN_CAPTURES + [False] * (len(LENGTHS) - OWN_CAPTURES)
+
+
+@pytest.mark.parametrize("batch", [3, 4])
+def test_what_is_written_out_is_the_program_of_a_capture_of_its_own(batch: int) -> None:
+    case = gpt(4, GPTConfig(vocabulary=64, length=40, layers=2, width=32, heads=2, dropout=0.1))
+    inputs, targets = case.args
+    model = ebbflow.fit(case.model, "90%", effort=500)
+    for length in LENGTHS:
+        args = inputs[:batch, :length].contiguous(), targets[:batch, :length].contiguous()
+        model(*args).backward()
+        model.zero_grad()
+        plan = ebbflow.plan_of(model)
+        assert plan is not None
+        exact = capture(case.model, args, {}, name="own", granularity_bytes=1, context={}).program
+        ours = plan.program
+        for one, other in zip(ours.ops, exact.ops, strict=True):
+            assert (one.target, one.inputs, one.outputs, one.signature) == (
+                (other.target, other.inputs, other.outputs, other.signature)
+            )
+            assert (one.state_bytes, one.rerunnable, one.reads_mutated) == (
+                (other.state_bytes, other.rerunnable, other.reads_mutated)
+            )
+        assert [b.bytes for b in ours.buffers] == [b.bytes for b in exact.buffers]
+        assert (ours.boundary, ours.forward_outputs, ours.gradients, ours.mutations) == (
+            (exact.boundary, exact.forward_outputs, exact.gradients, exact.mutations)
+        )
+
+
+def test_batch_and_length_may_change_together(own_captures: list[bool]) -> None:
+    model, plain = twins()
+    for batch, length in ((16, 9), (16, 12), (12, 15), (14, 18), (15, 21), (16, 16), (17, 24), (20, 30)):
+        assert equal(step(model, tokens(length, batch)), step(plain, tokens(length, batch)))
+    assert own_captures.count(True) < len(own_captures)
+
+
+def test_a_size_of_one_has_a_capture_of_its_own(own_captures: list[bool]) -> None:
+    model, plain = twins(budget="150%")
+    for length in (*LENGTHS[:6], 1, 30):
+        assert equal(step(model, tokens(length)), step(plain, tokens(length)))
+    assert own_captures == [True] * OWN_CAPTURES + [False, False, True, False]
+
+
+@pytest.mark.parametrize("kind", [Branching, Recurrent, Transposed])
+def test_where_the_symbolic_graph_does_not_hold_a_capture_of_its_own_does(
+    kind: type[nn.Module], own_captures: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = (9, 12, 15, 21, 18, 24, 10, 30, 19, 28)
+    model, _ = twins(kind, budget="150%")
+    alone = ebbflow.fit(copy.deepcopy(model), "150%", effort=2_000)
+    ours = [step(model, tokens(length)) for length in lengths]
+    assert own_captures.count(False) >= 1, "nothing was tried"
+    if kind is not Branching:
+        assert own_captures.count(False) == MOST_FAILURES
+    monkeypatch.setattr("ebbflow.shapes.OWN_CAPTURES", 100)
+    for length, one in zip(lengths, ours, strict=True):
+        assert equal(one, step(alone, tokens(length))), length
+
+
+def test_an_attribute_that_changes_is_another_step() -> None:
+    model, plain = twins()
+    for length in LENGTHS:
+        assert equal(step(model, tokens(length)), step(plain, tokens(length)))
+    model.scale = plain.scale = 3.0  # type: ignore[assignment]
+    for length in (LENGTHS[-1], 27, LENGTHS[0]):
+        assert equal(step(model, tokens(length)), step(plain, tokens(length)))
+
+
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
+def test_backwards_of_several_shapes_find_their_own_forwards() -> None:
+    model, plain = twins(budget="300%")
+    for length in LENGTHS:
+        step(model, tokens(length))
+        step(plain, tokens(length))
+    both: list[list[torch.Tensor]] = []
+    for each in (model, plain):
+        torch.manual_seed(7)
+        losses = [each(tokens(length))[0] for length in (21, 24, 30)]
+        for loss in (losses[1], losses[2], losses[0]):
+            loss.backward()
+        both.append([p.grad for p in each.parameters()])  # type: ignore[misc]
+    assert equal(both[0], both[1])
+
+
+def test_a_refused_shape_leaves_the_capture_to_the_others() -> None:
+    smallest = ebbflow.plan(Model(), (tokens(24),), budget="1000%").smallest_bytes
+    model, plain = twins(budget=smallest + 40_000)
+    for length in LENGTHS[:6]:
+        assert equal(step(model, tokens(length)), step(plain, tokens(length)))
+    with pytest.raises(BudgetError):
+        model(tokens(96))
+    for length in (11, 24, 9):
+        assert equal(step(model, tokens(length)), step(plain, tokens(length)))
+
+
+def test_a_graph_that_reads_otherwise_at_other_sizes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = twins()
+    written: Callable[..., object] = shared.at_sizes
+    for length in LENGTHS[:6]:
+        step(model, tokens(length))
+        step(plain, tokens(length))
+
+    def elsewhere(joint: torch.fx.GraphModule, sizes: dict[str, int]) -> object:
+        for node in joint.graph.nodes:  # as if torch had described a kernel's strides wrongly
+            value = node.meta.get("val")
+            if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dim() == 2:
+                node.meta["val"] = value.t()
+        return written(joint, sizes)
+
+    monkeypatch.setattr(shared, "at_sizes", elsewhere)
+    assert equal(step(model, tokens(27)), step(plain, tokens(27)))
+    ran = step_of(model)
+    assert ran is not None
+    assert ran.verified_buffers > 0
