@@ -131,7 +131,7 @@ def _messages() -> set[Any]:
 
 
 @contextmanager
-def capture_settings(here: bool, cuda: tuple[int, int] | None) -> Iterator[None]:
+def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterator[None]:
     """Settings under which a step is captured; ``here`` if it is for this machine, whose kernels may then be asked.
 
     ``cuda`` is the compute capability of the CUDA device for which a step of CPU tensors is traced, if it is.
