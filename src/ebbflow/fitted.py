@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ebbflow.capture.joint import Joint
 from ebbflow.capture.rules import loss_is_outside
+from ebbflow.capture.sizes import NotAtTheseSizes
 from ebbflow.cost.attach import is_measured_form, with_measured_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import BudgetError, CaptureError, PlanMismatch
@@ -109,8 +110,9 @@ class Fitted:
         try:
             outputs = step(module, forward, args, kwargs)
         except CaptureError as error:
-            if step.shared is not None and step.step.forward_calls == 0:
-                self._kinds.failed(step.shared)
+            shared, elsewhere = step.shared, isinstance(error, StaleCapture | NotAtTheseSizes)
+            if shared is not None and step.step.forward_calls == 0 and (elsewhere or not shared.captured):
+                self._kinds.failed(shared)
             elif not isinstance(error, StaleCapture):
                 raise
             step = fresh()
