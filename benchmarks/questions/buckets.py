@@ -16,8 +16,8 @@ import torch
 import ebbflow
 from ebbflow import planning
 from ebbflow.fit import step_of
+from ebbflow.kinds import OWN_CAPTURES
 from ebbflow.planning import PlanningOptions, make_plan
-from ebbflow.shapes import OWN_CAPTURES
 from ebbflow.zoo import GPTConfig, gpt
 from ebbflow.zoo.hf import hf_t5
 from harness.record import Row, at_most, holds

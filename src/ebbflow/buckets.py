@@ -23,7 +23,7 @@ from ebbflow.planners.keep_all import unplanned_schedule
 from ebbflow.planners.reuse import fitted_to, gap_of
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
-from ebbflow.simulate import simulate
+from ebbflow.simulate import overhead_of, simulate
 
 __all__ = ["WASTE", "Buckets"]
 
@@ -113,9 +113,8 @@ class Buckets:
             self._least[structure] = (smallest, simulate(program, smallest).above_bytes / floor)
         if planner != PLANNER or schedule == unplanned_schedule(program):
             return
-        overhead = simulate(program, schedule).seconds / program.seconds - 1 if program.seconds else 0.0
         depth = share_of(program, problem.above_budget_bytes)
-        self._buckets.append(_Bucket(structure, schedule, depth, gap_of(problem, overhead)))
+        self._buckets.append(_Bucket(structure, schedule, depth, gap_of(problem, overhead_of(program, schedule))))
         del self._buckets[:-MOST]
 
     def _least_of(self, structure: str) -> list[Schedule]:

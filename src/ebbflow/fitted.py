@@ -3,7 +3,7 @@
 1. A call's *key* is what a plan depends on besides the model: its arguments, modes, autocast, threads. Each key
    has one captured step, planned before anything of its first call runs: from what other keys know (``buckets``),
    or by a search. Of more than :data:`_MOST_STEPS`, the one used longest ago goes. From the fifth shape of one kind
-   of call on, steps share a symbolic capture (``shapes``).
+   of call on, steps share a symbolic capture (``kinds``).
 2. A plan is made anew when it no longer holds: more is resident than it was made for (optimizer state, gradients,
    other forwards in flight), or something else has been learned about what happens between its two graphs.
 3. What happens *between* the graphs is learned from the first step: a loss outside the model is measured, another
@@ -27,6 +27,7 @@ from ebbflow.capture.sizes import NotAtTheseSizes
 from ebbflow.cost.attach import is_measured_form, with_measured_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import BudgetError, CaptureError, PlanMismatch
+from ebbflow.kinds import Kinds
 from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, start_bytes
 from ebbflow.plan import Plan
@@ -36,7 +37,6 @@ from ebbflow.runtime.compiled import CompiledStep, StaleCapture
 from ebbflow.runtime.reserve import reserve_bytes
 from ebbflow.runtime.shared import SharedCapture
 from ebbflow.runtime.step import PlannedStep
-from ebbflow.shapes import Kinds
 from ebbflow.units import Budget, format_bytes
 
 __all__ = ["Fitted"]

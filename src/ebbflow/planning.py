@@ -12,14 +12,14 @@ from ebbflow.legality import check
 from ebbflow.machine import Machine, catalogue
 from ebbflow.plan import Plan
 from ebbflow.plan_cache import CachedAnswer, PlanCache
-from ebbflow.planners import Answer, Interrupt, Problem, Progress, Status, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
+from ebbflow.planners.base import DEFAULT_EFFORT, finds_smallest, silent
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.keep_all import unplanned_schedule
 from ebbflow.planners.smallest import smallest_of
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
-from ebbflow.simulate import simulate
+from ebbflow.simulate import overhead_of, simulate
 from ebbflow.units import Budget, format_bytes
 
 __all__ = ["CACHED", "DEFAULT_EFFORT", "FITTED", "PlanningOptions", "make_plan"]
@@ -107,9 +107,9 @@ def make_plan(
     else:
         near = [] if options.cache is None else options.cache.near(problem)
         problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(program, each))))
-        asks_itself = options.planner == "auto"  # and only where the budget is deep, so that plans come sooner
-        answer = plan_with(problem) if asks_itself else None
-        options.progress(Progress("looking for the smallest workable budget", _overhead(program, answer)))
+        answer = plan_with(problem) if finds_smallest(options.planner) else None  # so that plans come sooner
+        best = None if answer is None or answer.schedule is None else overhead_of(program, answer.schedule)
+        options.progress(Progress("looking for the smallest workable budget", best))
         # The least workable budget is told to users: a time limit must not make it larger than it is.
         smallest_above, smallest = _smallest_known(problem, options) or smallest_of(
             program, interrupt=interrupt.without_limit()
@@ -159,13 +159,6 @@ def make_plan(
             "seed": str(options.seed),
         },
     )
-
-
-def _overhead(program: Program, answer: Answer | None) -> float | None:
-    """Of an answer's schedule, if there is one: a schedule that moves nothing takes the time of its computes."""
-    if answer is None or answer.schedule is None:
-        return None
-    return sum(program.ops[op].seconds for op in answer.schedule.computes if op is not None) / program.seconds - 1.0
 
 
 def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, str]:

@@ -26,7 +26,7 @@ from ebbflow.machine import Machine
 from ebbflow.program import Program
 from ebbflow.schedule import Boundary, Compute, Free, Offload, Reload, Schedule, kept_outputs
 
-__all__ = ["Timeline", "simulate"]
+__all__ = ["Timeline", "overhead_of", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,12 @@ def simulate(program: Program, schedule: Schedule, machine: Machine | None = Non
         for tier, row in tiers.items():
             row[index] = bytes_simulation.tiers.get(tier, 0)
     return Timeline(live, peak, start, end, bytes_simulation.runs, tiers)
+
+
+def overhead_of(program: Program, schedule: Schedule) -> float:
+    """The time that a schedule without transfers adds, as a share of the unplanned step: that of its reruns."""
+    computes = sum(program.ops[op].seconds for op in schedule.computes if op is not None)
+    return computes / program.seconds - 1.0 if program.seconds else 0.0
 
 
 class _Bytes:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import ebbflow
 from ebbflow.errors import CaptureError, UsageError
+from ebbflow.fit import step_of
 
 Loss = Callable[[Any], torch.Tensor]
 CLASSES = 512
@@ -204,3 +205,29 @@ def test_verify_starts_from_all_outputs_where_there_is_no_loss() -> None:
     assert seen.differences == seen.eager_differences == ()
     assert abs(seen.prediction_error) < 1e-3
     assert seen.within_budget
+
+
+@pytest.mark.parametrize("returned", ["view", "view and result", "view of a view"])
+def test_a_view_of_a_result_may_be_returned(returned: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            h = self.linear(x).tanh()
+            return {"view": h.t(), "view and result": (h.t(), h), "view of a view": h.t()[1:].reshape(7, 2, 2)}[
+                returned
+            ]
+
+    plain = Model()
+    model = ebbflow.fit(copy.deepcopy(plain), "1MiB", effort=100)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for each in (model, plain):
+            output = each(x)
+            (output[0].sum() if isinstance(output, tuple) else output.square().sum()).backward()
+    step = step_of(model)
+    assert step is not None
+    assert step.verified_buffers > 0
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

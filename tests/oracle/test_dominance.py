@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ebbflow.planners import Interrupt, Problem, missing_extra, planner_named, planner_names
 from ebbflow.planners.keep_all import unplanned_schedule
-from ebbflow.planners.smallest import smallest_schedule
+from ebbflow.planners.smallest import smallest_of, smallest_schedule
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
@@ -65,6 +65,13 @@ def test_a_larger_budget_never_costs_more(program: Program, shares: list[float])
         overhead = simulate(program, answer.schedule).seconds / program.seconds - 1.0
         assert overhead <= before + 1e-9
         seeds, before = (*seeds, answer.schedule), overhead
+
+
+@given(program=programs(max_ops=30))
+def test_the_smallest_known_budget_always_has_a_plan(program: Program) -> None:
+    smallest, _ = smallest_of(program)
+    for name in ("auto", "auto_free"):
+        assert planner_named(name)(Problem(program, smallest, effort=0)).schedule is not None, name
 
 
 def test_every_extra_that_is_asked_for_is_there() -> None:

@@ -22,8 +22,7 @@ from ebbflow.legality import check
 from ebbflow.planners import _sequence as Q
 from ebbflow.planners._jit import Ints, Words
 from ebbflow.planners._layout import H_ADD, H_RANDOM, H_TOP, H_TREE_SIZE
-from ebbflow.planners.auto import FREE_CLASS as BOUND_CLASS
-from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
+from ebbflow.planners.base import FREE_ORDER, Answer, Problem, Progress, Status, planner
 from ebbflow.planners.greedy import PROVEN, assert_within, greedy
 from ebbflow.planners.interval_state import COST_RESOLUTION
 from ebbflow.planners.keep_all import keep_all, unplanned_schedule
@@ -239,10 +238,10 @@ def _answer(problem: Problem, sequence: RunSequence) -> Answer:
     interrupted = bool(problem.interrupt)
     if sequence.best_overhead == float("inf"):
         status = Status.TIME_LIMIT if interrupted else Status.INFEASIBLE
-        return Answer(status, None, bound_class=BOUND_CLASS, notes=notes)
+        return Answer(status, None, bound_class=FREE_ORDER, notes=notes)
     schedule = Schedule.from_computes(problem.program, sequence.best_order())
     assert_within(problem, schedule)
     if sequence.best_overhead <= PROVEN:  # no schedule runs less than every op once
-        return Answer(Status.OPTIMAL, schedule, bound=0.0, bound_class=BOUND_CLASS, notes=notes)
+        return Answer(Status.OPTIMAL, schedule, bound=0.0, bound_class=FREE_ORDER, notes=notes)
     status = Status.TIME_LIMIT if interrupted else Status.FEASIBLE
-    return Answer(status, schedule, bound_class=BOUND_CLASS, notes=notes)
+    return Answer(status, schedule, bound_class=FREE_ORDER, notes=notes)

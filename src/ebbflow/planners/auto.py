@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Problem, Status, planner, silent
+from ebbflow.planners.base import DEFAULT_EFFORT, FREE_ORDER, PROGRAM_ORDER, Answer, Problem, Status, planner, silent
 from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
 from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbflow.planners.interval_state import IntervalState, reruns_of
@@ -25,22 +25,20 @@ from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.orders import CapturedOrder
 from ebbflow.planners.path_plan import start_from_paths
 from ebbflow.planners.smallest import smallest_of
-from ebbflow.planners.stand_in import StandIn, stand_in_of
+from ebbflow.planners.stand_in import LARGE_OPS, StandIn, stand_in_of
 
-__all__ = ["BOUND_CLASS", "FREE_CLASS", "auto", "portfolio"]
+__all__ = ["auto", "portfolio"]
 
-BOUND_CLASS = "order: program, tiers: none"
-FREE_CLASS = "order: free, tiers: none"
 FULL_EFFORT_OPS = 750  # up to this many ops each unit of effort is a move; beyond, in inverse proportion
 ROUNDS = 4  # of annealing, each from the best: reheating finds more than one slow cooling does
 CLOSE = 1e-3  # gap at which rounds end
 LAST_TOUCH = 16  # share of the effort for the one round where the gap is that small before it
 GAIN, NEAR = 0.02, 0.05  # a round that closes less of the gap is the last, where the gap is that share of the overhead
-LARGE, PROMISING = 3_000, 1.5  # ops, and times the overhead of what is known: see _start_if_promising
+PROMISING = 1.5  # times the overhead of what is known: see _start_if_promising
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
 
 
-@planner("auto")
+@planner("auto", finds_smallest=True)
 def auto(problem: Problem) -> Answer:
     """The best of several starts, improved within the effort, with a proven bound."""
     return portfolio(problem)
@@ -55,7 +53,7 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     if order is not None:
         found.bound = None  # that bound is one for captured order
     elif found.overhead <= (found.bound or 0.0) + PROVEN:
-        return checked(problem, found, {}, BOUND_CLASS)
+        return checked(problem, found, {}, PROGRAM_ORDER)
     small = stand_in_of(problem.program)
     _from_stand_in(found, small, problem.effort // 20)
     found.tell("greedy")
@@ -68,7 +66,8 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     deep = found.reruns is None or found.overhead - cut.bound > DEEP_OVERHEAD
     if deep and not problem.interrupt:
         found.descend(effort // 2, problem.seed)
-    if not (cut.infeasible or problem.interrupt) and found.overhead - cut.bound > NEAR * found.overhead:
+    far = found.reruns is None or found.overhead - cut.bound > NEAR * found.overhead
+    if far and not (cut.infeasible or problem.interrupt):
         _from_stand_in(found, small, problem.effort)
         _from_smallest(found)
     for turn in range(ROUNDS):
@@ -78,7 +77,7 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         if gap <= CLOSE or (gap <= NEAR * found.overhead and gap > (1.0 - GAIN) * before):
             break
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
-    return checked(problem, found, notes, BOUND_CLASS if order is None else FREE_CLASS)
+    return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
 
 
 def _start_if_promising(found: Found, reruns: list[tuple[int, int]]) -> None:
@@ -86,7 +85,7 @@ def _start_if_promising(found: Found, reruns: list[tuple[int, int]]) -> None:
 
     Cleaning up takes longest where most is rerun, and the schedule of least memory is such a start.
     """
-    if len(found.problem.program.ops) >= LARGE:
+    if len(found.problem.program.ops) >= LARGE_OPS:
         found.state.load(reruns)
         fits = found.state.peak_bytes <= found.problem.above_budget_bytes
         if fits and found.state.overhead > PROMISING * found.overhead:

@@ -14,14 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ebbflow.planners.anneal import HOT, OVER, WARM, RunSequence, search
-from ebbflow.planners.auto import FREE_CLASS, portfolio
-from ebbflow.planners.base import Answer, Problem, Status, planner
+from ebbflow.planners.auto import portfolio
+from ebbflow.planners.base import FREE_ORDER, Answer, Problem, Status, planner
 from ebbflow.planners.greedy import PROVEN, Found, assert_within, start_from
 from ebbflow.planners.interval_state import IntervalState, reruns_of
 from ebbflow.planners.keep_all import keep_all, unplanned_schedule
 from ebbflow.planners.orders import FreeOrder, Reordered, first_runs, reorder
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
+from ebbflow.simulate import overhead_of, simulate
 
 __all__ = ["auto_free"]
 
@@ -44,7 +45,7 @@ class _Best:
         """Take a schedule if it is cheaper."""
         if schedule is None:
             return
-        overhead = _overhead(self.problem.program, schedule)
+        overhead = overhead_of(self.problem.program, schedule)
         if overhead < self.overhead:
             self.schedule, self.overhead = schedule, overhead
 
@@ -54,7 +55,7 @@ class _Best:
         return self.overhead <= self.bound + PROVEN
 
 
-@planner("auto_free")
+@planner("auto_free", finds_smallest=True)
 def auto_free(problem: Problem) -> Answer:
     """The best of captured order and of orders found, with a bound over all orders."""
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
@@ -62,7 +63,7 @@ def auto_free(problem: Problem) -> Answer:
     program = problem.program
     best = _Best(problem)
     for schedule in problem.seeds:
-        if not _exceeds(problem, schedule):
+        if simulate(program, schedule).above_bytes <= problem.above_budget_bytes:
             best.offer(schedule)
     captured = _planned(replace(problem, effort=round(FIRST_SHARE * problem.effort)), program)
     best.bound = captured.bound or 0.0
@@ -129,21 +130,12 @@ def _scheduled(program: Program, sequence: RunSequence) -> Schedule | None:
     return Schedule.from_computes(program, sequence.best_order()) if sequence.best_overhead < float("inf") else None
 
 
-def _overhead(program: Program, schedule: Schedule) -> float:
-    return sum(program.ops[op].seconds for op in schedule.computes if op is not None) / program.seconds - 1.0
-
-
-def _exceeds(problem: Problem, schedule: Schedule) -> bool:
-    sequence = RunSequence(problem.program, problem.above_budget_bytes)
-    return not sequence.load(schedule.computes) or sequence.peak_bytes > problem.above_budget_bytes
-
-
 def _answer(best: _Best) -> Answer:
     """The best schedule, after simulator and legality checker have agreed to it."""
     stopped = bool(best.problem.interrupt)
     if best.schedule is None:
         status = Status.TIME_LIMIT if stopped else Status.INFEASIBLE
-        return Answer(status, None, bound=best.bound, bound_class=FREE_CLASS)
+        return Answer(status, None, bound=best.bound, bound_class=FREE_ORDER)
     assert_within(best.problem, best.schedule)
     status = Status.OPTIMAL if best.proven else Status.TIME_LIMIT if stopped else Status.FEASIBLE
-    return Answer(status, best.schedule, bound=best.bound, bound_class=FREE_CLASS)
+    return Answer(status, best.schedule, bound=best.bound, bound_class=FREE_ORDER)

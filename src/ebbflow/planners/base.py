@@ -23,12 +23,15 @@ from ebbflow.schedule import Schedule
 
 __all__ = [
     "DEFAULT_EFFORT",
+    "FREE_ORDER",
+    "PROGRAM_ORDER",
     "Answer",
     "Interrupt",
     "Planner",
     "Problem",
     "Progress",
     "Status",
+    "finds_smallest",
     "missing_extra",
     "planner",
     "planner_named",
@@ -39,6 +42,12 @@ __all__ = [
 
 DEFAULT_EFFORT = 20_000
 """Local-search moves a planner may try, about a second on a 600-op program; solvers' work goes with it."""
+
+
+PROGRAM_ORDER = "order: program, tiers: none"
+"""Bound class: all schedules that recompute, copies live whenever that helps, first runs in captured order."""
+FREE_ORDER = "order: free, tiers: none"
+"""Bound class: likewise, first runs in any legal order."""
 
 
 class Status(enum.Enum):
@@ -156,7 +165,7 @@ class Answer:
         status: how it ended.
         schedule: ``None`` exactly if no schedule within the budget was found.
         bound: proven lower bound on the overhead at this budget, or ``None`` if the planner proves none.
-        bound_class: the class in which ``bound`` holds, e.g. ``"order: program, tiers: none"``.
+        bound_class: the class of schedules in which ``bound`` holds, as :data:`PROGRAM_ORDER`.
         notes: facts for the plan's provenance.
     """
 
@@ -170,16 +179,29 @@ class Answer:
 Planner = Callable[[Problem], Answer]
 _REGISTRY: dict[str, Planner] = {}
 _NEEDS: dict[str, tuple[str, str]] = {}  # per planner that needs an extra: a module of it, and the extra's name
+_FIND_SMALLEST: set[str] = set()
 
 
-def planner(name: str, *, module: str = "", extra: str = "") -> Callable[[Planner], Planner]:
-    """Register a planner under ``name``; one that needs an extra of this package names it and a module of it."""
+def planner(
+    name: str, *, module: str = "", extra: str = "", finds_smallest: bool = False
+) -> Callable[[Planner], Planner]:
+    """Register a planner.
+
+    Args:
+        name: what ``planner=`` calls it.
+        module: one that it imports and that may not be installed.
+        extra: of this package, which installs ``module``.
+        finds_smallest: whether it looks for the schedule of least memory itself where the budget is deep; others
+            are given that schedule as a seed.
+    """
 
     def register(function: Planner) -> Planner:
         assert name not in _REGISTRY, f"two planners are named {name}"
         _REGISTRY[name] = function
         if module:
             _NEEDS[name] = (module, extra)
+        if finds_smallest:
+            _FIND_SMALLEST.add(name)
         return function
 
     return register
@@ -188,6 +210,11 @@ def planner(name: str, *, module: str = "", extra: str = "") -> Callable[[Planne
 def planner_names() -> list[str]:
     """Names that ``planner=`` knows."""
     return sorted(_REGISTRY)
+
+
+def finds_smallest(name: str) -> bool:
+    """Whether planner ``name`` needs no seed to find a plan at the smallest workable budget."""
+    return name in _FIND_SMALLEST
 
 
 def missing_extra(name: str) -> str:

@@ -46,8 +46,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ebbflow.planners.auto import BOUND_CLASS
-from ebbflow.planners.base import Answer, Planner, Problem, Status
+from ebbflow.planners.base import PROGRAM_ORDER, Answer, Planner, Problem, Status
 from ebbflow.planners.greedy import assert_within
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.program import Buffer, Op, Program
@@ -139,7 +138,7 @@ def planned_coarse(planner: Planner, problem: Problem, reduction: Coarse) -> Ans
     answer = planner(replace(problem, program=reduction.program, seeds=()))
     notes = answer.notes | {"coarse ops": str(len(reduction.program.ops))}
     bound_class = answer.bound_class
-    if bound_class and not (reduction.keeps_optimum and bound_class == BOUND_CLASS):
+    if bound_class and not (reduction.keeps_optimum and bound_class == PROGRAM_ORDER):
         bound_class += ", ops: grouped"
     if answer.schedule is None:
         return replace(answer, bound_class=bound_class, notes=notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ebbflow.planners.base import Answer, Problem, Status, planner
+from ebbflow.planners.base import PROGRAM_ORDER, Answer, Problem, Status, planner
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
@@ -23,4 +23,4 @@ def keep_all(problem: Problem) -> Answer:
     schedule = unplanned_schedule(problem.program)
     if simulate(problem.program, schedule).above_bytes > problem.above_budget_bytes:
         return Answer(Status.INFEASIBLE, None)
-    return Answer(Status.OPTIMAL, schedule, bound=0.0, bound_class="order: program, tiers: none")
+    return Answer(Status.OPTIMAL, schedule, bound=0.0, bound_class=PROGRAM_ORDER)

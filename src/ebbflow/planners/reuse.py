@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbflow.planners.auto import BOUND_CLASS, FULL_EFFORT_OPS
-from ebbflow.planners.base import Answer, Problem, Status
+from ebbflow.planners.auto import FULL_EFFORT_OPS
+from ebbflow.planners.base import PROGRAM_ORDER, Answer, Problem, Status
 from ebbflow.planners.cut_bound import quick_bound
 from ebbflow.planners.greedy import Found, checked, seeds_of, start_from
 from ebbflow.planners.keep_all import keep_all
@@ -48,7 +48,7 @@ def fitted_to(problem: Problem, most_gap: float) -> Answer | None:
             found.anneal(moves // part, problem.seed + turn)
     if found.reruns is None or found.overhead - quick.bound > most_gap or problem.interrupt:
         return None
-    return checked(problem, found, {"moves": str(moves)}, BOUND_CLASS)
+    return checked(problem, found, {"moves": str(moves)}, PROGRAM_ORDER)
 
 
 def gap_of(problem: Problem, overhead: float) -> float:

@@ -15,13 +15,11 @@ from ebbflow.planners.repeats import Repeats, Tiled, carry, find_repeats, with_b
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 
-__all__ = ["StandIn", "stand_in_of"]
+__all__ = ["LARGE_OPS", "StandIn", "stand_in_of"]
 
-LEAST_OPS = 3_000  # of a program that gets a stand-in: below, searching it directly takes about as long
+LARGE_OPS = 3_000  # of a program that gets a stand-in: below, searching it directly takes about as long
 OPS = 600  # wanted of a stand-in: as many as a search covers in a second
 LEAST_BLOCKS = 8
-
-
 FEWER = 3  # how many times fewer blocks a stand-in has at least
 EDGE = 2  # blocks at either end that stand for themselves
 
@@ -62,7 +60,7 @@ class StandIn:
 
 def stand_in_of(program: Program) -> StandIn | None:
     """A stand-in; ``None`` for programs that are small, or have too few repeated blocks."""
-    if len(program.ops) < LEAST_OPS:
+    if len(program.ops) < LARGE_OPS:
         return None
     whole = find_repeats(program)
     if whole is None:

@@ -5,13 +5,13 @@
    planned, lowered, proven and verified, with nothing symbolic left.
 2. What torch guards are the conditions under which the symbolic graph is the step. A shape that breaks one has a
    capture of its own; so has one at which the graph cannot be written out.
-3. Forwards and backwards of different shapes may interleave: a forward saves the number of its step beside its
-   tensors, in the place of a size, and the backward finds the step by it.
+3. Forwards and backwards of different shapes may interleave: a forward saves its step beside its tensors, in the
+   place of a size, and the backward finds it there. A step lives as long as a backward may come to it, though its
+   shape be planned anew or forgotten meanwhile.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +27,19 @@ from ebbflow.runtime.step import PlannedStep, boxed
 
 __all__ = ["SharedCapture"]
 
-_numbers = itertools.count(1)
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
+
+
+class _Saved(int):
+    """A step in the place of a size: autograd's node keeps it as it keeps a size, until the node ends."""
+
+    step: PlannedStep
+
+    @classmethod
+    def of(cls, step: PlannedStep) -> _Saved:
+        saved = cls(2)
+        saved.step = step
+        return saved
 
 
 class SharedCapture:
@@ -44,8 +55,6 @@ class SharedCapture:
         self._joint: fx.GraphModule | None = None
         self._forward_output_count = 0
         self._current: PlannedStep | None = None
-        self._steps: weakref.WeakValueDictionary[int, PlannedStep] = weakref.WeakValueDictionary()
-        self._number_of: weakref.WeakKeyDictionary[PlannedStep, int] = weakref.WeakKeyDictionary()
         self.captured = False
         weakref.finalize(self, forget_step, self._compiled).atexit = False
 
@@ -91,23 +100,20 @@ class SharedCapture:
         hints = {node.name: int(node.meta["val"].node.hint) for node in symbols}
         forward, backward = self._written(self._current, hints)
         primals = [n for n in joint.graph.find_nodes(op="placeholder")]
-        return _numbered(forward, backward, primals.index(symbols[0]), symbols[0].meta["val"])
+        return _with_step(forward, backward, primals.index(symbols[0]), symbols[0].meta["val"])
 
     def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Runs the forward of the current step."""
         return boxed(self._forward)
 
     def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        """Runs the backward of the step whose number comes first."""
+        """Runs the backward of the step that comes first."""
         return boxed(self._backward)
 
     def _written(self, step: PlannedStep, sizes: Mapping[str, int]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan and lower ``step`` at these sizes."""
         assert self._joint is not None
-        graphs = step.partition(at_sizes(self._joint, sizes), self._forward_output_count)
-        number = next(_numbers)
-        self._steps[number], self._number_of[step] = step, number
-        return graphs
+        return step.partition(at_sizes(self._joint, sizes), self._forward_output_count)
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -120,16 +126,17 @@ class SharedCapture:
             sizes = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, int)}
             with capture_settings(here=True):
                 self._written(step, sizes)
-        return (*step.run_forward(args), self._number_of[step])
+        return (*step.run_forward(args), _Saved.of(step))
 
     def _backward(self, args: list[Any]) -> Any:
-        return self._steps[args.pop(0)].run_backward(args)
+        saved: _Saved = args.pop(0)
+        return saved.step.run_backward(args)
 
 
-def _numbered(
+def _with_step(
     forward: fx.GraphModule, backward: fx.GraphModule, size_input: int, size: torch.SymInt
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Copies of the two graphs in which a size is saved as well: the place of the step's number (definition 3)."""
+    """Copies of the two graphs in which a size is saved as well: the place of the step (definition 3)."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     returned = graph.graph_copy(forward.graph, copies)
@@ -137,6 +144,6 @@ def _numbered(
     place.meta["val"] = size
     graph.output((*returned, place))  # type: ignore[misc]
     late = fx.Graph()
-    late.placeholder("ebbflow_number").meta["val"] = size
+    late.placeholder("ebbflow_step").meta["val"] = size
     late.output(late.graph_copy(backward.graph, {}))
     return fx.GraphModule(forward, graph), fx.GraphModule(backward, late)

@@ -142,15 +142,13 @@ class PlannedStep:
 
     def after_forward(self, outputs: object) -> None:
         """Called with what the forward returned: this forward is in flight until its backward or its end."""
-        grad_fn = next(
-            (t.grad_fn for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn), None
-        )
-        if grad_fn is not None:
+        node = _own_node(outputs)
+        if node is not None:
             flight = next(_flight_numbers)
             self._flights.add(flight)
             assert self.plan is not None
             self._bytes_in_flight[flight] = self.plan.boundary_bytes
-            weakref.finalize(grad_fn, self._land, flight)
+            weakref.finalize(node, self._land, flight)
         if self._between is not None and not self._overlapped:
             self._between.begin()
 
@@ -264,6 +262,20 @@ def _left_behind_bytes(plan: Plan) -> int:
     program, actions = plan.program, plan.schedule.actions
     freed = {a.buffer for a in actions[: actions.index(Boundary())] if isinstance(a, Free)}
     return sum(program.buffers[b].bytes for b in program.copied_back.intersection(freed.union(program.mutations)))
+
+
+def _own_node(outputs: object) -> Any:
+    """The node of the step itself in the graph of what its forward returned: views of its results hang below it."""
+    leaves = pytree.tree_leaves(outputs)
+    nodes: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    seen: set[Any] = set()
+    for node in nodes:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return node
+        if node not in seen:
+            seen.add(node)
+            nodes.extend(below for below, _ in node.next_functions if below is not None)
+    return None
 
 
 def _gauged(gauge: StepGauge, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
