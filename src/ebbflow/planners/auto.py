@@ -6,8 +6,9 @@
    Greedy from the unplanned step otherwise, and from seeds: wins where recomputation chains make new peaks.
 3. The cut relaxation (``cut_bound``), cut by cut: a proven bound, and a start point each time, which wins where few
    peaks explain the problem.
-4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where the bound is still
-   far, the schedule of least memory is a start point too: a budget that it fits is never called infeasible.
+4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where the bound is far, and
+   greedy failed or the floor is near, the schedule of least memory is a start point too: a budget that it fits is
+   never called infeasible.
 5. Annealing from the best, in rounds; they end once the bound is near.
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
@@ -19,9 +20,11 @@ from dataclasses import replace
 
 from ebbflow.planners.base import DEFAULT_EFFORT, FREE_ORDER, PROGRAM_ORDER, Answer, Problem, Status, planner, silent
 from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
+from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbflow.planners.interval_state import IntervalState, reruns_of
 from ebbflow.planners.keep_all import keep_all
+from ebbflow.planners.levels import coarse_starts
 from ebbflow.planners.orders import CapturedOrder
 from ebbflow.planners.path_plan import start_from_paths
 from ebbflow.planners.smallest import smallest_of
@@ -33,7 +36,10 @@ FULL_EFFORT_OPS = 750  # up to this many ops each unit of effort is a move; beyo
 ROUNDS = 4  # of annealing, each from the best: reheating finds more than one slow cooling does
 CLOSE = 1e-3  # gap at which rounds end
 LAST_TOUCH = 16  # share of the effort for the one round where the gap is that small before it
-GAIN, NEAR = 0.02, 0.05  # a round that closes less of the gap is the last, where the gap is that share of the overhead
+NEAR = 0.05  # a gap of this share of the overhead is a small one
+NEAR_FLOOR = 1.4  # times the floor: above, a plan that fits is a better start than the schedule of least memory
+GAIN, MOST_IDLE = 0.02, 2  # rounds that close less of the gap, after which there is no other; 1 where it is small
+LEVEL_SHARE = 8  # of the effort, for each of the annealings of a coarser level
 PROMISING = 1.5  # times the overhead of what is known: see _start_if_promising
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
 
@@ -64,17 +70,23 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     cut = _cuts(found, order)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     deep = found.reruns is None or found.overhead - cut.bound > DEEP_OVERHEAD
+    hard = found.reruns is None
     if deep and not problem.interrupt:
         found.descend(effort // 2, problem.seed)
     far = found.reruns is None or found.overhead - cut.bound > NEAR * found.overhead
     if far and not (cut.infeasible or problem.interrupt):
         _from_stand_in(found, small, problem.effort)
-        _from_smallest(found)
+        if hard or problem.above_budget_bytes <= NEAR_FLOOR * floor_bytes(problem.program)[0]:
+            _from_smallest(found)
+        if small is None:
+            _from_levels(found, cut.bound, effort // LEVEL_SHARE)
+    idle = 0
     for turn in range(ROUNDS):
         before = found.overhead - cut.bound
         found.anneal(effort // (ROUNDS if before > CLOSE else LAST_TOUCH), problem.seed + turn)
         gap = found.overhead - cut.bound
-        if gap <= CLOSE or (gap <= NEAR * found.overhead and gap > (1.0 - GAIN) * before):
+        idle = idle + 1 if gap > (1.0 - GAIN) * before else 0
+        if gap <= CLOSE or idle >= (1 if gap <= NEAR * found.overhead else MOST_IDLE):
             break
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
@@ -99,6 +111,20 @@ def _from_smallest(found: Found) -> None:
     smallest, schedule = smallest_of(found.problem.program, interrupt=found.problem.interrupt)
     if smallest <= found.problem.above_budget_bytes:
         _start_if_promising(found, reruns_of(found.problem.program, schedule) or [])
+
+
+def _from_levels(found: Found, bound: float, effort: int) -> None:
+    """Start from plans of coarser levels, each annealed for itself first: starts lie in different valleys."""
+    if found.overhead - bound <= NEAR * found.overhead:
+        return
+    for reruns in coarse_starts(found.problem, effort):
+        found.tell("planning by layers")
+        other = Found(found.problem)
+        other.bound = found.bound
+        if start_from(other, reruns):
+            other.anneal(effort, found.problem.seed)
+            found.state.load(other.reruns or [])
+            found.offer()
 
 
 def _from_stand_in(found: Found, small: StandIn | None, effort: int) -> None:

@@ -10,6 +10,9 @@ Blocks of rows, each true of every legal schedule that runs first computes in ca
 4. *reads*: an op whose first run lies in span ``j`` finds each input made at or before ``t_j`` kept at ``t_j`` or
    made again in the span; so does every op that is rerun there. Outputs of ``t_j`` itself are taken as kept.
 5. *carry*: what is kept at ``t_(j+1)`` and was made before ``t_j`` was kept at ``t_j`` or made again in between.
+6. *merged*: blocks 4 and 5 hold as well for several spans taken as one, where an op counts as rerun if it is rerun in
+   any of them. In whole numbers that says nothing new. In the linear relaxation it does: there, halves of an op could
+   be rerun in two spans with half of its inputs made again once, and more cuts gave a lower bound than one.
 
 In any other legal order the same holds with *before* and *after* read as "in every legal order": cuts are then ops of
 which one always runs before the other, spans hold the ops that always run between two of them, and only buffers
@@ -48,6 +51,7 @@ WORK = 300_000  # for all cuts together: one to two seconds
 LEAST_ROWS = 2_000
 SECONDS = 60.0  # only so that nothing hangs: a clock that ended solves would make plans depend on the machine
 CUTS = 8
+MERGED_CUTS, MERGED_OP_CUTS = 2, 820  # cuts, and ops times cuts, up to which spans are merged (block 6)
 OP_CUTS = 1_700  # ops times cuts up to which further cuts are placed: beyond, one of them takes longer than it is worth
 PERCENT = 100.0  # objective in percent of the unplanned step: HiGHS' tolerances are absolute
 SAFETY = 1e-6  # taken off the bound, in percent: HiGHS' own feasibility and optimality tolerance is 1e-7
@@ -105,7 +109,10 @@ def cut_bounds(
         if worst <= budget or (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
             return
         cuts = sorted([*cuts, -stage])
-        solved = _Model(program, budget, cuts, order).solve(interrupt, left, enough())
+        model = _Model(program, budget, cuts, order)
+        if model.may_merge:
+            model.merge()
+        solved = model.solve(interrupt, left, enough())
         left -= solved.work
         bound = max(bound, solved.bound)
         yield CutBound(bound, solved.infeasible, len(cuts), solved.reruns)
@@ -262,6 +269,52 @@ class _Model:
         for b, column in self.keep[j + 1].items():
             if self._old(j, b):
                 self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
+
+    @property
+    def may_merge(self) -> bool:
+        """Whether merging spans is worth its rows."""
+        return 1 < len(self.cuts) <= MERGED_CUTS and len(self.program.ops) * len(self.cuts) <= MERGED_OP_CUTS
+
+    def merge(self) -> None:
+        """Add block 6, for all spans that follow each other."""
+        for first in range(len(self.cuts) - 1):
+            for end in range(first + 2, len(self.cuts) + 1):
+                self._merged_rows(first, end)
+
+    def _merged_rows(self, first: int, end: int) -> None:
+        """Block 6 for spans ``first`` to ``end - 1``."""
+        spans = range(first, end)
+        rerun: dict[int, int] = {}  # op -> column: whether it is rerun in any of the spans
+
+        def served(b: int) -> list[tuple[int, float]]:
+            producer = self.program.buffers[b].producer
+            terms = [(self.keep[first][b], 1.0)] if b in self.keep[first] else []
+            if producer is not None and any(producer in self.rerun[j] for j in spans):
+                if producer not in rerun:
+                    rerun[producer] = len(self.cost)
+                    self.cost.append(0.0)
+                    self.lower.append(0.0)
+                terms.append((rerun[producer], 1.0))
+            return terms
+
+        ops = [k for j in spans for k in ([self.cuts[j]] if j > first else []) + list(self._span(j))]
+        reads = {b for k in ops for b in self.program.ops[k].inputs if self._old(first, b)}
+        for b in reads:
+            self._row(served(b), 1.0, math.inf)
+        if end < len(self.cuts):
+            for b, column in self.keep[end].items():
+                if self._old(first, b):
+                    self._row([*served(b), (column, -1.0)], 0.0, math.inf)
+        waiting = list(rerun)
+        while waiting:
+            i = waiting.pop()
+            known = len(rerun)
+            for b in self.program.ops[i].inputs:
+                if self._old(first, b):
+                    self._row([*served(b), (rerun[i], -1.0)], 0.0, math.inf)
+            waiting.extend(list(rerun)[known:])
+            any_of_them = [(self.rerun[j][i], 1.0) for j in spans if i in self.rerun[j]]
+            self._row([*any_of_them, (rerun[i], -1.0)], 0.0, math.inf)
 
     def solve(self, interrupt: Interrupt, work: int, enough: float, *, whole: bool = True) -> _Solved:
         """Bound and reruns of the model, within ``work``; a bound above ``enough``, an overhead, is not looked for.
