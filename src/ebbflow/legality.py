@@ -15,8 +15,6 @@ Clause 2 speaks of ops before the captured boundary only: a random op of the bac
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -64,16 +62,6 @@ def check(program: Program, schedule: Schedule, above_budget_bytes: int | None =
     return checker.found
 
 
-class _Event(enum.Enum):
-    MAKE = enum.auto()
-    USE = enum.auto()
-    FREE = enum.auto()
-    RELOAD = enum.auto()  # from a slower tier, or a tangent's appearance
-
-
-_Broken = Callable[[int, str], None]
-
-
 class _Checker:
     """One pass over the actions with the set of resident buffers."""
 
@@ -85,68 +73,71 @@ class _Checker:
         self.ran: set[int] = set()
         self.boundaries = 0
         self.last_ordered = -1
+        self.index = 0
+        self.ops, self.buffers = len(program.ops), len(program.buffers)
+
+    def _broken(self, clause: int, message: str) -> None:
+        self.found.append(Violation(clause, self.index, message))
 
     def step(self, index: int, action: object) -> None:
-        def broken(clause: int, message: str) -> None:
-            self.found.append(Violation(clause, index, message))
-
-        buffer_count, op_count = len(self.program.buffers), len(self.program.ops)
+        self.index = index
+        buffer_count, op_count = self.buffers, self.ops
         match action:
             case Compute(op) if 0 <= op < op_count:
-                self._compute(op, broken)
+                self._compute(op)
             case Free(buffer) if 0 <= buffer < buffer_count:
                 if buffer not in self.resident:
-                    broken(4, f"buffer {buffer} is freed and is not resident")
+                    self._broken(4, f"buffer {buffer} is freed and is not resident")
                 if buffer in self.program.pinned:
-                    broken(5, f"output {buffer} is freed")
+                    self._broken(5, f"output {buffer} is freed")
                 self.resident.discard(buffer)
             case Offload(buffer, _) if 0 <= buffer < buffer_count:
                 if buffer not in self.resident:
-                    broken(4, f"buffer {buffer} is offloaded and is not resident")
+                    self._broken(4, f"buffer {buffer} is offloaded and is not resident")
                 self.away.add(buffer)
             case Reload(buffer) if 0 <= buffer < buffer_count:
                 if buffer not in self.away:
-                    broken(4, f"buffer {buffer} is reloaded and was not offloaded")
+                    self._broken(4, f"buffer {buffer} is reloaded and was not offloaded")
                 self.away.discard(buffer)
                 self.resident.add(buffer)
             case Boundary():
-                self._boundary(broken)
+                self._boundary()
             case _:
-                broken(1, f"{action!r} names no op or buffer of the program")
+                self._broken(1, f"{action!r} names no op or buffer of the program")
 
-    def _compute(self, index: int, broken: _Broken) -> None:
+    def _compute(self, index: int) -> None:
         op = self.program.ops[index]
         for b in op.inputs:
             if b not in self.resident:
-                broken(1, f"op {index} reads buffer {b}, which is not resident")
+                self._broken(1, f"op {index} reads buffer {b}, which is not resident")
         ordered = op.random or not op.rerunnable
         if index not in self.ran:
             if ordered and index < self.last_ordered:
-                broken(2, f"op {index} has its first run after that of op {self.last_ordered}")
+                self._broken(2, f"op {index} has its first run after that of op {self.last_ordered}")
             if ordered:
                 self.last_ordered = index
             if ordered and index < self.program.boundary and self.boundaries:
-                broken(2, f"op {index} has its first run after the boundary")
+                self._broken(2, f"op {index} has its first run after the boundary")
         elif not op.rerunnable:
-            broken(3, f"op {index} runs again and is not rerunnable")
+            self._broken(3, f"op {index} runs again and is not rerunnable")
         if op.reads_mutated and self.boundaries:
-            broken(3, f"op {index} reads a mutated input after the boundary")
+            self._broken(3, f"op {index} reads a mutated input after the boundary")
         if self.program.after_boundary[index] and not self.boundaries:
-            broken(2, f"op {index} depends on a tangent and runs before the boundary")
+            self._broken(2, f"op {index} depends on a tangent and runs before the boundary")
         once = op.once if index in self.ran else 0
         self.ran.add(index)
         self.resident.update(op.outputs[: len(op.outputs) - once])
 
-    def _boundary(self, broken: _Broken) -> None:
+    def _boundary(self) -> None:
         self.boundaries += 1
         if self.boundaries > 1:
-            broken(2, "there is a second boundary")
+            self._broken(2, "there is a second boundary")
         for b in self.program.forward_outputs:
             if b not in self.resident:
-                broken(2, f"forward output {b} is not resident at the boundary")
+                self._broken(2, f"forward output {b} is not resident at the boundary")
         for b in self.program.mutations:
             if b not in self.resident:
-                broken(2, f"mutation {b} is not resident at the boundary")
+                self._broken(2, f"mutation {b} is not resident at the boundary")
         self.resident.difference_update(self.program.mutations)
         self.resident.update(self.program.tangents)
 
@@ -162,87 +153,106 @@ class _Checker:
 
 
 def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
-    """The peak of a legal schedule as a sum over lifetimes, without running it: a second opinion."""
+    """The peak of a legal schedule as a sum over lifetimes, without adding up what is live: a second opinion."""
     end = len(schedule.actions)
-    spans = [
-        (first, last, program.buffers[b].bytes)
-        for b, events in enumerate(_events(program, schedule))
-        for first, last in _lifetimes(events, end, pinned=b in program.pinned or b in program.mutations)
-    ]
+    lives = _Lifetimes(program, end)
     runs: dict[int, list[int]] = {}
-    for index, action in enumerate(schedule.actions):
-        if isinstance(action, Boundary):
-            tangents = sum(program.buffers[b].bytes for b in program.tangents)
-            spans.append((index, end, program.held_bytes))
-            spans.append((index, index, max(program.between_bytes - program.held_bytes - tangents, 0)))
-        elif isinstance(action, Compute):
-            runs.setdefault(action.op, []).append(index)
-            spans.append((index, index, program.ops[action.op].workspace_bytes))
-    for op, positions in runs.items():
-        if len(positions) > 1:
-            state = program.ops[op].state_bytes
-            spans.append((positions[0], positions[-1], state))
-            spans.extend((index, index, state) for index in positions[1:])
-    change = [0] * (end + 2)
-    for first, last, size in spans:
-        change[first] += size
-        change[last + 1] -= size
-    return max(accumulate(change))
-
-
-def _events(program: Program, schedule: Schedule) -> list[list[tuple[int, _Event]]]:
-    """Per buffer, what happens to it: position and kind, in order."""
-    events: list[list[tuple[int, _Event]]] = [[] for _ in program.buffers]
-    ran: set[int] = set()
+    mutations = frozenset(program.mutations)
     passed = False
     for index, action in enumerate(schedule.actions):
         match action:
-            case Compute(op):
-                for b in program.ops[op].inputs:
-                    events[b].append((index, _Event.USE))
-                outputs = program.ops[op].outputs
-                once = program.ops[op].once if op in ran else 0
-                ran.add(op)
-                for b in outputs[: len(outputs) - once]:
-                    events[b].append((index, _Event.MAKE))
-                    if passed and b in program.mutations:
-                        events[b].append((index + 1, _Event.FREE))
-            case Free(buffer):
-                events[buffer].append((index, _Event.FREE))
-            case Offload(buffer, _):
-                events[buffer].append((index, _Event.USE))
-            case Reload(buffer):
-                events[buffer].append((index, _Event.RELOAD))
+            case Compute(o):
+                op = program.ops[o]
+                for b in op.inputs:
+                    lives.wanted(b)
+                earlier = runs.setdefault(o, [])
+                earlier.append(index)
+                made = op.outputs[: len(op.outputs) - op.once] if len(earlier) > 1 else op.outputs
+                for b in made:
+                    if b in mutations and passed:  # they left at the boundary, and are not copied back again
+                        lives.add(index, index, program.buffers[b].bytes)
+                    else:
+                        lives.made(index, b)
+                if op.workspace_bytes:
+                    lives.add(index, index, op.workspace_bytes)
+            case Free(b):
+                lives.wanted(b)
+                lives.gone(index, b)
+            case Offload(b, _):
+                lives.wanted(b)
+            case Reload(b):
+                lives.loaded(index, b)
             case Boundary():
-                for b in program.tangents:
-                    events[b].append((index, _Event.RELOAD))
                 passed = True
+                tangents = sum(program.buffers[b].bytes for b in program.tangents)
+                lives.add(index, end, program.held_bytes)
+                lives.add(index, index, max(program.between_bytes - program.held_bytes - tangents, 0))
+                for b in program.tangents:
+                    lives.loaded(index, b)
                 for b in program.mutations:
-                    events[b].append((index, _Event.FREE))
-    return events
+                    lives.gone(index, b)
+    lives.end()
+    for o, positions in runs.items():
+        state = program.ops[o].state_bytes
+        if state and len(positions) > 1:
+            lives.add(positions[0], positions[-1], state)
+            for index in positions[1:]:
+                lives.add(index, index, state)
+    return max(accumulate(lives.change))
 
 
-def _lifetimes(events: list[tuple[int, _Event]], end: int, *, pinned: bool) -> list[tuple[int, int]]:
-    """First and last position of every copy of one buffer.
+class _Lifetimes:
+    """Lifetimes of copies, each added up once its end is known.
 
     A copy that is made while another is there, or that nobody uses or frees before the next, lives for its op only.
     """
-    spans: list[tuple[int, int]] = []
-    since: int | None = None
-    for position, (index, kind) in enumerate(events):
-        following = events[position + 1][1] if position + 1 < len(events) else None
-        match kind:
-            case _Event.MAKE if since is None and (pinned or following in (_Event.USE, _Event.FREE)):
-                since = index
-            case _Event.MAKE:
-                spans.append((index, index))
-            case _Event.RELOAD:
-                since = index if since is None else since
-            case _Event.FREE if since is not None:
-                spans.append((since, index - 1))
-                since = None
-            case _:
-                pass
-    if since is not None:
-        spans.append((since, end))
-    return spans
+
+    def __init__(self, program: Program, end: int) -> None:
+        self.size = [buffer.bytes for buffer in program.buffers]
+        self.change = [0] * (end + 2)  # bytes that begin at an action, less those that ended with the one before
+        self.last = end
+        self.stays = program.pinned.union(program.mutations)  # wanted without being read
+        self.since: dict[int, int] = {}  # copies that live, by buffer
+        self.unsure: dict[int, int] = {}  # copies of which it is not known yet whether anybody wants them
+
+    def add(self, first: int, last: int, size: int) -> None:
+        """Bytes that live through actions ``first`` to ``last``."""
+        self.change[first] += size
+        self.change[last + 1] -= size
+
+    def made(self, index: int, b: int) -> None:
+        """A copy is made."""
+        self._unwanted(b)
+        if b in self.since:
+            self.add(index, index, self.size[b])
+        elif b in self.stays:
+            self.since[b] = index
+        else:
+            self.unsure[b] = index
+
+    def wanted(self, b: int) -> None:
+        """The last copy is used."""
+        if b in self.unsure:
+            self.since[b] = self.unsure.pop(b)
+
+    def loaded(self, index: int, b: int) -> None:
+        """A copy comes from elsewhere."""
+        self._unwanted(b)
+        self.since.setdefault(b, index)
+
+    def gone(self, index: int, b: int) -> None:
+        """The copy is given back just before ``index``."""
+        if b in self.since:
+            self.add(self.since.pop(b), index - 1, self.size[b])
+
+    def end(self) -> None:
+        """Nothing is used any more."""
+        for b in list(self.unsure):
+            self._unwanted(b)
+        for b, index in self.since.items():
+            self.add(index, self.last, self.size[b])
+
+    def _unwanted(self, b: int) -> None:
+        if b in self.unsure:
+            index = self.unsure.pop(b)
+            self.add(index, index, self.size[b])

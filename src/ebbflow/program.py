@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
 
-__all__ = ["COPY_BACK", "Buffer", "Op", "Program"]
+__all__ = ["COPY_BACK", "Buffer", "Op", "Program", "analysis"]
 
 COPY_BACK = "ebbflow.copy_back.default"
 """Target of the op that reads new values which other ops read as well; it takes no time and may not run again."""
@@ -173,6 +173,11 @@ class Program:
     # -- analyses -------------------------------------------------------------------------------------------
 
     @cached_property
+    def known(self) -> dict[object, object]:
+        """What functions marked :func:`analysis` have said of this program."""
+        return {}
+
+    @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """Per buffer, the indices of the ops that read it, ascending."""
         found: list[list[int]] = [[] for _ in self.buffers]
@@ -316,3 +321,17 @@ class Program:
 
 
 _OP_FIELDS = tuple(Op.__dataclass_fields__)
+
+Said = TypeVar("Said")
+
+
+def analysis(function: Callable[[Program], Said]) -> Callable[[Program], Said]:
+    """Mark a pure function whose result nobody changes: it is computed once per program and kept on it."""
+
+    @wraps(function)
+    def once(program: Program) -> Said:
+        if once not in program.known:
+            program.known[once] = function(program)
+        return cast(Said, program.known[once])
+
+    return once

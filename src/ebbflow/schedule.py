@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from ebbflow.program import Program
+import numpy as np
+from numpy.typing import NDArray
+
+from ebbflow.flat import Ints, flat
+from ebbflow.program import Program, analysis
 
 __all__ = ["Action", "Boundary", "Compute", "Free", "Offload", "Reload", "Schedule", "kept_outputs"]
 
@@ -52,6 +57,7 @@ class Boundary:
 
 
 Action = Compute | Free | Offload | Reload | Boundary
+KINDS: dict[type[Action], int] = {Compute: 0, Free: 1, Offload: 2, Reload: 3, Boundary: 4}
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,15 @@ class Schedule:
         """Ops in the order they run, ``None`` at the boundary."""
         return [a.op if isinstance(a, Compute) else None for a in self.actions if isinstance(a, Compute | Boundary)]
 
+    @cached_property
+    def columns(self) -> tuple[NDArray[np.int8], Ints]:
+        """Per action its kind, a number of :data:`KINDS`, and its op or buffer, -1 for the boundary."""
+        kinds = np.fromiter((KINDS[type(action)] for action in self.actions), np.int8, len(self.actions))
+        targets = (
+            a.op if isinstance(a, Compute) else -1 if isinstance(a, Boundary) else a.buffer for a in self.actions
+        )
+        return kinds, np.fromiter(targets, np.int64, len(self.actions))
+
     @staticmethod
     def from_computes(program: Program, order: Sequence[int | None]) -> Schedule:
         """The canonical schedule of ``order`` (op indices, ``None`` at the boundary), movement-free.
@@ -74,27 +89,26 @@ class Schedule:
         """
         if sum(o is None for o in order) != 1:
             raise ValueError("an order of runs has exactly one boundary")
-        needed_later = [b in program.pinned for b in range(len(program.buffers))]
-        frees_after: list[list[int]] = [[] for _ in order]
-        for position in range(len(order) - 1, -1, -1):
-            index = order[position]
-            if index is None:
-                continue
-            op = program.ops[index]
-            for b in op.outputs:
-                # Before this point the buffer is dead until it is read earlier still; pinned ones stay
-                # from their first run on, so their earlier copies are needed as well.
-                if b not in program.pinned:
-                    needed_later[b] = False
-            for b in op.inputs:
-                if not needed_later[b]:
-                    frees_after[position].append(b)
-                    needed_later[b] = True
-        actions: list[Action] = []
-        for position, index in enumerate(order):
-            actions.append(Boundary() if index is None else Compute(index))
-            actions.extend(Free(b) for b in frees_after[position])
-        return Schedule(tuple(actions))
+        form = flat(program)
+        runs = np.array([-1 if op is None else op for op in order], np.int64)
+        positions = np.flatnonzero(runs >= 0)
+        read, reader = form.reads.of(runs[positions])
+        made, maker = form.makes.of(runs[positions])
+        # What happens to each buffer, in order: a read frees it unless another read comes next.
+        events = np.argsort(np.concatenate([read, made]) * (len(order) + 1) + np.concatenate([reader, maker]))
+        is_read, buffer = events < len(read), np.concatenate([read, made])[events]
+        read_next = np.zeros(len(events), np.bool_)
+        read_next[:-1] = is_read[1:] & (buffer[1:] == buffer[:-1])
+        last = np.zeros(len(read), np.bool_)
+        last[events[is_read]] = ~read_next[is_read]
+        freed = np.flatnonzero(last & ~form.pinned[read])
+        # After which run each goes, and so where runs and frees stand.
+        after = positions[reader[freed]]
+        actions = np.zeros(len(order) + len(freed), np.int64)
+        actions[np.arange(len(order)) + np.searchsorted(after, np.arange(len(order)))] = runs
+        actions[after + 1 + np.arange(len(freed))] = len(program.ops) + read[freed]
+        known = _computes_and_frees(program)
+        return Schedule(tuple([known[each] for each in actions.tolist()]))
 
     def to_json(self) -> list[list[Any]]:
         """Plain data: one short list per action."""
@@ -152,6 +166,13 @@ class Schedule:
                 case Boundary():
                     words.append("boundary")
         return "\n".join(words)
+
+
+@analysis
+def _computes_and_frees(program: Program) -> list[Action]:
+    """Every compute by its op, then every free by its buffer, then the boundary: at index -1."""
+    computes = [Compute(op) for op in range(len(program.ops))]
+    return [*computes, *(Free(b) for b in range(len(program.buffers))), Boundary()]
 
 
 def kept_outputs(program: Program, schedule: Schedule) -> list[tuple[int, ...]]:

@@ -11,6 +11,9 @@ Bytes are a function of the schedule alone, never of seconds (a wrong time estim
 4. ``Offload`` takes bytes in its tier at once and none on the device; ``Free`` gives the device bytes back;
    ``Reload`` allocates on the device at its own position and gives the tier's bytes back when it is issued.
 
+All bytes follow from what happens to each buffer in turn, so they are computed for all actions at once: one sort by
+buffer and action, and a sum. Times are, too, where nothing moves.
+
 Time runs on lanes (compute, and one out and one in per tier). An action starts when its lane is free and its
 data is ready; a ``Free`` after an ``Offload`` makes the compute lane wait for the copy.
 """
@@ -22,9 +25,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ebbflow.flat import Ints, flat
 from ebbflow.machine import Machine
 from ebbflow.program import Program
-from ebbflow.schedule import Boundary, Compute, Free, Offload, Reload, Schedule, kept_outputs
+from ebbflow.schedule import KINDS, Action, Boundary, Compute, Free, Offload, Reload, Schedule
 
 __all__ = ["Timeline", "overhead_of", "simulate"]
 
@@ -42,12 +46,12 @@ class Timeline:
         runs: shape ``(ops,)``: how often each op ran.
     """
 
-    live_bytes: NDArray[np.int64]
-    peak_bytes: NDArray[np.int64]
+    live_bytes: Ints
+    peak_bytes: Ints
     start_seconds: NDArray[np.float64]
     end_seconds: NDArray[np.float64]
-    runs: NDArray[np.int64]
-    tier_bytes: dict[str, NDArray[np.int64]] = field(default_factory=dict[str, NDArray[np.int64]])
+    runs: Ints
+    tier_bytes: dict[str, Ints] = field(default_factory=dict[str, Ints])
 
     @property
     def above_bytes(self) -> int:
@@ -76,109 +80,120 @@ def simulate(program: Program, schedule: Schedule, machine: Machine | None = Non
     Raises:
         KeyError: if the schedule moves a buffer to a tier to which ``machine`` has no link.
     """
-    bytes_simulation = _Bytes(program, schedule)
+    live, peak, runs = _bytes(program, schedule)
+    tiers = _tier_bytes(program, schedule)
+    if not tiers:
+        end = np.cumsum(_seconds(program, schedule))
+        return Timeline(live, peak, np.concatenate([[0.0], end])[:-1], end, runs)
     clock = _Clock(program, machine)
-    count = len(schedule.actions)
-    live = np.zeros(count, np.int64)
-    peak = np.zeros(count, np.int64)
-    start = np.zeros(count, np.float64)
-    end = np.zeros(count, np.float64)
-    tiers: dict[str, NDArray[np.int64]] = {
-        tier: np.zeros(count, np.int64) for tier in sorted(a.tier for a in schedule.actions if isinstance(a, Offload))
-    }
-    for index, action in enumerate(schedule.actions):
-        match action:
-            case Compute(op):
-                peak[index] = bytes_simulation.compute(index, op)
-                start[index], end[index] = clock.compute(op)
-            case Free(buffer):
-                bytes_simulation.free(buffer)
-                start[index] = end[index] = clock.free(buffer)
-            case Boundary():
-                peak[index] = bytes_simulation.boundary()
-                start[index] = end[index] = clock.now
-            case Offload(buffer, tier):
-                bytes_simulation.offload(buffer, tier)
-                start[index], end[index] = clock.offload(buffer, tier)
-            case Reload(buffer):
-                bytes_simulation.reload(buffer)
-                start[index], end[index] = clock.reload(buffer)
-        live[index] = bytes_simulation.live
-        peak[index] = max(peak[index], bytes_simulation.live)
-        for tier, row in tiers.items():
-            row[index] = bytes_simulation.tiers.get(tier, 0)
-    return Timeline(live, peak, start, end, bytes_simulation.runs, tiers)
+    times = np.array([clock.act(action) for action in schedule.actions])
+    return Timeline(live, peak, times[:, 0], times[:, 1], runs, tiers)
 
 
 def overhead_of(program: Program, schedule: Schedule) -> float:
     """The time that a schedule without transfers adds, as a share of the unplanned step: that of its reruns."""
-    computes = sum(program.ops[op].seconds for op in schedule.computes if op is not None)
+    computes = sum(_seconds(program, schedule).tolist())
     return computes / program.seconds - 1.0 if program.seconds else 0.0
 
 
-class _Bytes:
-    """The byte half: clauses 1-4 of the module."""
+def _seconds(program: Program, schedule: Schedule) -> NDArray[np.float64]:
+    """Seconds of computing, per action."""
+    kinds, targets = schedule.columns
+    seconds = np.zeros(len(kinds))
+    computes = kinds == KINDS[Compute]
+    seconds[computes] = flat(program).seconds[targets[computes]]
+    return seconds
 
-    def __init__(self, program: Program, schedule: Schedule) -> None:
-        self.program = program
-        self.live = 0
-        self.tiers: dict[str, int] = {}
-        self.runs = np.zeros(len(program.ops), np.int64)
-        self._resident = [False] * len(program.buffers)
-        self._tier_of: dict[int, str] = {}
-        self._total_runs = np.zeros(len(program.ops), np.int64)
-        self._kept = kept_outputs(program, schedule)
-        for op in schedule.computes:
-            if op is not None:
-                self._total_runs[op] += 1
 
-    def compute(self, index: int, op_index: int) -> int:
-        """Run an op; the peak while it runs."""
-        op = self.program.ops[op_index]
-        buffers = self.program.buffers
-        first = self.runs[op_index] == 0
-        replayed = op.random and self._total_runs[op_index] > 1
-        extra = op.workspace_bytes
-        if replayed:
-            if first:
-                self.live += op.state_bytes
-            else:
-                extra += op.state_bytes
-        self.runs[op_index] += 1
-        made = op.outputs if first else self.program.made_by_rerun(op_index)
-        peak = self.live + extra + sum(buffers[b].bytes for b in made)
-        for b in self._kept[index]:
-            if not self._resident[b]:
-                self._resident[b] = True
-                self.live += buffers[b].bytes
-        if replayed and self.runs[op_index] == self._total_runs[op_index]:
-            self.live -= op.state_bytes
-        return peak
+def _bytes(program: Program, schedule: Schedule) -> tuple[Ints, Ints, Ints]:
+    """Live bytes after and peak bytes during each action, and runs per op: clauses 1-4 of the module."""
+    form = flat(program)
+    kinds, targets = schedule.columns
+    at = np.flatnonzero(kinds == KINDS[Compute])
+    boundary = np.flatnonzero(kinds == KINDS[Boundary])
+    ops = targets[at]
+    runs = np.bincount(ops, minlength=len(program.ops))
+    turn, where = np.arange(len(ops)), np.zeros(len(runs), np.int64)
+    where[ops] = turn
+    last = where[ops] == turn
+    where[ops[::-1]] = turn[::-1]
+    first = where[ops] == turn
+    state = np.where(runs[ops] > 1, form.state_bytes[ops], 0)  # clause 2
+    change = _resident_changes(program, schedule)
+    change[at] += np.where(first, state, 0) - np.where(last, state, 0)
+    change[boundary] += program.late_bytes
+    live = np.cumsum(change)
+    peak = live.copy()
+    before = (live - change)[at]
+    made = np.where(first, form.made_bytes[ops], form.remade_bytes[ops])
+    peak[at] = np.maximum(live[at], before + made + form.workspace_bytes[ops] + state)
+    peak[boundary] += program.between_excess_bytes
+    return live, peak, runs
 
-    def free(self, buffer: int) -> None:
-        if self._resident[buffer]:
-            self._resident[buffer] = False
-            self.live -= self.program.buffers[buffer].bytes
 
-    def boundary(self) -> int:
-        """Cross it; the peak that user code reaches there."""
-        for b in self.program.mutations:
-            self.free(b)
-        for b in self.program.tangents:
-            self._resident[b] = True
-        self.live += self.program.late_bytes
-        return self.live + self.program.between_excess_bytes
+def _resident_changes(program: Program, schedule: Schedule) -> Ints:
+    """Per action, by how much the bytes of buffers with a producer grow.
 
-    def offload(self, buffer: int, tier: str) -> None:
-        self._tier_of[buffer] = tier
-        self.tiers[tier] = self.tiers.get(tier, 0) + self.program.buffers[buffer].bytes
+    A copy that is made is *wanted* if it is read, offloaded or freed before it is made again or reloaded, or if it is
+    not reloaded and an output of the program or, with the boundary to come, a mutation. The first copy that is wanted
+    or reloaded since the last ``Free`` takes the bytes; the next ``Free``, or for mutations the boundary, gives them
+    back.
+    """
+    form = flat(program)
+    kinds, targets = schedule.columns
+    actions = len(kinds)
+    at = {kind: np.flatnonzero(kinds == number) for kind, number in KINDS.items()}
+    read, reader = form.reads.of(targets[at[Compute]])
+    made, maker = form.makes.of(targets[at[Compute]])
+    mutations = np.array(program.mutations, np.int64)
+    boundary = at[Boundary][0] if len(at[Boundary]) else actions
+    use, gone, make, load = range(4)  # what an event is
+    events = [
+        (read, at[Compute][reader], use),
+        (made, at[Compute][maker], make),
+        (targets[at[Free]], at[Free], gone),
+        (targets[at[Offload]], at[Offload], use),
+        (targets[at[Reload]], at[Reload], load),
+        (mutations, np.full(len(mutations), boundary), gone),
+    ]
+    buffer = np.concatenate([each for each, _, _ in events])
+    when = np.concatenate([each for _, each, _ in events])
+    order = np.argsort(buffer * (actions + 1) + when)
+    what = np.repeat([each for _, _, each in events], [len(each) for each, _, _ in events])[order]
+    buffer, when = buffer[order], when[order]
+    same = buffer[1:] == buffer[:-1]
+    following = np.full(len(buffer), make)  # what happens to the same buffer next
+    following[:-1] = np.where(same, what[1:], make)
+    held = form.pinned[buffer] | (form.mutation[buffer] & (when < boundary))
+    wanted = (following < make) | (held & (following != load))
+    taking = np.flatnonzero((what == load) | ((what == make) & wanted))
+    begins = np.ones(len(buffer), np.bool_)
+    begins[1:] = ~same | (what[:-1] == gone)
+    span = np.cumsum(begins)  # events of one buffer from a free to the next
+    taking = taking[np.diff(span[taking], prepend=0) > 0]
+    giving = np.flatnonzero(what == gone)
+    giving = giving[np.isin(span[giving], span[taking])]
+    change = np.zeros(actions + 1, np.int64)
+    np.add.at(change, when[taking], form.bytes[buffer[taking]])
+    np.subtract.at(change, when[giving], form.bytes[buffer[giving]])
+    return change[:actions]
 
-    def reload(self, buffer: int) -> None:
-        tier = self._tier_of.pop(buffer)
-        self.tiers[tier] -= self.program.buffers[buffer].bytes
-        if not self._resident[buffer]:
-            self._resident[buffer] = True
-            self.live += self.program.buffers[buffer].bytes
+
+def _tier_bytes(program: Program, schedule: Schedule) -> dict[str, Ints]:
+    """Per tier, bytes in it after each action (clause 4)."""
+    change: dict[str, Ints] = {}
+    tier_of: dict[int, str] = {}
+    kinds, _ = schedule.columns
+    for index in np.flatnonzero((kinds == KINDS[Offload]) | (kinds == KINDS[Reload])).tolist():
+        match schedule.actions[index]:
+            case Offload(buffer, tier):
+                tier_of[buffer] = tier
+                change.setdefault(tier, np.zeros(len(kinds), np.int64))[index] += program.buffers[buffer].bytes
+            case Reload(buffer):
+                change[tier_of.pop(buffer)][index] -= program.buffers[buffer].bytes
+            case _:
+                pass
+    return {tier: np.cumsum(change[tier]) for tier in sorted(change)}
 
 
 class _Clock:
@@ -191,6 +206,21 @@ class _Clock:
         self._lane: dict[tuple[str, str], float] = {}
         self._ready: dict[int, float] = {}  # buffers whose data arrives later than the compute lane's order says
         self._copied: dict[int, tuple[float, str]] = {}  # end and tier of the last offload
+
+    def act(self, action: Action) -> tuple[float, float]:
+        """When an action starts and ends, after all those before it."""
+        match action:
+            case Compute(op):
+                return self.compute(op)
+            case Free(buffer):
+                now = self.free(buffer)
+                return now, now
+            case Offload(buffer, tier):
+                return self.offload(buffer, tier)
+            case Reload(buffer):
+                return self.reload(buffer)
+            case Boundary():
+                return self.now, self.now
 
     def compute(self, op_index: int) -> tuple[float, float]:
         op = self._program.ops[op_index]

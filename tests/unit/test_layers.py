@@ -11,7 +11,7 @@ import ebbflow.program
 
 ROOT = Path(ebbflow.program.__file__).parent
 CORE = ["program", "program_graph", "schedule", "machine", "simulate", "legality", "plan", "units", "errors"]
-CORE += ["advice", "explain", "findings", "moment", "names", "files", "plan_cache", "buckets"]
+CORE += ["advice", "explain", "flat", "findings", "moment", "names", "files", "plan_cache", "buckets"]
 FILES = [ROOT / f"{name}.py" for name in CORE if (ROOT / f"{name}.py").exists()]
 FILES += sorted((ROOT / "planners").glob("*.py"))
 # What the core may import of ebbflow, besides itself.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.legality import check
+from ebbflow.machine import catalogue
 from ebbflow.planners.interval_state import IntervalState
 from ebbflow.planners.keep_all import unplanned_schedule
 from ebbflow.program import Buffer, Op, Program
-from ebbflow.schedule import Boundary, Compute, Free, Schedule
+from ebbflow.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
 from ebbflow.simulate import simulate
 from strategies import programs, reruns
 
@@ -65,6 +68,29 @@ def test_bytes_are_those_of_the_definition(data: st.DataObject):
     assert not check(program, schedule, expected)
     if expected:
         assert [violation.clause for violation in check(program, schedule, expected - 1)] == [6]
+
+
+def with_moves(program: Program, schedule: Schedule, random: Random) -> Schedule:
+    """``schedule`` with a few buffers offloaded and reloaded where that is legal."""
+    for b in random.sample(range(len(program.buffers)), len(program.buffers)):
+        actions = list(schedule.actions)
+        for action in (Reload(b), Free(b), Offload(b, "host")):
+            actions.insert(random.randrange(len(actions) + 1), action)
+        moved = Schedule(tuple(actions))
+        schedule = schedule if check(program, moved) else moved
+    return schedule
+
+
+@given(data=st.data(), random=st.randoms(use_true_random=False))
+def test_simulator_and_checker_agree_on_the_peak_of_any_legal_schedule(data: st.DataObject, random: Random):
+    program: Program = data.draw(programs())
+    state = IntervalState(program)
+    state.load(data.draw(reruns(program)))
+    schedule = with_moves(program, state.to_schedule(), random)
+    peak = simulate(program, schedule, catalogue()["h100-80gb"]).above_bytes
+    assert not check(program, schedule, peak)
+    if peak:
+        assert [violation.clause for violation in check(program, schedule, peak - 1)] == [6]
 
 
 @given(program=programs())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ebbflow.planners.base import PROGRAM_ORDER, Answer, Problem, Status, planner
-from ebbflow.program import Program
+from ebbflow.program import Program, analysis
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 
-__all__ = ["keep_all", "unplanned_schedule"]
+__all__ = ["keep_all", "unplanned_bytes", "unplanned_schedule"]
 
 
+@analysis
 def unplanned_schedule(program: Program) -> Schedule:
     """The captured step in captured order with every buffer freed at its last use."""
     order: list[int | None] = list(range(len(program.ops)))
@@ -17,10 +18,15 @@ def unplanned_schedule(program: Program) -> Schedule:
     return Schedule.from_computes(program, order)
 
 
+@analysis
+def unplanned_bytes(program: Program) -> int:
+    """The peak of the unplanned step, bytes above its start."""
+    return simulate(program, unplanned_schedule(program)).above_bytes
+
+
 @planner("keep_all")
 def keep_all(problem: Problem) -> Answer:
     """The unplanned schedule if it fits, which is then optimal: nothing runs twice."""
-    schedule = unplanned_schedule(problem.program)
-    if simulate(problem.program, schedule).above_bytes > problem.above_budget_bytes:
+    if unplanned_bytes(problem.program) > problem.above_budget_bytes:
         return Answer(Status.INFEASIBLE, None)
-    return Answer(Status.OPTIMAL, schedule, bound=0.0, bound_class=PROGRAM_ORDER)
+    return Answer(Status.OPTIMAL, unplanned_schedule(problem.program), bound=0.0, bound_class=PROGRAM_ORDER)
