@@ -5,9 +5,10 @@ Lists of lists are stored as *links*: all lists one after the other, and where e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,12 @@ class Flat:
     remade_bytes: Ints
     rerunnable: Flags
     reads_mutated: Flags
+
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        """All of them, in a fixed order: programs of which they are equal have the same bytes and seconds."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            yield from (value.first, value.items) if isinstance(value, Links) else (value,)
 
     def last_readers(self) -> Ints:
         """Per buffer the last op that reads it, -1 if none does."""

@@ -15,7 +15,7 @@ from ebbflow.plan_cache import CachedAnswer, PlanCache
 from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, finds_smallest, silent
 from ebbflow.planners.floor import floor_bytes
-from ebbflow.planners.keep_all import unplanned_schedule
+from ebbflow.planners.keep_all import unplanned_bytes
 from ebbflow.planners.smallest import smallest_of
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
@@ -82,7 +82,7 @@ def make_plan(
     options = options or PlanningOptions()
     plan_with = planner_named(options.planner)
     begin = time.perf_counter()
-    unplanned_above = simulate(program, unplanned_schedule(program)).above_bytes
+    unplanned_above = unplanned_bytes(program)
     budget_bytes = budget.resolve(resident_bytes + unplanned_above)
     above_budget = budget_bytes - resident_bytes - reserve_bytes
     floor_above, floor_op = floor_bytes(program)

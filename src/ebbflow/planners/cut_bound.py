@@ -334,6 +334,8 @@ class _Model:
         solver.silent()
         for name, value in {"threads": 1, "time_limit": SECONDS, "mip_rel_gap": 1e-5}.items():
             solver.setOptionValue(name, value)
+        if not whole:  # from the slack basis the dual simplex takes less time than presolve alone
+            solver.setOptionValue("presolve", "off")
 
         def stop(event: highspy.HighsCallbackEvent) -> None:
             if interrupt:

@@ -11,49 +11,44 @@ outputs are never dropped and made again.
 
 from __future__ import annotations
 
-from ebbflow.program import Program
+import numpy as np
+
+from ebbflow.flat import flat
+from ebbflow.program import Program, analysis
 
 __all__ = ["floor_bytes"]
 
 
+@analysis
 def floor_bytes(program: Program) -> tuple[int, int]:
     """The floor of a program.
 
     Returns:
         Bytes above the step's start, and the index of the op that pins them (the number of ops for the end).
     """
-    n = len(program.ops)
-    size = [buffer.bytes for buffer in program.buffers]
-    last_read = [max(readers, default=-1) for readers in program.readers]
-    held = 0  # clauses 1 and 3
-    must_hold: set[int] = set()
-    leaving: dict[int, list[int]] = {}
-    late: list[int] = []  # results of ops that may not run again after the boundary
-    best, best_op = 0, 0
-    for t, op in enumerate(program.ops):
-        if t == program.boundary:
-            held += program.late_bytes - sum(size[b] for b in program.mutations)
-            fresh = [b for b in late if b not in must_hold and last_read[b] >= t]
-            must_hold.update(fresh)
-            held += sum(size[b] for b in fresh)
-            if held + program.between_excess_bytes > best:
-                best, best_op = held + program.between_excess_bytes, t
-            for b in fresh:
-                leaving.setdefault(last_read[b], []).append(b)
-        read = sum(size[b] for b in op.inputs if b not in must_hold and b not in program.pinned)
-        total = held + read + op.workspace_bytes + sum(size[b] for b in op.outputs)
-        if total > best:
-            best, best_op = total, t
-        held -= sum(size[b] for b in leaving.pop(t, []))
-        for b in op.outputs:
-            if b in program.pinned or b in program.mutations:
-                held += size[b]
-            elif not op.rerunnable and last_read[b] > t:
-                held += size[b]
-                must_hold.add(b)
-                leaving.setdefault(last_read[b], []).append(b)
-            elif op.reads_mutated:
-                late.append(b)
-    if program.boundary == n:
-        held += program.late_bytes - sum(size[b] for b in program.mutations) + program.between_excess_bytes
-    return (held, n) if held > best else (best, best_op)
+    form, n, boundary = flat(program), len(program.ops), program.boundary
+    size, last, made_by = form.bytes, form.last_readers(), form.producer
+    stays = form.pinned | form.mutation
+    held_once = np.flatnonzero(~stays & ~form.rerunnable[made_by] & (made_by < last))
+    too_late = form.rerunnable & form.reads_mutated & (np.arange(n) < boundary)
+    held_late = np.flatnonzero(~stays & too_late[made_by] & (last >= boundary))
+    stays = np.flatnonzero(stays & (made_by >= 0))
+    change = np.zeros(n + 2, np.int64)  # of clauses 1 and 3
+    np.add.at(change, made_by[stays] + 1, size[stays])
+    np.add.at(change, made_by[held_once] + 1, size[held_once])
+    np.subtract.at(change, last[held_once] + 1, size[held_once])
+    np.subtract.at(change, last[held_late] + 1, size[held_late])
+    change[boundary] += size[held_late].sum() + program.late_bytes - size[form.mutation].sum()
+    held = np.cumsum(change)
+    counted = form.pinned.copy()
+    counted[held_once] = True
+    late = np.zeros(len(size), np.bool_)
+    late[held_late] = True
+    reads = form.reads
+    besides = ~counted[reads.items] & ~(late[reads.items] & (reads.owner >= boundary))
+    total = held[:n] + form.made_bytes + form.workspace_bytes
+    np.add.at(total, reads.owner[besides], size[reads.items[besides]])
+    total = np.append(total, held[n])
+    total[boundary] = max(total[boundary], held[boundary] + program.between_excess_bytes)
+    most = int(total.argmax())
+    return (int(total[most]), most) if total[most] > 0 else (0, 0)

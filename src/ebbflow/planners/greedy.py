@@ -88,11 +88,14 @@ def start_from(found: Found, reruns: Reruns) -> bool:
     for share in SHARES:
         found.state.load(reruns)
         found.begin_phase(START_RUNS_PER_MOVE)
-        if found.state.peak_bytes > budget:
+        repaired = found.state.peak_bytes > budget
+        if repaired:
             local_search.repair(found.state, budget, interrupt, share=share)
         if found.state.peak_bytes <= budget:
             local_search.clean_up(found.state, budget)
             fits = found.offer() or fits
+        if not repaired:
+            break  # there was nothing to repair in another way
     return fits
 
 

@@ -8,15 +8,17 @@ canonical schedule of its order of runs, whose bytes are those of the state.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import cast
 
 import numpy as np
 
+from ebbflow.flat import Flat, flat
 from ebbflow.planners import _layout as L
 from ebbflow.planners import _runs
 from ebbflow.planners._jit import Ints, Words
 from ebbflow.planners._segment_tree import value
-from ebbflow.program import Program
+from ebbflow.program import Program, analysis
 from ebbflow.schedule import Schedule
 
 __all__ = ["IntervalState", "reruns_of"]
@@ -101,33 +103,27 @@ class IntervalState:
         """All reruns as ``(op, stage)``, ascending by stage, then op."""
         node = self._array[self._array[L.H_NODES] : self._array[L.H_HIGH]].reshape(-1, L.N_COLUMNS)
         used = node[node[:, L.N_OP] >= 0]
-        return sorted(((int(o), int(t)) for o, t in used[:, :2]), key=lambda run: (run[1], run[0]))
+        runs = used[np.lexsort((used[:, L.N_OP], used[:, L.N_STAGE])), :2]
+        return list(zip(runs[:, 0].tolist(), runs[:, 1].tolist(), strict=True))
 
     def best_reruns(self) -> list[tuple[int, int]]:
         """The reruns that the compiled search last saved as its best."""
         first = int(self.memory[L.H_BEST_AT])
         pairs = self._array[first : first + 2 * int(self.memory[L.H_BEST_COUNT])].reshape(-1, 2)
-        return [(int(o), int(t)) for o, t in pairs]
+        return list(zip(pairs[:, 0].tolist(), pairs[:, 1].tolist(), strict=True))
 
     def load(self, reruns: Iterable[tuple[int, int]]) -> None:
         """Replace all reruns; those that may not run where they are placed are left out."""
-        pairs = np.array([word for run in reruns for word in run], np.int64)
+        pairs = np.fromiter(chain.from_iterable(reruns), np.int64)
         _runs.load_runs(self.memory, cast(Words, pairs), len(pairs) // 2)
 
     def order(self) -> list[int | None]:
         """Ops in the order they run, ``None`` at the boundary."""
-        program = self.program
-        found: list[int | None] = []
-        runs = self.reruns
-        position = 0
-        for stage in range(len(program.ops) + 1):
-            if stage == program.boundary:
-                found.append(None)
-            while position < len(runs) and runs[position][1] == stage:
-                found.append(runs[position][0])
-                position += 1
-            if stage < len(program.ops):
-                found.append(stage)
+        first = list(range(len(self.program.ops)))
+        runs = [*self.reruns, *zip(first, first, strict=True)]
+        runs.sort(key=lambda run: (run[1], run[0]))  # an op's first run comes last in its stage
+        found: list[int | None] = [op for op, _ in runs]
+        found.insert(sum(stage < self.program.boundary for _, stage in runs), None)
         return found
 
     def to_schedule(self) -> Schedule:
@@ -157,36 +153,47 @@ def reruns_of(program: Program, schedule: Schedule) -> list[tuple[int, int]] | N
 
 def _memory(program: Program) -> Ints:
     """The memory of the unplanned step, laid out as ``_layout`` says."""
+    return _with_room(_unplanned(program))
+
+
+def _with_room(image: Ints) -> Ints:
+    """Memory that begins with ``image``, which ends where reruns begin, all of them free."""
+    room, nodes_at = int(image[L.H_ROOM]), int(image[L.H_NODES])
+    memory = np.zeros(int(image[L.H_BEST_AT]) + 2 * room, np.int64)
+    memory[:nodes_at] = image
+    nodes = memory[nodes_at : nodes_at + room * L.N_COLUMNS].reshape(-1, L.N_COLUMNS)
+    nodes[:, L.N_OP] = nodes[-1, L.N_IN_STAGE] = -1
+    nodes[:-1, L.N_IN_STAGE] = nodes_at + L.N_COLUMNS * np.arange(1, room)
+    return memory
+
+
+@analysis
+def _unplanned(program: Program) -> Ints:
+    """Header, ops, buffers, lists and tree of the unplanned step: the memory up to the first rerun."""
+    form = flat(program)
     n = len(program.ops)
     header = np.zeros(L.HEADER, np.int64)
-    header[L.H_OPS], header[L.H_RANDOM], header[L.H_FREE] = n, 1, -1
+    header[L.H_OPS], header[L.H_RANDOM] = n, 1
     header[L.H_WORK_LIMIT] = NO_LIMIT
     header[L.H_BOUNDARY], header[L.H_BETWEEN] = program.boundary, program.between_excess_bytes
     room = max(RERUNS_PER_OP * n + 1024, min(n * n // 4, MOST_ROOM))
     tree_size = 1 << n.bit_length()
     journal_rows = JOURNAL_ROWS + 8 * n
-    rows = np.zeros((n + 1, L.ROW), np.int64)
-    parts = [header, rows.ravel()]
-    length = header.size + rows.size
+    header[L.H_TREE_SIZE], header[L.H_JOURNAL_ROWS], header[L.H_ROOM] = tree_size, journal_rows, room
+    length = L.HEADER + (n + 1) * L.ROW
 
     def place(size: int, at_word: int) -> None:
         nonlocal length
         header[at_word] = length
-        parts.append(np.zeros(size, np.int64))
         length += size
 
     place(len(program.buffers) * L.B_COLUMNS, L.H_BUFFERS)
     header[L.H_BUFFERS_END] = length
-    links = _links(program, rows, parts[-1].reshape(-1, L.B_COLUMNS), int(header[L.H_BUFFERS]), length)
-    parts.append(links)
+    rows, buffers, links = _tables(program, int(header[L.H_BUFFERS]), length)
     length += links.size
-    place(room * L.N_COLUMNS, L.H_NODES)
-    nodes = parts[-1].reshape(-1, L.N_COLUMNS)
-    header[L.H_FREE] = header[L.H_HIGH] = header[L.H_NODES]
-    nodes[:, L.N_OP] = nodes[-1, L.N_IN_STAGE] = -1
-    nodes[:-1, L.N_IN_STAGE] = header[L.H_NODES] + L.N_COLUMNS * np.arange(1, room)
-    header[L.H_TREE_SIZE], header[L.H_JOURNAL_ROWS], header[L.H_ROOM] = tree_size, journal_rows, room
     place(2 * tree_size, L.H_TOP)
+    place(room * L.N_COLUMNS, L.H_NODES)
+    header[L.H_FREE] = header[L.H_HIGH] = header[L.H_NODES]
     place(2 * tree_size, L.H_ADD)
     place(3 * journal_rows, L.H_JOURNAL_AT)
     place(n + 2, L.H_TOUCHED_AT)
@@ -195,65 +202,64 @@ def _memory(program: Program) -> Ints:
     place(2 * room, L.H_PENDING_AT)
     place(3 * (L.OFFERS + 1), L.H_OFFERS_AT)
     place(2 * room, L.H_BEST_AT)
-    memory = np.concatenate(parts)
-    _lay_through_bytes(program, memory)
-    return memory
-
-
-def _lay_through_bytes(program: Program, memory: Ints) -> None:
-    """The tree of the unplanned step: late bytes, and every buffer between its first run and last read."""
-    n = len(program.ops)
-    steps = np.zeros(n + 3, np.int64)  # what a stage has more than the one before
-    mutations = frozenset(program.mutations)
-    steps[program.boundary] += program.late_bytes
-    for b, buffer in enumerate(program.buffers):
-        if buffer.producer is not None:
-            last = n + 1 if b in program.pinned else max(program.readers[b], default=buffer.producer)
-            last = program.boundary if b in mutations else last
-            if last > buffer.producer:
-                steps[buffer.producer + 1] += buffer.bytes
-                steps[last] -= buffer.bytes
-    size, top = int(memory[L.H_TREE_SIZE]), int(memory[L.H_TOP])
-    level = np.full(size, UNUSED, np.int64)
-    level[: n + 1] = np.cumsum(steps)[: n + 1]
-    while size >= 1:
-        memory[top + size : top + 2 * size] = level
-        level = level.reshape(-1, 2).max(1) if size > 1 else level
-        size >>= 1
+    parts = [header, rows.ravel(), buffers.ravel(), links, _tree(tree_size, _through_bytes(program, form))]
+    memory = _with_room(np.concatenate(parts))
     _runs.load_runs(cast(Words, memory), cast(Words, np.zeros(0, np.int64)), 0)
     _runs.rebuild_locals(cast(Words, memory))
+    return memory[: header[L.H_NODES]].copy()
 
 
-def _links(program: Program, rows: Ints, buffers: Ints, buffers_at: int, links_at: int) -> Ints:
-    """Fill the rows of ops and buffers; the lists of inputs, outputs and readers behind them."""
-    links: list[int] = []
+def _tree(size: int, stage_bytes: Ints) -> Ints:
+    """The maxima of a segment tree with ``size`` leaves, the first of which are ``stage_bytes``."""
+    tree = np.zeros(2 * size, np.int64)
+    level = np.full(size, UNUSED, np.int64)
+    level[: len(stage_bytes)] = stage_bytes
+    while size >= 1:
+        tree[size : 2 * size] = level
+        level = level.reshape(-1, 2).max(1) if size > 1 else level
+        size >>= 1
+    return tree
 
-    def append(items: Iterable[int]) -> tuple[int, int]:
-        first = links_at + len(links)
-        links.extend(items)
-        return first, links_at + len(links)
 
+def _through_bytes(program: Program, form: Flat) -> Ints:
+    """Per stage of the unplanned step: late bytes, and every buffer between its first run and last read."""
     n = len(program.ops)
-    unit = max(program.seconds, 1e-30) * COST_RESOLUTION
-    address = [buffers_at + b * L.B_COLUMNS for b in range(len(program.buffers))]
-    for index, op in enumerate(program.ops):
-        row = rows[index]
-        row[L.OP_WORKSPACE], row[L.OP_STATE] = op.workspace_bytes, op.state_bytes
-        row[L.OP_MADE] = sum(program.buffers[b].bytes for b in op.outputs)
-        row[L.OP_REMADE] = sum(program.buffers[b].bytes for b in program.made_by_rerun(index))
-        row[L.OP_COST] = row[L.OP_ESTIMATE] = max(round(op.seconds / unit), 1)
-        last = program.boundary - 1 if op.reads_mutated else n - 1
-        fits_journal = len(op.inputs) + len(op.outputs) < L.JOURNAL_RESERVE - 16
-        row[L.OP_LIMIT] = last if op.rerunnable and fits_journal else index
-        row[L.OP_IN], row[L.OP_IN_END] = append(address[b] for b in op.inputs)
-        row[L.OP_OUT], row[L.OP_OUT_END] = append(address[b] for b in op.outputs)
+    steps = np.zeros(n + 3, np.int64)  # what a stage has more than the one before
+    steps[program.boundary] += program.late_bytes
+    last = np.where(form.pinned, n + 1, np.maximum(form.last_readers(), form.producer))
+    last = np.where(form.mutation, program.boundary, last)
+    passing = np.flatnonzero((form.producer >= 0) & (last > form.producer))
+    np.add.at(steps, form.producer[passing] + 1, form.bytes[passing])
+    np.subtract.at(steps, last[passing], form.bytes[passing])
+    return np.cumsum(steps)[: n + 1]
+
+
+def _tables(program: Program, buffers_at: int, links_at: int) -> tuple[Ints, Ints, Ints]:
+    """The rows of ops and of buffers, and the lists of inputs, outputs and readers behind them."""
+    form, n = flat(program), len(program.ops)
+    address = buffers_at + L.B_COLUMNS * np.arange(len(program.buffers))
+    links = np.concatenate([address[form.reads.items], address[form.makes.items], form.readers.items])
+    rows = np.zeros((n + 1, L.ROW), np.int64)
+    ops = rows[:n]
+    ops[:, L.OP_WORKSPACE], ops[:, L.OP_STATE] = form.workspace_bytes, form.state_bytes
+    ops[:, L.OP_MADE], ops[:, L.OP_REMADE] = form.made_bytes, form.remade_bytes
+    cost = np.maximum(np.rint(form.seconds / (max(program.seconds, 1e-30) * COST_RESOLUTION)), 1)
+    ops[:, L.OP_COST] = ops[:, L.OP_ESTIMATE] = cost.astype(np.int64)
+    last = np.where(form.reads_mutated, program.boundary - 1, n - 1)
+    fits_journal = np.diff(form.reads.first) + np.diff(form.makes.first) < L.JOURNAL_RESERVE - 16
+    ops[:, L.OP_LIMIT] = np.where(form.rerunnable & fits_journal, last, np.arange(n))
+    made_at = links_at + len(form.reads.items)
+    for first, end, lists, at in (
+        (L.OP_IN, L.OP_IN_END, form.reads, links_at),
+        (L.OP_OUT, L.OP_OUT_END, form.makes, made_at),
+    ):
+        ops[:, first], ops[:, end] = at + lists.first[:-1], at + lists.first[1:]
     rows[:, L.N_OP] = rows[:, L.N_STAGE] = np.arange(n + 1)
     rows[:, L.N_OF_OP] = rows[:, L.N_IN_STAGE] = rows[:, L.OP_FORBID] = -1
     rows[:, L.S_HEAD] = L.HEADER + L.ROW * np.arange(n + 1)
-    pinned = program.pinned.union(program.mutations)
-    for index, buffer in enumerate(program.buffers):
-        row = buffers[index]
-        row[L.B_BYTES], row[L.B_PINNED] = buffer.bytes, index in pinned
-        row[L.B_PRODUCER] = -1 if buffer.producer is None else buffer.producer
-        row[L.B_READ], row[L.B_READ_END] = append(program.readers[index])
-    return np.array(links, np.int64)
+    buffers = np.zeros((len(program.buffers), L.B_COLUMNS), np.int64)
+    buffers[:, L.B_BYTES], buffers[:, L.B_PRODUCER] = form.bytes, form.producer
+    buffers[:, L.B_PINNED] = form.pinned | form.mutation
+    read_at = made_at + len(form.makes.items)
+    buffers[:, L.B_READ], buffers[:, L.B_READ_END] = read_at + form.readers.first[:-1], read_at + form.readers.first[1:]
+    return rows, buffers, links

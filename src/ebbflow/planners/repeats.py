@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.planners._jit import Ints
+from ebbflow.flat import Ints, flat
 from ebbflow.program import Buffer, Op, Program
 
 __all__ = ["Repeats", "Tiled", "carry", "find_repeats", "with_blocks"]
@@ -123,13 +123,14 @@ def find_repeats(program: Program) -> Repeats | None:
 
 def _tokens(program: Program) -> Ints:
     """Per op, a number for its token (definition 1)."""
+    form = flat(program)
+    first, made = form.makes.first.tolist(), form.makes.items
+    sizes, kept = form.bytes[made].tolist(), form.pinned[made].tolist()
     numbers: dict[object, int] = {}
-    size = program.buffers
     found: list[int] = []
-    for op in program.ops:
-        kept = tuple(b in program.pinned for b in op.outputs)
-        made = (op.target, tuple(size[b].bytes for b in op.outputs), kept, op.workspace_bytes)
-        key = (made, len(op.inputs), op.state_bytes, op.rerunnable, op.reads_mutated, op.once)
+    for op, begin, end in zip(program.ops, first, first[1:], strict=False):
+        makes = (op.target, tuple(sizes[begin:end]), tuple(kept[begin:end]), op.workspace_bytes)
+        key = (makes, len(op.inputs), op.state_bytes, op.rerunnable, op.reads_mutated, op.once)
         found.append(numbers.setdefault(key, len(numbers)))
     return np.array(found, np.int64)
 
@@ -183,21 +184,20 @@ def _stretch(equal: NDArray[np.bool_]) -> tuple[int, int]:
 
 def _link(program: Program, regions: list[Region], main: int) -> list[Region]:
     """The regions that are linked with ``main``, with sign and shift."""
-    where = np.full(len(program.ops), -1, np.int64)
+    form, count = flat(program), len(regions)
+    where = np.full(len(program.ops) + 1, -1, np.int64)  # one more, for tangents
+    block = np.zeros(len(program.ops) + 1, np.int64)
     for number, region in enumerate(regions):
         where[region.first : region.end] = number
-    reads: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for index, op in enumerate(program.ops):
-        mine = int(where[index])
-        if mine < 0:
-            continue
-        for b in op.inputs:
-            producer = program.buffers[b].producer
-            theirs = -1 if producer is None else int(where[producer])
-            if producer is not None and theirs >= 0 and theirs != mine:
-                block = (index - regions[mine].first) // regions[mine].period
-                other = (producer - regions[theirs].first) // regions[theirs].period
-                reads.setdefault((mine, theirs), []).append((block, other))
+        block[region.first : region.end] = np.arange(region.period * region.blocks) // region.period
+    reader, producer = form.reads.owner, form.producer[form.reads.items]
+    across = (where[reader] >= 0) & (where[producer] >= 0) & (where[reader] != where[producer])
+    reader, producer = reader[across], producer[across]
+    between = where[reader] * count + where[producer]
+    reads: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+    for each in dict.fromkeys(between.tolist()):
+        here = between == each
+        reads[divmod(each, count)] = block[reader[here]], block[producer[here]]
     linked = {main: replace(regions[main], sign=1, shift=0)}
     fresh = [main]
     while fresh:
@@ -206,8 +206,7 @@ def _link(program: Program, regions: list[Region], main: int) -> list[Region]:
             if known not in (mine, theirs) or (mine in linked and theirs in linked):
                 continue
             other = theirs if known == mine else mine
-            pairs = pairs if known == mine else [(b, a) for a, b in pairs]
-            relation = _relation(pairs)
+            relation = _relation(*(pairs if known == mine else pairs[::-1]))
             if relation is not None:
                 sign, shift = relation  # block of known = sign * block of other + shift
                 here = linked[known]
@@ -216,15 +215,14 @@ def _link(program: Program, regions: list[Region], main: int) -> list[Region]:
     return [linked[number] for number in sorted(linked)]
 
 
-def _relation(pairs: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """``(sign, shift)`` with ``a = sign * b + shift`` for most pairs ``(a, b)``."""
-    blocks = {a for a, _ in pairs}
-    if len(blocks) < LEAST_BLOCKS - 1:
+def _relation(ours: Ints, theirs: Ints) -> tuple[int, int] | None:
+    """``(sign, shift)`` with ``ours = sign * theirs + shift`` for most pairs of blocks."""
+    if len(np.unique(ours)) < LEAST_BLOCKS - 1:
         return None
     for sign in (-1, 1):
-        shift, count = Counter(a - sign * b for a, b in pairs).most_common(1)[0]
-        if count >= AGREEING * len(pairs):
-            return sign, shift
+        shifts, counts = np.unique(ours - sign * theirs, return_counts=True)
+        if counts.max() >= AGREEING * len(ours):
+            return sign, int(shifts[counts.argmax()])
     return None
 
 
@@ -370,9 +368,14 @@ def carry(
     Returns:
         ``(op, stage)`` of the large program.
     """
-    by_op: dict[int, list[int]] = {}
-    for op, stage in reruns:
-        by_op.setdefault(op, []).append(stage)
+    by_op: dict[int, list[int]] = {}  # outside the regions
+    by_block: dict[tuple[int, int], list[tuple[int, int]]] = {}  # region and block -> position and stage
+    for op, stage in sorted(reruns, key=lambda run: run[0]):
+        place = small.place(op)
+        if place is None:
+            by_op.setdefault(op, []).append(stage)
+        elif stage < len(small.program.ops):
+            by_block.setdefault(place[:2], []).append((place[2], stage))
     outside = _outside(small, large)
     found: list[tuple[int, int]] = []
 
@@ -400,11 +403,10 @@ def carry(
             source = ours.sign * (old - ours.shift)
             if not 0 <= source < ours.blocks:
                 continue
-            for position in range(region.period):
-                for stage in by_op.get(ours.first + source * ours.period + position, ()):
-                    at = moved(stage, old, new) if stage < len(small.program.ops) else None
-                    if at is not None:
-                        found.append((region.first + block * region.period + position, at))
+            for position, stage in by_block.get((number, source), ()):
+                at = moved(stage, old, new)
+                if at is not None:
+                    found.append((region.first + block * region.period + position, at))
     return found
 
 

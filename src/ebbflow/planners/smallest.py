@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+
+from ebbflow.flat import flat
 from ebbflow.planners import local_search
 from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.interval_state import IntervalState
 from ebbflow.planners.stand_in import stand_in_of
-from ebbflow.program import Program
+from ebbflow.program import Program, analysis
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 
@@ -58,8 +61,7 @@ def smallest_of(
     program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
 ) -> tuple[int, Schedule]:
     """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
-    costs = tuple((op.seconds, op.workspace_bytes) for op in program.ops)
-    key = (program.fingerprint, costs, program.between_bytes, program.held_bytes, effort)
+    key = (_identity(program), effort)
     if key not in _SMALLEST:
         if len(_SMALLEST) > 32:
             _SMALLEST.clear()
@@ -68,6 +70,17 @@ def smallest_of(
             return found  # cut short: a later call may find less
         _SMALLEST[key] = found
     return _SMALLEST[key]
+
+
+@analysis
+def _identity(program: Program) -> str:
+    """A digest of all that a schedule and its bytes and seconds depend on."""
+    digest = hashlib.sha256()
+    for array in flat(program).arrays():
+        digest.update(array.tobytes())
+    digest.update(repr([(op.target, op.once) for op in program.ops]).encode())
+    digest.update(repr((program.boundary, program.between_bytes, program.held_bytes)).encode())
+    return digest.hexdigest()
 
 
 def forget_smallest() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ebbflow.planners.interval_state import reruns_of
 from ebbflow.planners.repeats import Repeats, Tiled, carry, find_repeats, with_blocks
-from ebbflow.program import Program
+from ebbflow.program import Program, analysis
 from ebbflow.schedule import Schedule
 
 __all__ = ["LARGE_OPS", "StandIn", "stand_in_of"]
@@ -58,6 +58,7 @@ class StandIn:
             yield carry(reruns, self.small.repeats, self.whole, stands_for)
 
 
+@analysis
 def stand_in_of(program: Program) -> StandIn | None:
     """A stand-in; ``None`` for programs that are small, or have too few repeated blocks."""
     if len(program.ops) < LARGE_OPS:

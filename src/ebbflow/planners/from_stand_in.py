@@ -1,0 +1,72 @@
+"""Start points for a large program from plans of its stand-in (``stand_in``), at budgets that suit what is carried.
+
+The stand-in is asked for as much of each block as the budget asks of the large program's. What is carried then may be
+over the budget by some percent. Repairing that takes evictions in proportion to excess and ops, each of which looks at
+every op: on the largest programs the stand-in is rather asked again, for the excess too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ebbflow.planners.base import Problem, silent
+from ebbflow.planners.cut_bound import quick_bound
+from ebbflow.planners.greedy import Found, Reruns, start_from
+from ebbflow.planners.keep_all import unplanned_bytes
+from ebbflow.planners.stand_in import StandIn
+from ebbflow.schedule import Schedule
+
+__all__ = ["quick_plan", "start_from_stand_in"]
+
+Plan = Callable[[Problem], Schedule | None]
+ASKED = 3  # times at most
+REPAIRED = 1e7  # share of the budget times ops squared: an excess that is repaired in about a tenth of a second
+
+
+def start_from_stand_in(found: Found, small: StandIn, plan: Plan) -> None:
+    """Start from the plans of a stand-in.
+
+    Args:
+        found: of the large program.
+        small: its stand-in.
+        plan: how to plan the stand-in.
+    """
+    problem, blocks = found.problem, small.small.repeats.blocks
+    least, carried = found.state.stages * problem.above_budget_bytes, list[Reruns]()
+    wanted = unplanned_bytes(problem.program) - problem.above_budget_bytes
+    for _ in range(ASKED):
+        budget = unplanned_bytes(small.program) - wanted * blocks // small.whole.blocks
+        asked = replace(problem, program=small.program, above_budget_bytes=budget, seeds=(), progress=silent)
+        schedule = plan(asked)
+        if schedule is None:
+            break
+        starts = list(small.carried(schedule))
+        peak = min(_peak(found, reruns) for reruns in starts)
+        if peak < least:
+            least, carried = peak, starts
+        excess = peak - problem.above_budget_bytes
+        if excess * len(problem.program.ops) ** 2 <= REPAIRED * problem.above_budget_bytes or problem.interrupt:
+            break
+        wanted += excess
+    for index, reruns in enumerate(carried):
+        if reruns not in carried[:index]:
+            start_from(found, reruns)
+
+
+def quick_plan(problem: Problem) -> Schedule | None:
+    """A plan in hundredths of a second: the linear relaxation of one cut and the unplanned step, repaired."""
+    found = Found(problem)
+    quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, found.state)
+    for reruns in ([], quick.reruns):
+        if reruns is not None:
+            start_from(found, reruns)
+    if found.reruns is None:
+        return None
+    found.state.load(found.reruns)
+    return found.state.to_schedule()
+
+
+def _peak(found: Found, reruns: Reruns) -> int:
+    found.state.load(reruns)
+    return found.state.peak_bytes
