@@ -30,6 +30,7 @@ def test_equals_the_simulator_after_every_change(data: st.DataObject):
         assert simulate(program, schedule).above_bytes == state.peak_bytes
         assert not legality.check(program, schedule, state.peak_bytes)
         assert reruns_of(program, schedule) == state.reruns
+    assert state.all_stage_bytes().tolist() == levels(state)
     fresh = IntervalState(program)
     fresh.load(state.reruns)
     assert levels(fresh) == levels(state)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from ebbflow.planners.base import DEFAULT_EFFORT, FREE_ORDER, PROGRAM_ORDER, Answer, Problem, Status, planner
 from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
 from ebbflow.planners.floor import floor_bytes
-from ebbflow.planners.from_stand_in import Plan, quick_plan, start_from_stand_in
+from ebbflow.planners.from_stand_in import start_from_stand_in, start_quickly
 from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbflow.planners.interval_state import reruns_of
 from ebbflow.planners.keep_all import keep_all
@@ -62,9 +62,9 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     elif found.overhead <= (found.bound or 0.0) + PROVEN:
         return checked(problem, found, {}, PROGRAM_ORDER)
     small = stand_in_of(problem.program)
-    _from_stand_in(found, small, quick_plan)
+    _from_stand_in(found, small, problem.effort // 20)
     found.tell("greedy")
-    if found.reruns is None and small is None:
+    if found.reruns is None:
         start_from(found, [])
     for reruns in seeds_of(problem):
         _start_if_promising(found, reruns)
@@ -76,7 +76,7 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         found.descend(effort // 2, problem.seed)
     far = found.reruns is None or found.overhead - cut.bound > NEAR * found.overhead
     if far and not (cut.infeasible or problem.interrupt):
-        _from_stand_in(found, small, lambda asked: auto(asked).schedule)
+        _from_stand_in(found, small, problem.effort)
         if hard or problem.above_budget_bytes <= NEAR_FLOOR * floor_bytes(problem.program)[0]:
             _from_smallest(found)
         if small is None:
@@ -128,11 +128,15 @@ def _from_levels(found: Found, bound: float, effort: int) -> None:
             found.offer()
 
 
-def _from_stand_in(found: Found, small: StandIn | None, plan: Plan) -> None:
-    """Start from plans of a stand-in, if there is one."""
-    if small is not None:
-        found.tell("planning repeated blocks once")
-        start_from_stand_in(found, small, plan)
+def _from_stand_in(found: Found, small: StandIn | None, effort: int) -> None:
+    """Start from plans of a stand-in, if there is one; a quick one is enough for a first plan."""
+    if small is None:
+        return
+    found.tell("planning repeated blocks once")
+    if found.reruns is None:
+        start_quickly(found, small)
+    if found.reruns is None or effort == found.problem.effort:
+        start_from_stand_in(found, small, lambda asked: auto(replace(asked, effort=effort)).schedule)
 
 
 def _cuts(found: Found, order: CapturedOrder | None) -> CutBound:

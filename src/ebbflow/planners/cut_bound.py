@@ -102,11 +102,12 @@ def cut_bounds(
     reruns: list[tuple[int, int]] = []
     cuts: list[int] = []
     while len(cuts) < CUTS and left > 0 and bound < enough() and not interrupt:
+        if cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS:
+            return
         state.load(reruns)
-        stages = [t for t in range(len(program.ops)) if all(order.comparable(t, cut) for cut in cuts)]
-        over = [(state.stage_bytes(t), -t) for t in stages]
-        worst, stage = max(over, default=(0, 0))
-        if worst <= budget or (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
+        over = zip(state.all_stage_bytes().tolist(), range(0, -len(program.ops), -1), strict=False)
+        worst, stage = max((each for each in over if all(order.comparable(-each[1], c) for c in cuts)), default=(0, 0))
+        if worst <= budget:
             return
         cuts = sorted([*cuts, -stage])
         model = _Model(program, budget, cuts, order)
@@ -132,7 +133,7 @@ def cut_bound(program: Program, budget: int) -> CutBound:
 def quick_bound(program: Program, budget: int, interrupt: Interrupt, state: IntervalState) -> CutBound:
     """The bound of the linear relaxation of one cut, at the unplanned step's peak; arguments as :func:`cut_bounds`."""
     state.load([])
-    worst, stage = max((state.stage_bytes(t), -t) for t in range(len(program.ops)))
+    worst, stage = max(zip(state.all_stage_bytes().tolist(), range(0, -len(program.ops), -1), strict=False))
     if worst <= budget:
         return CutBound(0.0, False, 0)
     solved = _Model(program, budget, [-stage], CapturedOrder(program)).solve(interrupt, WORK, math.inf, whole=False)

@@ -17,38 +17,47 @@ from ebbflow.planners.keep_all import unplanned_bytes
 from ebbflow.planners.stand_in import StandIn
 from ebbflow.schedule import Schedule
 
-__all__ = ["quick_plan", "start_from_stand_in"]
+__all__ = ["quick_plan", "start_from_stand_in", "start_quickly"]
 
 Plan = Callable[[Problem], Schedule | None]
 ASKED = 3  # times at most
 REPAIRED = 1e7  # share of the budget times ops squared: an excess that is repaired in about a tenth of a second
 
 
+def start_quickly(found: Found, small: StandIn) -> None:
+    """Start from quick plans of a stand-in, unless what is carried is far from fitting."""
+    problem, excess = found.problem, 0
+    least = REPAIRED * problem.above_budget_bytes / len(problem.program.ops) ** 2
+    for _ in range(ASKED):
+        carried = _carried(found, small, quick_plan, excess)
+        more = min((_peak(found, reruns) for reruns in carried), default=0) - problem.above_budget_bytes
+        if not carried or more <= least or problem.interrupt:
+            _start(found, carried)
+            return
+        excess += more
+
+
 def start_from_stand_in(found: Found, small: StandIn, plan: Plan) -> None:
-    """Start from the plans of a stand-in.
+    """Start from the plan of a stand-in, repaired however long that takes.
 
     Args:
         found: of the large program.
         small: its stand-in.
         plan: how to plan the stand-in.
     """
-    problem, blocks = found.problem, small.small.repeats.blocks
-    least, carried = found.state.stages * problem.above_budget_bytes, list[Reruns]()
-    wanted = unplanned_bytes(problem.program) - problem.above_budget_bytes
-    for _ in range(ASKED):
-        budget = unplanned_bytes(small.program) - wanted * blocks // small.whole.blocks
-        asked = replace(problem, program=small.program, above_budget_bytes=budget, seeds=(), progress=silent)
-        schedule = plan(asked)
-        if schedule is None:
-            break
-        starts = list(small.carried(schedule))
-        peak = min(_peak(found, reruns) for reruns in starts)
-        if peak < least:
-            least, carried = peak, starts
-        excess = peak - problem.above_budget_bytes
-        if excess * len(problem.program.ops) ** 2 <= REPAIRED * problem.above_budget_bytes or problem.interrupt:
-            break
-        wanted += excess
+    _start(found, _carried(found, small, plan, 0))
+
+
+def _carried(found: Found, small: StandIn, plan: Plan, excess: int) -> list[Reruns]:
+    """Reruns from a plan of the stand-in, for so many bytes less than the budget of the large program."""
+    problem = found.problem
+    wanted = unplanned_bytes(problem.program) - problem.above_budget_bytes + excess
+    budget = unplanned_bytes(small.program) - wanted * small.small.repeats.blocks // small.whole.blocks
+    schedule = plan(replace(problem, program=small.program, above_budget_bytes=budget, seeds=(), progress=silent))
+    return [] if schedule is None else list(small.carried(schedule))
+
+
+def _start(found: Found, carried: list[Reruns]) -> None:
     for index, reruns in enumerate(carried):
         if reruns not in carried[:index]:
             start_from(found, reruns)

@@ -78,6 +78,15 @@ class IntervalState:
         """The peak within one stage."""
         return int(value(self.memory, stage))
 
+    def all_stage_bytes(self) -> Ints:
+        """The peak within every stage, shape ``(stages,)``."""
+        size, top, add = (int(self.memory[word]) for word in (L.H_TREE_SIZE, L.H_TOP, L.H_ADD))
+        above, width = np.zeros(1, np.int64), 1  # what is added to all leaves below each node of a level
+        while width < size:
+            above = np.repeat(above + self._array[add + width : add + 2 * width], 2)
+            width *= 2
+        return (self._array[top + size : top + 2 * size] + above)[: self.stages]
+
     def add(self, op: int, stage: int) -> bool:
         """Rerun ``op`` just before the first run of op ``stage``; whether that is possible and was done."""
         return bool(_runs.add_run(self.memory, op, stage))
