@@ -80,7 +80,7 @@ class Flat:
     reads_mutated: Flags
 
     def arrays(self) -> Iterator[NDArray[Any]]:
-        """All of them, in a fixed order: programs of which they are equal have the same bytes and seconds."""
+        """All of them, in a fixed order: programs in which they are equal have the same bytes and seconds."""
         for field in fields(self):
             value = getattr(self, field.name)
             yield from (value.first, value.items) if isinstance(value, Links) else (value,)

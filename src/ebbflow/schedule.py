@@ -108,7 +108,12 @@ class Schedule:
         actions[np.arange(len(order)) + np.searchsorted(after, np.arange(len(order)))] = runs
         actions[after + 1 + np.arange(len(freed))] = len(program.ops) + read[freed]
         known = _computes_and_frees(program)
-        return Schedule(tuple([known[each] for each in actions.tolist()]))
+        schedule = Schedule(tuple([known[each] for each in actions.tolist()]))
+        is_free = actions >= len(program.ops)
+        kinds = np.where(is_free, KINDS[Free], np.where(actions < 0, KINDS[Boundary], KINDS[Compute]))
+        targets = np.where(is_free, actions - len(program.ops), actions)
+        schedule.__dict__["columns"] = kinds.astype(np.int8), targets  # known here already
+        return schedule
 
     def to_json(self) -> list[list[Any]]:
         """Plain data: one short list per action."""

@@ -12,6 +12,7 @@ from ebbflow.legality import check
 from ebbflow.planners import local_search
 from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
 from ebbflow.planners.interval_state import IntervalState, reruns_of
+from ebbflow.planners.stand_in import LARGE_OPS
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 
@@ -94,8 +95,8 @@ def start_from(found: Found, reruns: Reruns) -> bool:
         if found.state.peak_bytes <= budget:
             local_search.clean_up(found.state, budget)
             fits = found.offer() or fits
-        if not repaired:
-            break  # there was nothing to repair in another way
+        if not repaired and found.state.stages > LARGE_OPS:
+            break  # there was nothing to repair in another way, and cleaning up takes long
     return fits
 
 

@@ -78,7 +78,7 @@ def _identity(program: Program) -> str:
     digest = hashlib.sha256()
     for array in flat(program).arrays():
         digest.update(array.tobytes())
-    digest.update(repr([(op.target, op.once) for op in program.ops]).encode())
+    digest.update("\n".join(op.target for op in program.ops).encode())
     digest.update(repr((program.boundary, program.between_bytes, program.held_bytes)).encode())
     return digest.hexdigest()
 
