@@ -156,7 +156,8 @@ def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
     """The peak of a legal schedule as a sum over lifetimes, without adding up what is live: a second opinion."""
     end = len(schedule.actions)
     lives = _Lifetimes(program, end)
-    runs: dict[int, list[int]] = {}
+    ran: set[int] = set()
+    random_runs: dict[int, list[int]] = {}
     mutations = frozenset(program.mutations)
     passed = False
     for index, action in enumerate(schedule.actions):
@@ -165,9 +166,10 @@ def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
                 op = program.ops[o]
                 for b in op.inputs:
                     lives.wanted(b)
-                earlier = runs.setdefault(o, [])
-                earlier.append(index)
-                made = op.outputs[: len(op.outputs) - op.once] if len(earlier) > 1 else op.outputs
+                made = op.outputs[: len(op.outputs) - op.once] if o in ran else op.outputs
+                ran.add(o)
+                if op.random:
+                    random_runs.setdefault(o, []).append(index)
                 for b in made:
                     if b in mutations and passed:  # they left at the boundary, and are not copied back again
                         lives.add(index, index, program.buffers[b].bytes)
@@ -192,9 +194,9 @@ def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
                 for b in program.mutations:
                     lives.gone(index, b)
     lives.end()
-    for o, positions in runs.items():
+    for o, positions in random_runs.items():
         state = program.ops[o].state_bytes
-        if state and len(positions) > 1:
+        if len(positions) > 1:
             lives.add(positions[0], positions[-1], state)
             for index in positions[1:]:
                 lives.add(index, index, state)
