@@ -8,7 +8,7 @@
    peaks explain the problem.
 4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where the bound is far, and
    greedy failed or the floor is near, the schedule of least memory is a start point too: a budget that it fits is
-   never called infeasible.
+   never called infeasible. So are plans of whole layers (``levels``).
 5. Annealing from the best, in rounds; they end once the bound is near.
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
@@ -70,27 +70,35 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         _start_if_promising(found, reruns)
     cut = _cuts(found, order)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
-    deep = found.reruns is None or found.overhead - cut.bound > DEEP_OVERHEAD
     hard = found.reruns is None
-    if deep and not problem.interrupt:
+    if (hard or found.overhead - cut.bound > DEEP_OVERHEAD) and not problem.interrupt:
         found.descend(effort // 2, problem.seed)
-    far = found.reruns is None or found.overhead - cut.bound > NEAR * found.overhead
-    if far and not (cut.infeasible or problem.interrupt):
+    if _far(found, cut.bound) and not (cut.infeasible or problem.interrupt):
         _from_stand_in(found, small, problem.effort)
         if hard or problem.above_budget_bytes <= NEAR_FLOOR * floor_bytes(problem.program)[0]:
             _from_smallest(found)
-        if small is None:
-            _from_levels(found, cut.bound, effort // LEVEL_SHARE)
-    idle = 0
-    for turn in range(ROUNDS):
-        before = found.overhead - cut.bound
-        found.anneal(effort // (ROUNDS if before > CLOSE else LAST_TOUCH), problem.seed + turn)
-        gap = found.overhead - cut.bound
-        idle = idle + 1 if gap > (1.0 - GAIN) * before else 0
-        if gap <= CLOSE or idle >= (1 if gap <= NEAR * found.overhead else MOST_IDLE):
-            break
+        if small is None and _far(found, cut.bound):
+            _from_levels(found, effort // LEVEL_SHARE)
+    _anneal(found, cut.bound, effort)
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
+
+
+def _far(found: Found, bound: float) -> bool:
+    """Whether another start point may be worth its time."""
+    return found.reruns is None or found.overhead - bound > NEAR * found.overhead
+
+
+def _anneal(found: Found, bound: float, effort: int) -> None:
+    """Anneal from the best in rounds, until the bound is near or rounds gain nothing."""
+    idle = 0
+    for turn in range(ROUNDS):
+        before = found.overhead - bound
+        found.anneal(effort // (ROUNDS if before > CLOSE else LAST_TOUCH), found.problem.seed + turn)
+        gap = found.overhead - bound
+        idle = idle + 1 if gap > (1.0 - GAIN) * before else 0
+        if gap <= CLOSE or idle >= (MOST_IDLE if _far(found, bound) else 1):
+            break
 
 
 def _start_if_promising(found: Found, reruns: list[tuple[int, int]]) -> None:
@@ -114,10 +122,8 @@ def _from_smallest(found: Found) -> None:
         _start_if_promising(found, reruns_of(found.problem.program, schedule) or [])
 
 
-def _from_levels(found: Found, bound: float, effort: int) -> None:
+def _from_levels(found: Found, effort: int) -> None:
     """Start from plans of coarser levels, each annealed for itself first: starts lie in different valleys."""
-    if found.overhead - bound <= NEAR * found.overhead:
-        return
     for reruns in coarse_starts(found.problem, effort):
         found.tell("planning by layers")
         other = Found(found.problem)
