@@ -231,10 +231,10 @@ class Fitted:
             return _given(self.given_plan, joint.program, device_context(device), resident, reserve)
         program = with_measured_costs(joint.program, joint.calls, device)
         options = self.options
-        between = self._between.get(key)
+        between, loss_outside = self._between.get(key), False
         if between is not None and not flying:
             program = replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
-        elif loss_is_outside(joint):
+        elif loss_outside := loss_is_outside(joint):
             # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
             options = replace(options, planner="least_memory")
         earlier = [step.plan for step in self.steps.values() if step.plan is not None]
@@ -242,7 +242,12 @@ class Fitted:
         make = functools.partial(make_plan, program, self.budget, reserve_bytes=reserve, seeds=seeds)
         try:
             return make(resident_bytes=resident, options=options)
-        except BudgetError:
+        except BudgetError as error:
+            if loss_outside:
+                error.add_note(
+                    "The loss outside the model is not in these figures: the first step measures what it takes. "
+                    "Leave room for it above smallest_bytes"
+                )
             if not flying:
                 raise
             # The forward in flight was planned without knowing of this one. The next round knows (_learn_overlap).

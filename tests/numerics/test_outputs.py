@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ebbflow
-from ebbflow.errors import CaptureError, UsageError
+from ebbflow.errors import BudgetError, CaptureError, UsageError
 
 Loss = Callable[[Any], torch.Tensor]
 CLASSES = 512
@@ -134,6 +136,13 @@ def test_a_loss_outside_is_measured_in_the_first_step_and_planned_for_from_the_s
     assert gauge.peak_bytes <= budget
 
 
+def test_a_budget_too_small_says_that_the_loss_outside_comes_on_top() -> None:
+    model = ebbflow.fit(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), 1000)
+    with pytest.raises(BudgetError) as caught:
+        model(torch.randn(16, 64))
+    assert "first step measures what it takes" in caught.value.__notes__[0]
+
+
 def test_a_loss_outside_that_does_not_fit_is_told_before_the_second_step() -> None:
     logits = X.shape[0] * CLASSES * 4
     alone = peak_of("logits")
@@ -188,6 +197,18 @@ def test_a_loss_outside_that_never_comes_leaves_nothing_behind() -> None:
     assert torch.autograd.backward is backward
     with torch.profiler.profile(profile_memory=True):  # nobody's recording is left running
         torch.zeros(3)
+
+
+@pytest.mark.parametrize("ends_with", ["pass", "raise ValueError('in the loss')"])
+def test_a_process_may_end_while_a_loss_outside_is_awaited(ends_with: str) -> None:
+    lines = [
+        "import torch, ebbflow",
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))",
+        "output = ebbflow.fit(model, '150%', effort=100)(torch.randn(16, 64))",
+        ends_with,
+    ]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert ended.returncode == (0 if ends_with == "pass" else 1), ended.stderr
 
 
 def test_plan_with_a_loss_counts_it_as_part_of_the_step() -> None:

@@ -8,6 +8,7 @@ window (its table of sizes outlives a window), so levels are relative to the win
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -63,10 +64,12 @@ class AllocationRecorder:
         if profiler_active():
             raise RuntimeError("a profiler is active; allocations cannot be recorded at the same time")
         self._profile.__enter__()
+        atexit.register(self._close)  # a profiler that is open when the process ends takes it down
 
     def stop(self) -> list[AllocationEvent]:
         """End recording; the events in order of time."""
-        self._profile.__exit__(None, None, None)
+        atexit.unregister(self._close)
+        self._close()
         results = self._profile.kineto_results
         assert results is not None
         found: list[tuple[int, int, int]] = []
@@ -85,3 +88,6 @@ class AllocationRecorder:
             elif pointer in self.live:
                 events.append(AllocationEvent(time_ns, -self.live.pop(pointer)))
         return events
+
+    def _close(self) -> None:
+        self._profile.__exit__(None, None, None)
