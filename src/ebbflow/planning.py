@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from ebbflow.planners.smallest import smallest_of
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import overhead_of, simulate
-from ebbflow.units import Budget, format_bytes
+from ebbflow.units import Budget, format_bytes, format_percent
 
 __all__ = ["CACHED", "DEFAULT_EFFORT", "FITTED", "PlanningOptions", "make_plan"]
 
@@ -126,6 +127,7 @@ def make_plan(
             floor=resident_bytes + reserve_bytes + floor_above,
             smallest=resident_bytes + reserve_bytes + smallest_above,
             resident=resident_bytes + reserve_bytes,
+            unplanned=resident_bytes + unplanned_above,
             floor_op=floor_op,
             planner=options.planner,
             machine=options.machine,
@@ -218,6 +220,7 @@ def _budget_error(
     floor: int,
     smallest: int,
     resident: int,
+    unplanned: int,
     floor_op: int,
     planner: str,
     machine: Machine | None,
@@ -229,9 +232,11 @@ def _budget_error(
             f"another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
         )
     else:
+        share = math.ceil(1e4 * smallest / max(unplanned, 1)) / 1e4  # never below what it stands for
         text = (
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small: "
-            f"the smallest for which a plan was found is {format_bytes(smallest)} ({smallest} bytes). "
+            f"the smallest for which a plan was found is {format_bytes(smallest)} "
+            f"({smallest} bytes, {format_percent(share)} of the unplanned peak). "
             f"{format_bytes(resident)} are resident before the step starts; no schedule of any kind stays below "
             f"{format_bytes(floor)}, which is pinned by {pin}. Use budget={smallest} or more "
             "(after ebbflow.unfit, where fit was called), or make the batch smaller"
