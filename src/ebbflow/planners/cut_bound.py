@@ -51,7 +51,7 @@ WORK = 300_000  # for all cuts together: one to two seconds
 LEAST_ROWS = 2_000
 SECONDS = 60.0  # only so that nothing hangs: a clock that ended solves would make plans depend on the machine
 CUTS = 8
-MERGED_CUTS, MERGED_OP_CUTS = 2, 820  # cuts, and ops times cuts, up to which spans are merged (block 6)
+MERGED_CUTS, MERGED_ROWS = 2, 1_000  # cuts, and rows without merging, up to which spans are merged (block 6)
 OP_CUTS = 1_700  # ops times cuts up to which further cuts are placed: beyond, one of them takes longer than it is worth
 PERCENT = 100.0  # objective in percent of the unplanned step: HiGHS' tolerances are absolute
 SAFETY = 1e-6  # taken off the bound, in percent: HiGHS' own feasibility and optimality tolerance is 1e-7
@@ -274,7 +274,7 @@ class _Model:
     @property
     def may_merge(self) -> bool:
         """Whether merging spans is worth its rows."""
-        return 1 < len(self.cuts) <= MERGED_CUTS and len(self.program.ops) * len(self.cuts) <= MERGED_OP_CUTS
+        return 1 < len(self.cuts) <= MERGED_CUTS and len(self.row_lower) <= MERGED_ROWS
 
     def merge(self) -> None:
         """Add block 6, for all spans that follow each other."""
