@@ -7,9 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from ebbflow.planners.keep_all import unplanned_schedule
+from ebbflow.planners.keep_all import unplanned_bytes
 from ebbflow.program import Program
-from ebbflow.simulate import simulate
 
 __all__ = ["ABSENT", "published", "take_graphs_option", "unplanned_bytes"]
 
@@ -34,8 +33,3 @@ def published(name: str) -> Program | None:
     if _VARIABLE not in os.environ or not path.is_file():
         return None
     return Program.from_graph(json.loads(path.read_text(encoding="utf-8")), name=name)
-
-
-def unplanned_bytes(program: Program) -> int:
-    """The keep-all peak."""
-    return simulate(program, unplanned_schedule(program)).above_bytes

@@ -19,10 +19,9 @@ from ebbflow.case import Case
 from ebbflow.cost.attach import with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.machine import Machine, machine_named
-from ebbflow.planners.keep_all import unplanned_schedule
+from ebbflow.planners.keep_all import unplanned_bytes
 from ebbflow.planners.smallest import smallest_of
 from ebbflow.planning import PlanningOptions, make_plan
-from ebbflow.simulate import simulate
 from ebbflow.units import Budget
 from ebbflow.zoo import llama_8b, llama_70b
 from harness.record import Check, Row, at_most
@@ -106,7 +105,7 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     costed = clock.look()
     smallest, _ = smallest_of(program)
     searched = clock.look()
-    unplanned = simulate(program, unplanned_schedule(program)).above_bytes
+    unplanned = unplanned_bytes(program)
     for share in SHARES[:1] if quick else SHARES:
         clock.look()
         above = int(smallest + share * (unplanned - smallest))

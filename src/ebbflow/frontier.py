@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from ebbflow.errors import BudgetError
 from ebbflow.plan import Plan
 from ebbflow.planners import Status
-from ebbflow.planners.keep_all import unplanned_schedule
+from ebbflow.planners.keep_all import unplanned_bytes
 from ebbflow.planners.smallest import smallest_of
 from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
-from ebbflow.simulate import simulate
 from ebbflow.units import Budget
 
 __all__ = ["Refusal", "frontier"]
@@ -60,7 +59,7 @@ def frontier(
         reserve_bytes: as there.
         options: how to plan; its planner is not looked at.
     """
-    unplanned = resident_bytes + simulate(program, unplanned_schedule(program)).above_bytes
+    unplanned = resident_bytes + unplanned_bytes(program)
     smallest_of(program)  # every plan asks for it; found here, no planner's seconds have it in them
     seeds: dict[str, Schedule] = {}
     for budget_bytes in sorted({budget.resolve(unplanned) for budget in budgets}):

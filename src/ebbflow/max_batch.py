@@ -24,10 +24,9 @@ from ebbflow.machine import Machine, machine_named
 from ebbflow.plan import Plan
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import silent
-from ebbflow.planners.keep_all import unplanned_schedule
+from ebbflow.planners.keep_all import unplanned_bytes
 from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions
 from ebbflow.program import Program
-from ebbflow.simulate import simulate
 from ebbflow.units import Budget
 
 __all__ = ["BatchPlan", "interpolated", "largest", "max_batch", "one_forward"]
@@ -184,7 +183,7 @@ class _Search:
 
     def _unplanned_fits(self, step: AheadStep) -> bool:
         assert self._budget.bytes is not None
-        unplanned = simulate(step.program, unplanned_schedule(step.program)).above_bytes
+        unplanned = unplanned_bytes(step.program)
         return step.resident_bytes + step.reserve_bytes + unplanned <= self._budget.bytes
 
 
