@@ -306,15 +306,19 @@ def write(m: Words, kind: int, first: int, second: int) -> None:
     m[H_JOURNAL] += 1
 
 
-@apart
-def add_run(m: Words, o: int, t: int) -> bool:
-    """Rerun op ``o`` at stage ``t``; false if it may not run there, runs there already or no room is left."""
+@inner
+def may_run(m: Words, o: int, t: int) -> bool:
+    """Whether op ``o`` may be rerun at stage ``t``, does not run there already and a row is left for it."""
     if t <= o or t > m[at(o) + OP_LIMIT] or m[H_FREE] < 0:
         return False
-    if m[H_JOURNAL] + JOURNAL_RESERVE > m[H_JOURNAL_ROWS]:
-        return False
     before, _ = runs_around(m, o, t)
-    if before == t:
+    return before != t
+
+
+@apart
+def add_run(m: Words, o: int, t: int) -> bool:
+    """Rerun op ``o`` at stage ``t``; false if it may not (``may_run``) or the journal is full."""
+    if m[H_JOURNAL] + JOURNAL_RESERVE > m[H_JOURNAL_ROWS] or not may_run(m, o, t):
         return False
     change(m, o, t, int(PLUS))
     write(m, int(J_ADDED), o, t)
@@ -373,11 +377,14 @@ def save_best(m: Words) -> None:
 
 @apart
 def load_runs(m: Words, pairs: Words, count: int) -> None:
-    """Replace all reruns by the first ``count`` pairs of words (op, stage); the journal is emptied."""
+    """Replace all reruns by the first ``count`` pairs of words (op, stage); the journal is emptied.
+
+    Stages are walked once at the end, not at each change: a stage of a deep chain has hundreds of runs.
+    """
+    m[H_JOURNAL] = 0
     for v in range(m[H_NODES], m[H_HIGH], N_COLUMNS):
         if m[v + N_OP] >= 0:
-            m[H_JOURNAL] = 0
-            remove_run(m, m[v + N_OP], m[v + N_STAGE])
+            change(m, m[v + N_OP], m[v + N_STAGE], int(MINUS))
     for o in range(m[H_OPS]):
         m[at(o) + OP_REACH] = 0
     for b in range(m[H_BUFFERS], m[H_BUFFERS_END], B_COLUMNS):
@@ -386,6 +393,11 @@ def load_runs(m: Words, pairs: Words, count: int) -> None:
                 o = m[b + B_PRODUCER]
                 m[at(o) + OP_REACH] = max(m[at(o) + OP_REACH], m[i])
     for i in range(count):
-        m[H_JOURNAL] = 0
-        add_run(m, pairs[2 * i], pairs[2 * i + 1])
-    m[H_JOURNAL] = 0
+        o, t = pairs[2 * i], pairs[2 * i + 1]
+        if may_run(m, o, t):
+            change(m, o, t, int(PLUS))
+    for i in range(m[H_TOUCHED]):
+        t = m[m[H_TOUCHED_AT] + i]
+        m[at(t) + S_DIRTY] = 0
+        set_local(m, t, local_bytes(m, t))
+    m[H_TOUCHED] = 0
