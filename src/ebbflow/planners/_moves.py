@@ -61,6 +61,8 @@ STEPS = 60  # evictions after which the repair of one move is given up
 NOTHING = 0  # passed as int(NOTHING): numba would compile a function anew for each literal argument
 RUIN = 8  # reruns cancelled by one move at most
 CLEAN = 6  # cancellations tried after each move
+INSERT, RETIME = 0.15, 0.15  # shares of moves that begin so; the others cancel a few reruns first
+EARLY = 0.3  # of the evictions of a noisy repair place the rerun where its inputs live anyway
 FORBIDDEN = 1e3  # price factor of an eviction that the same move has just cancelled
 PRICE = float(1 << 20)  # prices are kept as integers in units of 1 / PRICE cost per byte
 
@@ -233,6 +235,21 @@ def evict(m: Words, o: int, u: int, t: int, budget: int, share: float, cost_limi
     return max(added, 1) / gain
 
 
+@inner
+def early(m: Words, o: int, t: int, u: int) -> int:
+    """The last stage in ``(t, u]`` up to which every input of ``o`` that lives beyond ``t`` lives anyway."""
+    found = u
+    row = at(o)
+    for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+        b = m[i]
+        if m[b + B_PINNED] == 0:
+            made, following = runs_around(m, m[b + B_PRODUCER], u)
+            end = end_of(m, b, made, following)
+            if t < end < found:
+                found = end
+    return found
+
+
 @apart
 def lighten(m: Words, t: int, budget: int) -> bool:
     """Cancel one rerun of stage ``t`` if that alone lowers it; whether one was found."""
@@ -261,6 +278,8 @@ def lower(m: Words, t: int, budget: int, noise: float, trust: float, share: floa
         if best >= 0 and best_price * PRICE <= m[k]:
             break
         mark = m[H_JOURNAL]
+        if noise > 0.0 and draw(m) < EARLY:
+            m[k + 2] = early(m, m[k + 1], t, m[k + 2])
         price = evict(m, m[k + 1], m[k + 2], t, budget, share, cost_limit)
         better = price >= 0.0 and (best < 0 or price < best_price)
         if better and (k + 3 == offers + 3 * count or price * PRICE <= m[k + 3]):
@@ -375,7 +394,25 @@ def insert(m: Words, budget: int) -> bool:
             use = min(use, after)
     if use >= q or use > m[at(o) + OP_LIMIT]:
         return False
-    return make(m, o, use, budget, int(NOTHING), m[H_COST] + 8 * m[at(o) + OP_COST]) and m[m[H_TOP] + 1] <= budget
+    if draw(m) < 0.5:
+        use = t + 1 + int(draw(m) * (use - t))
+    return make(m, o, use, budget, int(NOTHING), m[H_COST] + 8 * m[at(o) + OP_COST])
+
+
+@apart
+def retime(m: Words, budget: int) -> bool:
+    """Rerun a random rerun's op earlier, where its inputs live anyway or anywhere; false if that is impossible."""
+    v = pick(m)
+    if v < 0:
+        return False
+    o, t = m[v + N_OP], m[v + N_STAGE]
+    if not cancel(m, o, t):
+        return False
+    made, _ = runs_around(m, o, t)
+    u = early(m, o, made, t)
+    if u == t or draw(m) < 0.25:
+        u = made + 1 + int(draw(m) * (t - made))
+    return make(m, o, u, budget, int(NOTHING), m[H_COST] + 8 * m[at(o) + OP_COST])
 
 
 @apart
@@ -392,15 +429,16 @@ def anneal(m: Words, budget: int, first: int, last: int, total: int, hot: float)
         heat = hot * (1.0 - move / total)
         limit = cost + int(-heat * math.log(1.0 - draw(m)))
         stamp = move + 1
-        if draw(m) < 0.15:
+        kind = draw(m)
+        if kind < INSERT:
             fine = insert(m, budget)
         else:
-            fine = ruin(m, stamp)
-            share = 0.6 if draw(m) < 0.3 else 0.0
-            noise = 0.9 * draw(m)
-            if fine:
-                slack = limit + (limit - m[H_COST]) // 2
-                fine = repair(m, budget, noise, draw(m), share, slack, stamp, int(STEPS), int(NOTHING)) == DONE
+            fine = retime(m, budget) if kind < INSERT + RETIME else ruin(m, stamp)
+        share = 0.6 if draw(m) < 0.3 else 0.0
+        noise = 0.9 * draw(m)
+        if fine:
+            slack = limit + max((limit - m[H_COST]) // 2, 0)
+            fine = repair(m, budget, noise, draw(m), share, slack, stamp, int(STEPS), int(NOTHING)) == DONE
         if fine:
             for _ in range(CLEAN):
                 v = pick(m)

@@ -18,7 +18,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbflow.planners.base import DEFAULT_EFFORT, FREE_ORDER, PROGRAM_ORDER, Answer, Problem, Status, planner
+from ebbflow.planners.base import (
+    DEFAULT_EFFORT,
+    FREE_ORDER,
+    LARGE_OPS,
+    PROGRAM_ORDER,
+    Answer,
+    Problem,
+    Status,
+    planner,
+)
 from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.from_stand_in import start_from_stand_in, start_quickly
@@ -29,7 +38,7 @@ from ebbflow.planners.levels import coarse_starts
 from ebbflow.planners.orders import CapturedOrder
 from ebbflow.planners.path_plan import start_from_paths
 from ebbflow.planners.smallest import smallest_of
-from ebbflow.planners.stand_in import LARGE_OPS, StandIn, stand_in_of
+from ebbflow.planners.stand_in import StandIn, stand_in_of
 
 __all__ = ["auto", "portfolio"]
 
@@ -40,6 +49,7 @@ LAST_TOUCH = 16  # share of the effort for the one round where the gap is that s
 NEAR = 0.05  # a gap of this share of the overhead is a small one
 NEAR_FLOOR = 1.4  # times the floor: above, a plan that fits is a better start than the schedule of least memory
 GAIN, MOST_IDLE = 0.02, 2  # rounds that close less of the gap, after which there is no other; 1 where it is small
+QUICK = 20  # share of the effort for a first plan of a stand-in
 LEVEL_SHARE = 8  # of the effort, for each of the annealings of a coarser level
 PROMISING = 1.5  # times the overhead of what is known: see _start_if_promising
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
@@ -62,7 +72,8 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     elif found.overhead <= (found.bound or 0.0) + PROVEN:
         return checked(problem, found, {}, PROGRAM_ORDER)
     small = stand_in_of(problem.program)
-    _from_stand_in(found, small, problem.effort // 20)
+    if small is not None:
+        _quickly_from_stand_in(found, small)
     found.tell("greedy")
     if found.reruns is None:
         start_from(found, [])
@@ -70,16 +81,20 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         _start_if_promising(found, reruns)
     cut = _cuts(found, order)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
-    hard = found.reruns is None
+    hard, other = found.reruns is None, None
     if (hard or found.overhead - cut.bound > DEEP_OVERHEAD) and not problem.interrupt:
         found.descend(effort // 2, problem.seed)
     if _far(found, cut.bound) and not (cut.infeasible or problem.interrupt):
-        _from_stand_in(found, small, problem.effort)
+        if small is not None:
+            _from_stand_in(found, small, problem.effort)
         if hard or problem.above_budget_bytes <= NEAR_FLOOR * floor_bytes(problem.program)[0]:
             _from_smallest(found)
         if small is None and _far(found, cut.bound):
-            _from_levels(found, effort // LEVEL_SHARE)
+            other = _from_levels(found, effort // LEVEL_SHARE)
     _anneal(found, cut.bound, effort)
+    if other is not None and _far(found, cut.bound):
+        _anneal(other, cut.bound, effort)
+        found.take(other)
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
 
@@ -122,27 +137,32 @@ def _from_smallest(found: Found) -> None:
         _start_if_promising(found, reruns_of(found.problem.program, schedule) or [])
 
 
-def _from_levels(found: Found, effort: int) -> None:
-    """Start from plans of coarser levels, each annealed for itself first: starts lie in different valleys."""
+def _from_levels(found: Found, effort: int) -> Found | None:
+    """Start from plans of coarser levels, each annealed for itself first; the best of them, another valley."""
+    each: list[Found] = []
     for reruns in coarse_starts(found.problem, effort):
         found.tell("planning by layers")
         other = Found(found.problem)
         other.bound = found.bound
         if start_from(other, reruns):
             other.anneal(effort, found.problem.seed)
-            found.state.load(other.reruns or [])
-            found.offer()
+            found.take(other)
+            each.append(other)
+    return min(each, key=lambda other: other.overhead, default=None)
 
 
-def _from_stand_in(found: Found, small: StandIn | None, effort: int) -> None:
-    """Start from plans of a stand-in, if there is one; a quick one is enough for a first plan."""
-    if small is None:
-        return
+def _quickly_from_stand_in(found: Found, small: StandIn) -> None:
+    """A first plan from a stand-in."""
     found.tell("planning repeated blocks once")
+    start_quickly(found, small)
     if found.reruns is None:
-        start_quickly(found, small)
-    if found.reruns is None or effort == found.problem.effort:
-        start_from_stand_in(found, small, lambda asked: auto(replace(asked, effort=effort)).schedule)
+        _from_stand_in(found, small, found.problem.effort // QUICK)
+
+
+def _from_stand_in(found: Found, small: StandIn, effort: int) -> None:
+    """Start from what a stand-in is planned to within an effort."""
+    found.tell("planning repeated blocks once")
+    start_from_stand_in(found, small, lambda asked: auto(replace(asked, effort=effort)).schedule)
 
 
 def _cuts(found: Found, order: CapturedOrder | None) -> CutBound:

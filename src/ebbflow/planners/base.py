@@ -24,6 +24,7 @@ from ebbflow.schedule import Schedule
 __all__ = [
     "DEFAULT_EFFORT",
     "FREE_ORDER",
+    "LARGE_OPS",
     "PROGRAM_ORDER",
     "Answer",
     "Interrupt",
@@ -42,6 +43,8 @@ __all__ = [
 
 DEFAULT_EFFORT = 20_000
 """Local-search moves a planner may try, about a second on a 600-op program; solvers' work goes with it."""
+LARGE_OPS = 3_000
+"""Ops from which a program is large: repeated blocks are planned once, and start points are chosen with thrift."""
 
 
 PROGRAM_ORDER = "order: program, tiers: none"

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from ebbflow.legality import check
 from ebbflow.planners import local_search
-from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
+from ebbflow.planners.base import LARGE_OPS, Answer, Problem, Progress, Status, planner
 from ebbflow.planners.interval_state import IntervalState, reruns_of
-from ebbflow.planners.stand_in import LARGE_OPS
 from ebbflow.schedule import Schedule
 from ebbflow.simulate import simulate
 
@@ -49,6 +48,11 @@ class Found:
             self.reruns, self.overhead = self.state.reruns, self.state.overhead
         return True
 
+    def take(self, other: Found) -> None:
+        """Keep what another search of the same problem found if it is the best."""
+        if other.overhead < self.overhead:
+            self.reruns, self.overhead = other.reruns, other.overhead
+
     def tell(self, stage: str, overhead: float | None = None) -> None:
         """Report progress."""
         best = min(self.overhead, overhead if overhead is not None else self.overhead)
@@ -67,7 +71,7 @@ class Found:
             moves,
             seed,
             self.problem.interrupt,
-            hot=min(max(HEAT * (self.overhead - enough), COLDEST), HOTTEST),
+            hot=min(max(HEAT * (self.overhead - enough), COLDEST), max(HOTTEST, 1.0 / len(self.problem.program.ops))),
             enough=enough,
             tell=lambda overhead: self.tell("local search", overhead),
         )

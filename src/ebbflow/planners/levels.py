@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ebbflow.planners.base import Problem, silent
 from ebbflow.planners.coarsen import Coarse, by_layer, layers
-from ebbflow.planners.greedy import Found, Reruns, start_from
+from ebbflow.planners.greedy import Reruns, greedy
 from ebbflow.planners.interval_state import reruns_of
 
 __all__ = ["coarse_starts", "levels"]
@@ -21,7 +21,6 @@ __all__ = ["coarse_starts", "levels"]
 FEWEST, MOST = 0.25, 0.67  # ops of a level, as a share of the program's
 STEP = 1.4  # a level has at least so many times the ops of the one above
 DEEPEST = 16  # names
-ROUNDS = 2  # of annealing on each level
 
 
 def levels(problem: Problem) -> list[Coarse]:
@@ -50,14 +49,9 @@ def coarse_starts(problem: Problem, effort: int) -> Iterator[Reruns]:
     for coarse in levels(problem):
         if problem.interrupt:
             return
-        above = Found(replace(problem, program=coarse.program, seeds=(), progress=silent))
-        start_from(above, [])
-        if above.reruns is None:
-            above.descend(effort, problem.seed)
-        for turn in range(ROUNDS):
-            above.anneal(effort // ROUNDS, problem.seed + turn)
-        if above.reruns is not None:
-            above.state.load(above.reruns)
-            reruns = reruns_of(problem.program, coarse.lift(above.state.to_schedule()))
+        above = replace(problem, program=coarse.program, effort=effort, seeds=(), progress=silent)
+        schedule = greedy(above).schedule
+        if schedule is not None:
+            reruns = reruns_of(problem.program, coarse.lift(schedule))
             if reruns is not None:
                 yield reruns

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ebbflow.planners.base import LARGE_OPS
 from ebbflow.planners.interval_state import reruns_of
 from ebbflow.planners.repeats import Repeats, Tiled, carry, find_repeats, with_blocks
 from ebbflow.program import Program, analysis
 from ebbflow.schedule import Schedule
 
-__all__ = ["LARGE_OPS", "StandIn", "stand_in_of"]
+__all__ = ["StandIn", "stand_in_of"]
 
-LARGE_OPS = 3_000  # of a program that gets a stand-in: below, searching it directly takes about as long
 OPS = 600  # wanted of a stand-in: as many as a search covers in a second
 LEAST_BLOCKS = 8
 FEWER = 3  # how many times fewer blocks a stand-in has at least
