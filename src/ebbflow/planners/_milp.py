@@ -108,6 +108,7 @@ def solve(
     start: Mapping[int, float] | None = None,
     options: Mapping[str, Any] | None = None,
     tell: Callable[[float, float], None] | None = None,
+    asked: float = math.inf,
 ) -> Solved:
     """The least objective of ``model``.
 
@@ -118,6 +119,7 @@ def solve(
         start: values of some columns of a solution to begin with.
         options: of HiGHS.
         tell: called with the objective of the best solution and the bound as they change.
+        asked: how often branch and bound may ask whether to go on: a limit that is the same on every machine.
     """
     import highspy  # imported where used: a native library of some megabytes
 
@@ -136,7 +138,14 @@ def solve(
         if tell is not None:
             tell(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
 
-    for signal in (solver.cbMipInterrupt, solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
+    def stop_tree(event: Any) -> None:
+        nonlocal asked
+        asked -= 1
+        if interrupt or asked < 0:
+            event.interrupt()
+
+    solver.cbMipInterrupt.subscribe(stop_tree)
+    for signal in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
         signal.subscribe(stop)
     for signal in (solver.cbMipImprovingSolution, solver.cbMipLogging):
         signal.subscribe(report)

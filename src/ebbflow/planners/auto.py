@@ -10,6 +10,7 @@
    greedy failed or the floor is near, the schedule of least memory is a start point too: a budget that it fits is
    never called infeasible. So are plans of whole layers (``levels``).
 5. Annealing from the best, in rounds; they end once the bound is near.
+6. On programs of some tens of ops, what is left of the solver's work goes to the whole model (``exact``).
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
 """
@@ -29,6 +30,7 @@ from ebbflow.planners.base import (
     planner,
 )
 from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
+from ebbflow.planners.exact import start_from_model
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.from_stand_in import start_from_stand_in, start_quickly
 from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
@@ -95,6 +97,8 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     if other is not None and _far(found, cut.bound):
         _anneal(other, cut.bound, effort)
         found.take(other)
+    if not (cut.infeasible or problem.interrupt) and found.overhead > cut.bound + PROVEN:
+        start_from_model(found, min(_work(problem) - cut.work, _work(problem) // 2))
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
 
@@ -165,19 +169,23 @@ def _from_stand_in(found: Found, small: StandIn, effort: int) -> None:
     start_from_stand_in(found, small, lambda asked: auto(replace(asked, effort=effort)).schedule)
 
 
+def _work(problem: Problem) -> int:
+    """What solvers may take, together."""
+    return WORK * problem.effort // DEFAULT_EFFORT
+
+
 def _cuts(found: Found, order: CapturedOrder | None) -> CutBound:
     """Bounds and start points of the cut relaxation, until one is proven optimal or the work is done."""
     problem = found.problem
     found.tell("cut relaxation")
     least = found.bound or 0.0
     cut = CutBound(least, False, 0)
-    work = WORK * problem.effort // DEFAULT_EFFORT
     rounds = cut_bounds(
         problem.program,
         problem.above_budget_bytes,
         problem.interrupt,
         state=found.state,
-        work=work,
+        work=_work(problem),
         enough=lambda: found.overhead - PROVEN,
         order=order,
     )

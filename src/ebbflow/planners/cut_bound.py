@@ -67,12 +67,14 @@ class CutBound:
         cuts: how many cuts the last model had.
         reruns: ``(op, stage)`` of its solution, to be repaired: it may be over the budget elsewhere. ``None`` if the
             solver found none.
+        work: what all rounds together have taken.
     """
 
     bound: float
     infeasible: bool
     cuts: int
     reruns: list[tuple[int, int]] | None = None
+    work: int = 0
 
 
 def cut_bounds(
@@ -116,7 +118,7 @@ def cut_bounds(
         solved = model.solve(interrupt, left, enough())
         left -= solved.work
         bound = max(bound, solved.bound)
-        yield CutBound(bound, solved.infeasible, len(cuts), solved.reruns)
+        yield CutBound(bound, solved.infeasible, len(cuts), solved.reruns, work - left)
         if solved.infeasible or solved.reruns is None:
             return
         reruns = solved.reruns
