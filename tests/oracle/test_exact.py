@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.planners import Problem
@@ -24,7 +24,8 @@ ENOUGH = 1_000 * LEAST_ROWS
 def test_small_programs_get_the_optimum(program: Program, share: float) -> None:
     floor, _ = floor_bytes(program)
     budget = int(floor + share * (unplanned_bytes(program) - floor))
-    assume(budget < unplanned_bytes(program))
+    if budget >= unplanned_bytes(program):
+        return  # nothing to choose: a model without columns
     found = Found(Problem(program, budget))
     start_from_model(found, ENOUGH)
     best = optimal_overhead(program, budget, ascending=True)

@@ -38,6 +38,7 @@ H_STACK_AT, H_PENDING_AT, H_OFFERS_AT, H_BEST_AT = 16, 17, 18, 19
 H_COST, H_RERUNS, H_STAMP, H_RANDOM, H_BEST_COST, H_BEST_COUNT = 20, 21, 22, 23, 24, 25
 H_BOUNDARY, H_BETWEEN = 26, 27  # H_BETWEEN: by how much user code at the boundary exceeds what it leaves
 H_WORK, H_WORK_LIMIT = 28, 29  # runs walked so far, and beyond which searches stop
+H_EARLY = 30  # 1: searches may place a rerun before the stage that uses it
 HEADER = 32
 # Kinds of journal rows.
 J_ADDED, J_REMOVED, J_LOCAL = 0, 1, 2

@@ -21,6 +21,7 @@ from ebbflow.planners._layout import (
     B_PRODUCER,
     H_BEST_COST,
     H_COST,
+    H_EARLY,
     H_HIGH,
     H_JOURNAL,
     H_NODES,
@@ -278,7 +279,7 @@ def lower(m: Words, t: int, budget: int, noise: float, trust: float, share: floa
         if best >= 0 and best_price * PRICE <= m[k]:
             break
         mark = m[H_JOURNAL]
-        if noise > 0.0 and draw(m) < EARLY:
+        if noise > 0.0 and draw(m) < EARLY * m[H_EARLY]:
             m[k + 2] = early(m, m[k + 1], t, m[k + 2])
         price = evict(m, m[k + 1], m[k + 2], t, budget, share, cost_limit)
         better = price >= 0.0 and (best < 0 or price < best_price)
@@ -394,7 +395,7 @@ def insert(m: Words, budget: int) -> bool:
             use = min(use, after)
     if use >= q or use > m[at(o) + OP_LIMIT]:
         return False
-    if draw(m) < 0.5:
+    if draw(m) < 0.5 * m[H_EARLY]:
         use = t + 1 + int(draw(m) * (use - t))
     return make(m, o, use, budget, int(NOTHING), m[H_COST] + 8 * m[at(o) + OP_COST])
 
@@ -433,7 +434,7 @@ def anneal(m: Words, budget: int, first: int, last: int, total: int, hot: float)
         if kind < INSERT:
             fine = insert(m, budget)
         else:
-            fine = retime(m, budget) if kind < INSERT + RETIME else ruin(m, stamp)
+            fine = retime(m, budget) if kind < INSERT + RETIME * m[H_EARLY] else ruin(m, stamp)
         share = 0.6 if draw(m) < 0.3 else 0.0
         noise = 0.9 * draw(m)
         if fine:

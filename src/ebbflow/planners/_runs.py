@@ -399,5 +399,7 @@ def load_runs(m: Words, pairs: Words, count: int) -> None:
     for i in range(m[H_TOUCHED]):
         t = m[m[H_TOUCHED_AT] + i]
         m[at(t) + S_DIRTY] = 0
-        set_local(m, t, local_bytes(m, t))
+        amount = local_bytes(m, t)
+        if amount != m[at(t) + S_LOCAL]:
+            set_local(m, t, amount)
     m[H_TOUCHED] = 0

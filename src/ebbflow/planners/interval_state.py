@@ -69,6 +69,10 @@ class IntervalState:
         """Let searches walk this many more runs, and then stop with the best they have: effort by count, no clock."""
         self.memory[L.H_WORK_LIMIT] = self.memory[L.H_WORK] + runs
 
+    def allow_early(self, allowed: bool) -> None:
+        """Let searches place reruns before the stage that uses them, which they may from the start, or not."""
+        self.memory[L.H_EARLY] = allowed
+
     @property
     def exhausted(self) -> bool:
         """Whether the work allowed is used up."""
@@ -183,7 +187,7 @@ def _unplanned(program: Program) -> Ints:
     n = len(program.ops)
     header = np.zeros(L.HEADER, np.int64)
     header[L.H_OPS], header[L.H_RANDOM] = n, 1
-    header[L.H_WORK_LIMIT] = NO_LIMIT
+    header[L.H_WORK_LIMIT], header[L.H_EARLY] = NO_LIMIT, 1
     header[L.H_BOUNDARY], header[L.H_BETWEEN] = program.boundary, program.between_excess_bytes
     room = max(RERUNS_PER_OP * n + 1024, min(n * n // 4, MOST_ROOM))
     tree_size = 1 << n.bit_length()

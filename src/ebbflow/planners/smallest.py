@@ -18,6 +18,7 @@ __all__ = ["forget_smallest", "least_memory", "smallest_of", "smallest_schedule"
 
 RUNS_PER_MOVE = 3000  # walked per unit of effort: about 10 s for the default effort, on the worst programs
 FULL_WORK_OPS = 2500  # beyond, less work in inverse proportion: a step down walks more the larger the program is
+FEW_MOVES = 200  # of a stand-in's first descent: it ends near its floor, and most of it is still regular
 NEAR_ENOUGH = 1.1  # where a stand-in's schedule is carried: descending a large program takes long
 ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and is needed by nobody
 
@@ -37,21 +38,37 @@ def smallest_schedule(
     """
     state = IntervalState(program)
     floor, _ = floor_bytes(program)
-    enough, interrupt = int(ENOUGH * floor), interrupt or Interrupt()
+    interrupt = interrupt or Interrupt()
     peaks = [(state.peak_bytes, state.reruns)]
     if (small := stand_in_of(program)) is not None:
-        _, schedule = smallest_schedule(small.program, effort, interrupt)
-        for carried in small.carried(schedule):
-            state.load(carried)
-            peaks.append((state.peak_bytes, carried))
-    if min(peaks)[0] > (NEAR_ENOUGH * floor if small is not None else enough):
-        state.load([])
-        state.allow_work(round(effort * RUNS_PER_MOVE * min(1.0, FULL_WORK_OPS / len(program.ops))))
-        local_search.descend(state, enough, 0, interrupt, moves=effort)
-        peaks.append((state.peak_bytes, state.reruns))
+        for moves in (min(FEW_MOVES, effort), effort):
+            for carried in small.carried(_descended(IntervalState(small.program), moves, interrupt, early=False)):
+                state.load(carried)
+                peaks.append((state.peak_bytes, carried))
+            if min(peaks)[0] <= NEAR_ENOUGH * floor:
+                break
+    for early in (False, True):
+        if min(peaks)[0] > (NEAR_ENOUGH if small is not None else ENOUGH) * floor and not interrupt:
+            _descended(state, effort // 2, interrupt, early=early)
+            peaks.append((state.peak_bytes, state.reruns))
     state.load(min(peaks)[1])
     schedule = state.to_schedule()
     return simulate(program, schedule).above_bytes, schedule
+
+
+def _descended(state: IntervalState, effort: int, interrupt: Interrupt, *, early: bool) -> Schedule:
+    """The schedule to which one descends from the unplanned step, with reruns placed ``early`` or right before use.
+
+    A rerun long before its use, or moves at random, give every block another pattern: what a few blocks can hold, more
+    of them cannot. On other programs now the one reaches less, now the other.
+    """
+    program = state.program
+    floor, _ = floor_bytes(program)
+    state.load([])
+    state.allow_early(early)
+    state.allow_work(round(effort * RUNS_PER_MOVE * min(1.0, FULL_WORK_OPS / len(program.ops))))
+    local_search.descend(state, int(ENOUGH * floor), 0, interrupt, moves=effort)
+    return state.to_schedule()
 
 
 _SMALLEST: dict[object, tuple[int, Schedule]] = {}
