@@ -11,15 +11,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ebbflow.errors import CaptureError
+
+if TYPE_CHECKING:
+    import sympy
 
 __all__ = ["NotAtTheseSizes", "at_sizes", "size_inputs"]
 
@@ -52,6 +54,8 @@ def at_sizes(joint: fx.GraphModule, sizes: Mapping[str, int]) -> fx.GraphModule:
 
 def _values(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[Any, sympy.Integer]:
     """Per symbol its value."""
+    import sympy  # imported where used: it takes longer than the rest of Ebbflow
+
     found: dict[Any, sympy.Integer] = {}
     for node in size_inputs(graph):
         symbol = node.meta["val"].node.expr
@@ -142,6 +146,8 @@ class _Writer:
     def _number(self, value: Any) -> Any:
         if not isinstance(value, torch.SymInt):
             return value
+        import sympy
+
         exact = sympy.sympify(value.node.expr).xreplace(self._values)
         if not exact.is_Integer:
             raise NotAtTheseSizes(f"a size of the captured step is {exact}")

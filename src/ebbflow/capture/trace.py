@@ -3,6 +3,9 @@
 ``torch.compile`` with ``aot_autograd(partition_fn=ours)`` gives the joint graph of forward and backward and runs
 whatever two graphs we return (docs/adr/0001). One graph or a :class:`CaptureError`: a break would leave pieces
 that nobody plans together.
+
+Dynamo and the symbolic shapes are imported where they are used: they take as long to import as all of torch, and who
+only reads a plan or mistypes a budget has no need of them.
 """
 
 from __future__ import annotations
@@ -19,9 +22,6 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import exc as dynamo_errors
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from ebbflow.capture.cuda_kernels import cuda_kernels, refuse_autocast
@@ -92,6 +91,8 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         symbolic: whether sizes that are marked as changing (``torch._dynamo.maybe_mark_dynamic``) are symbols;
             all others are numbers.
     """
+    from torch._dynamo.backends.common import aot_autograd
+
     held = weakref.ref(partitioner)
 
     def kept() -> Partitioner:
@@ -140,6 +141,8 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
     know our partitioner; an automatic dynamic shape has no bytes; without ``allow_rnn`` Dynamo refuses the recurrent
     modules that ``recurrent.py`` unrolls.
     """
+    from torch._dynamo import config as dynamo_config
+
     with (
         warnings.catch_warnings(),
         functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
@@ -156,15 +159,6 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
         yield
-
-
-# What fake tensors raise where real ones would not: the model itself is not to blame.
-_FAKE_LIMITS = (
-    UnsupportedFakeTensorException,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
 
 
 @contextmanager
@@ -194,13 +188,15 @@ def translated_errors(
         CaptureError: for a graph break, with its reason and the user's line.
         Exception: the user's own, unchanged, where the model itself raises.
     """
+    from torch._dynamo.exc import TorchDynamoException
+
     # What goes wrong on fake tensors is raised; torch would log it as well, with its own frames.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True
     try:
         with capture_settings(here, cuda):
             yield
-    except dynamo_errors.TorchDynamoException as error:
+    except TorchDynamoException as error:
         ours = _ours_inside(error)
         if ours is not None:
             raise ours from None
@@ -231,6 +227,15 @@ def _exception_of_the_model(
     module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Exception | None:
     """What the model itself raises on these arguments, found out on fake tensors: no memory, no side effects."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    # What fake tensors raise where real ones would not: the model itself is not to blame.
+    limits = (
+        UnsupportedFakeTensorException,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(value: object) -> object:
@@ -245,7 +250,7 @@ def _exception_of_the_model(
         with mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
             module.__class__ = _as_plain(module, forward)
             torch.func.functional_call(module, state, fake_args, fake_kwargs)
-    except (*_FAKE_LIMITS, EbbflowError):
+    except (*limits, EbbflowError):
         return None
     except Exception as error:
         return error.with_traceback(None)
