@@ -237,10 +237,10 @@ def _budget_error(
             f"a budget of {format_bytes(budget)} ({budget} bytes) is too small: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
             f"({smallest} bytes, {format_percent(share)} of the unplanned peak). "
-            f"{format_bytes(resident)} are resident before the step starts; no schedule of any kind stays below "
-            f"{format_bytes(floor)}, which is pinned by {pin}. Use budget={smallest} or more "
-            "(after ebbflow.unfit, where fit was called), or make the batch smaller"
-            + ("" if machine is None else _machines_for(smallest, machine))
+            f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
+            f"no schedule of any kind stays below {format_bytes(floor)}, which is pinned by {pin}. "
+            f"Ask for {smallest} bytes or more (a model that is fitted: ebbflow.unfit first), "
+            "or make the batch smaller" + ("" if machine is None else _machines_for(smallest, machine))
         )
     return BudgetError(
         text,

@@ -109,7 +109,12 @@ def _far(found: Found, bound: float) -> bool:
 
 
 def _anneal(found: Found, bound: float, effort: int) -> None:
-    """Anneal from the best in rounds, until the bound is near or rounds gain nothing."""
+    """Anneal from the best in rounds, until the bound is near or rounds gain nothing.
+
+    Where it is near already there is one short round; on a large program, where that takes a second, none.
+    """
+    if len(found.problem.program.ops) >= LARGE_OPS and found.overhead - bound <= CLOSE:
+        return
     idle = 0
     for turn in range(ROUNDS):
         before = found.overhead - bound
