@@ -103,9 +103,11 @@ def test_state_that_appears_is_planned_around() -> None:
 
 
 def test_growth_beyond_the_budget_is_refused_before_the_step_runs() -> None:
-    case = mlp_chain(256, layers=6, width=32)
-    smallest = ebbflow.plan(case.model, case.args, budget="1000%").smallest_bytes
-    ebbflow.fit(case.model, smallest + 64)
+    case = mlp_chain(128, layers=6, width=64)
+    ahead = ebbflow.plan(case.model, case.args, budget="1000%")
+    growth = sum(p.numel() * p.element_size() for p in case.model.parameters())
+    assert growth > 2 * (ahead.smallest_bytes - ahead.floor_bytes)  # what no better search makes up for
+    ebbflow.fit(case.model, ahead.smallest_bytes + 64)
     case.model(*case.args).backward()
     gradients = [p.grad.clone() for p in case.model.parameters() if p.grad is not None]
     state = torch.get_rng_state()
