@@ -7,10 +7,12 @@ import functools
 import pytest
 
 from ebbflow.ahead import capture_ahead
-from ebbflow.planners import Problem, planner_named
+from ebbflow.planners import Interrupt, Problem, planner_named
+from ebbflow.planners.cut_bound import cut_bounds
 from ebbflow.planners.floor import floor_bytes
+from ebbflow.planners.from_stand_in import linear_start
 from ebbflow.planners.interval_state import IntervalState, reruns_of
-from ebbflow.planners.repeats import Repeats, carry, find_repeats, with_blocks
+from ebbflow.planners.repeats import Repeats, carry, fellows, find_repeats, with_blocks
 from ebbflow.planners.stand_in import stand_in_of
 from ebbflow.program import Buffer, Op, Program
 from ebbflow.simulate import simulate
@@ -111,6 +113,48 @@ def test_a_large_program_is_planned_from_its_stand_in() -> None:
     assert timeline.above_bytes <= budget
     assert answer.bound is not None
     assert timeline.seconds / program.seconds - 1.0 <= answer.bound + 0.02
+
+
+@pytest.mark.parametrize(("program", "few", "many"), [(layers(6), 6, 6), (layers(6), 9, 40), (steps(12), 9, 30)])
+def test_fellows_call_the_same_and_read_from_fellows(program: Program, few: int, many: int) -> None:
+    small, large = (with_blocks(repeats(program), blocks) for blocks in (few, many))
+    stands_for = [*range(few - 2), *(few - 3 for _ in range(many - few)), few - 2, few - 1]
+    found = fellows(small.repeats, large.repeats, stands_for)
+    if few == many:
+        assert list(found.op) == list(range(len(small.program.ops)))
+        assert list(found.buffer) == [-1, *range(1, len(small.program.buffers))], "tangents have none"
+    known = [(op, small.program.ops[found.op[i]]) for i, op in enumerate(large.program.ops) if found.op[i] >= 0]
+    assert len(known) > 0.9 * len(large.program.ops)
+    assert all((op.target, op.seconds) == (fellow.target, fellow.seconds) for op, fellow in known)
+    reads = [(found.buffer[b], fellow.inputs) for op, fellow in known for b in op.inputs if found.buffer[b] >= 0]
+    assert sum(b in inputs for b, inputs in reads) > 0.9 * len(reads)
+
+
+class Counted(Interrupt):
+    """Counts how often it is looked at: the simplex method does so at each iteration."""
+
+    asked = 0
+
+    def __bool__(self) -> bool:
+        self.asked += 1
+        return False
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_the_linear_bound_of_a_large_program_begins_at_its_stand_ins_optimum(share: float) -> None:
+    program = with_blocks(repeats(layers(6)), 140).program
+    small = stand_in_of(program)
+    assert small is not None
+    floor = floor_bytes(program)[0]
+    budget = floor + int(share * (IntervalState(program).peak_bytes - floor))
+    start = linear_start(Problem(program, budget), small)
+    assert start is not None
+    cold, warm = Counted(), Counted()
+    (bound,) = cut_bounds(program, budget, cold, state=IntervalState(program))
+    (same,) = cut_bounds(program, budget, warm, state=IntervalState(program), start=start)
+    assert bound.bound > 0.001
+    assert same.bound == pytest.approx(bound.bound, abs=1e-7)
+    assert warm.asked < cold.asked / 10
 
 
 def test_a_small_program_has_no_stand_in() -> None:

@@ -32,7 +32,7 @@ from ebbflow.planners.base import (
 from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
 from ebbflow.planners.exact import start_from_model
 from ebbflow.planners.floor import floor_bytes
-from ebbflow.planners.from_stand_in import start_from_stand_in, start_quickly
+from ebbflow.planners.from_stand_in import linear_start, start_from_stand_in, start_quickly
 from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbflow.planners.interval_state import reruns_of
 from ebbflow.planners.keep_all import keep_all
@@ -81,7 +81,7 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         start_from(found, [])
     for reruns in seeds_of(problem):
         _start_if_promising(found, reruns)
-    cut = _cuts(found, order)
+    cut = _cuts(found, order, small)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     hard, other = found.reruns is None, None
     if (hard or found.overhead - cut.bound > DEEP_OVERHEAD) and not problem.interrupt:
@@ -179,7 +179,7 @@ def _work(problem: Problem) -> int:
     return WORK * problem.effort // DEFAULT_EFFORT
 
 
-def _cuts(found: Found, order: CapturedOrder | None) -> CutBound:
+def _cuts(found: Found, order: CapturedOrder | None, small: StandIn | None) -> CutBound:
     """Bounds and start points of the cut relaxation, until one is proven optimal or the work is done."""
     problem = found.problem
     found.tell("cut relaxation")
@@ -193,6 +193,7 @@ def _cuts(found: Found, order: CapturedOrder | None) -> CutBound:
         work=_work(problem),
         enough=lambda: found.overhead - PROVEN,
         order=order,
+        start=None if small is None else linear_start(problem, small),
     )
     for cut in rounds:
         cut = replace(cut, bound=max(cut.bound, least))

@@ -39,14 +39,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.planners.base import Interrupt
+from ebbflow.planners._cut_basis import Basis, Names, Start
+from ebbflow.planners.base import LARGE_OPS, Interrupt
 from ebbflow.planners.interval_state import IntervalState
 from ebbflow.planners.orders import CapturedOrder
 from ebbflow.program import Program
 
 __all__ = ["CutBound", "cut_bound", "cut_bounds", "quick_bound"]
 
-MIP_OPS = 3_000  # above, the linear relaxation: its knapsack rounding error vanishes at that size
 WORK = 300_000  # for all cuts together: one to two seconds
 LEAST_ROWS = 2_000
 SECONDS = 60.0  # only so that nothing hangs: a clock that ended solves would make plans depend on the machine
@@ -68,6 +68,7 @@ class CutBound:
         reruns: ``(op, stage)`` of its solution, to be repaired: it may be over the budget elsewhere. ``None`` if the
             solver found none.
         work: what all rounds together have taken.
+        basis: of a linear relaxation with one cut, its optimal one.
     """
 
     bound: float
@@ -75,6 +76,7 @@ class CutBound:
     cuts: int
     reruns: list[tuple[int, int]] | None = None
     work: int = 0
+    basis: Basis | None = None
 
 
 def cut_bounds(
@@ -86,6 +88,7 @@ def cut_bounds(
     work: int = WORK,
     enough: Callable[[], float] = lambda: math.inf,
     order: CapturedOrder | None = None,
+    start: Start | None = None,
 ) -> Iterator[CutBound]:
     """Bounds of a program at a budget, cut by cut, each at least as high as the one before.
 
@@ -98,6 +101,7 @@ def cut_bounds(
         work: what all rounds together may take.
         enough: asked for an overhead that is known to be possible: a bound that reaches it ends the search.
         order: the orders of first runs in which the bound holds; captured order if ``None``.
+        start: what a linear relaxation with one cut begins with.
     """
     order = order or CapturedOrder(program)
     bound, left = 0.0, work
@@ -115,7 +119,7 @@ def cut_bounds(
         model = _Model(program, budget, cuts, order)
         if model.may_merge:
             model.merge()
-        solved = model.solve(interrupt, left, enough())
+        solved = model.solve(interrupt, left, enough(), start=start if len(cuts) == 1 else None)
         left -= solved.work
         bound = max(bound, solved.bound)
         yield CutBound(bound, solved.infeasible, len(cuts), solved.reruns, work - left)
@@ -139,7 +143,7 @@ def quick_bound(program: Program, budget: int, interrupt: Interrupt, state: Inte
     if worst <= budget:
         return CutBound(0.0, False, 0)
     solved = _Model(program, budget, [-stage], CapturedOrder(program)).solve(interrupt, WORK, math.inf, whole=False)
-    return CutBound(solved.bound, solved.infeasible, 1, solved.reruns)
+    return CutBound(solved.bound, solved.infeasible, 1, solved.reruns, basis=solved.basis)
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class _Solved:
     infeasible: bool
     reruns: list[tuple[int, int]] | None
     work: int = 0
+    basis: Basis | None = None
 
 
 class _Model:
@@ -162,6 +167,7 @@ class _Model:
         self.lower: list[float] = []
         self.keep: list[dict[int, int]] = []  # per cut: buffer -> column
         self.rerun: list[dict[int, int]] = []  # per cut: op -> column
+        self.row: list[dict[tuple[int, int], int]] = [{} for _ in cuts]  # per cut: row of blocks 3 and 4
         self.row_start: list[int] = [0]
         self.row_column: list[int] = []
         self.row_value: list[float] = []
@@ -248,6 +254,7 @@ class _Model:
         unit = max(left, 1)
         terms = [(c, size[b].bytes / unit) for b, c in self.keep[j].items() if not self.lower[c]]
         terms += [(c, program.ops[i].state_bytes / unit) for i, c in self.rerun[j].items() if program.ops[i].random]
+        self.row[j][-1, -1] = len(self.row_lower)
         self._row([(c, value) for c, value in terms if value > 0], -math.inf, left / unit + 1e-9)
 
     def _served(self, j: int, b: int) -> list[tuple[int, float]]:
@@ -261,10 +268,12 @@ class _Model:
         """Block 4."""
         ops = self.program.ops
         for b in {b for k in self._span(j) for b in ops[k].inputs if self._old(j, b)}:
+            self.row[j][-1, b] = len(self.row_lower)
             self._row(self._served(j, b), 1.0, math.inf)
         for i, column in self.rerun[j].items():
             for b in ops[i].inputs:
                 if self._old(j, b):
+                    self.row[j][i, b] = len(self.row_lower)
                     self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
 
     def _carry_rows(self, j: int) -> None:
@@ -319,10 +328,18 @@ class _Model:
             any_of_them = [(self.rerun[j][i], 1.0) for j in spans if i in self.rerun[j]]
             self._row([*any_of_them, (rerun[i], -1.0)], 0.0, math.inf)
 
-    def solve(self, interrupt: Interrupt, work: int, enough: float, *, whole: bool = True) -> _Solved:
+    @property
+    def names(self) -> Names:
+        """Of the columns and rows, where there is one cut."""
+        return Names(self.keep[0], self.rerun[0], self.row[0])
+
+    def solve(
+        self, interrupt: Interrupt, work: int, enough: float, *, whole: bool = True, start: Start | None = None
+    ) -> _Solved:
         """Bound and reruns of the model, within ``work``; a bound above ``enough``, an overhead, is not looked for.
 
-        In whole numbers if ``whole`` and the program is not too large for that, else the linear relaxation.
+        In whole numbers if ``whole`` and the program is not large, else the linear relaxation, from ``start`` on: the
+        error of rounding to whole buffers vanishes at that size.
         """
         if self.hopeless:
             return _Solved(0.0, True, None)
@@ -330,7 +347,7 @@ class _Model:
             return _Solved(0.0, False, [])
         import highspy  # imported where used: a native library of some megabytes
 
-        whole = whole and len(self.program.ops) <= MIP_OPS
+        whole = whole and len(self.program.ops) < LARGE_OPS
         weight = max(len(self.row_lower), LEAST_ROWS if len(self.cuts) > 1 else 1)
         asked = 0
         solver = highspy.Highs()
@@ -354,6 +371,8 @@ class _Model:
         for signal in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
             signal.subscribe(stop)
         solver.passModel(self._lp(highspy, whole))
+        if start is not None and not whole and (carried := start.carried(self.cuts[0], self.names)) is not None:
+            solver.setBasis(carried)  # if it is refused, the solver begins as without
         solver.run()
         status, info = solver.getModelStatus(), solver.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
@@ -365,7 +384,11 @@ class _Model:
         bound = max(bound - SAFETY, 0.0) / PERCENT if math.isfinite(bound) else 0.0
         known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         reruns = self._realise(np.asarray(solver.getSolution().col_value)) if known else None
-        return _Solved(bound, False, reruns, max(asked, 1) * weight)
+        basis = None
+        if not whole and len(self.cuts) == 1:
+            found = solver.getBasis()
+            basis = Basis(self.cuts[0], self.names, list(found.col_status), list(found.row_status))
+        return _Solved(bound, False, reruns, max(asked, 1) * weight, basis)
 
     def _lp(self, highspy: Any, whole: bool) -> Any:
         lp = highspy.HighsLp()

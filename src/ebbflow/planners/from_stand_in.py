@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ebbflow.planners._cut_basis import Start
 from ebbflow.planners.base import Problem, silent
 from ebbflow.planners.cut_bound import quick_bound
 from ebbflow.planners.greedy import Found, Reruns, start_from
+from ebbflow.planners.interval_state import IntervalState
 from ebbflow.planners.keep_all import unplanned_bytes
 from ebbflow.planners.stand_in import StandIn
 from ebbflow.schedule import Schedule
 
-__all__ = ["quick_plan", "start_from_stand_in", "start_quickly"]
+__all__ = ["linear_start", "quick_plan", "start_from_stand_in", "start_quickly"]
 
 Plan = Callable[[Problem], Schedule | None]
 ASKED = 3  # times at most
@@ -48,13 +50,24 @@ def start_from_stand_in(found: Found, small: StandIn, plan: Plan) -> None:
     _start(found, _carried(found, small, plan, 0))
 
 
+def linear_start(problem: Problem, small: StandIn) -> Start | None:
+    """Where the linear relaxation of a large program begins: at the optimum of its stand-in's."""
+    budget = _budget(problem, small, 0)
+    basis = quick_bound(small.program, budget, problem.interrupt, IntervalState(small.program)).basis
+    return None if basis is None else Start(basis, small.fellows())
+
+
 def _carried(found: Found, small: StandIn, plan: Plan, excess: int) -> list[Reruns]:
     """Reruns from a plan of the stand-in, for so many bytes less than the budget of the large program."""
-    problem = found.problem
-    wanted = unplanned_bytes(problem.program) - problem.above_budget_bytes + excess
-    budget = unplanned_bytes(small.program) - wanted * small.small.repeats.blocks // small.whole.blocks
+    problem, budget = found.problem, _budget(found.problem, small, excess)
     schedule = plan(replace(problem, program=small.program, above_budget_bytes=budget, seeds=(), progress=silent))
     return [] if schedule is None else list(small.carried(schedule))
+
+
+def _budget(problem: Problem, small: StandIn, excess: int) -> int:
+    """The stand-in's budget that takes as much of each of its blocks as the problem's takes, and a share of excess."""
+    wanted = unplanned_bytes(problem.program) - problem.above_budget_bytes + excess
+    return unplanned_bytes(small.program) - wanted * small.small.repeats.blocks // small.whole.blocks
 
 
 def _start(found: Found, carried: list[Reruns]) -> None:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from ebbflow.flat import Ints, flat
 from ebbflow.program import Buffer, Op, Program
 
-__all__ = ["Repeats", "Tiled", "carry", "find_repeats", "with_blocks"]
+__all__ = ["Fellows", "Repeats", "Tiled", "carry", "fellows", "find_repeats", "with_blocks"]
 
 LEAST_BLOCKS = 4
 CANDIDATES = 24  # periods that are tried, those at which most tokens come again
@@ -352,6 +352,43 @@ class _Tiling:
             boundary=boundary,
             **{key: tuple(members) for key, members in kept.items()},
         )
+
+
+@dataclass(frozen=True)
+class Fellows:
+    """Who in a small program stands for the ops and buffers of a large one.
+
+    Attributes:
+        op: per op of the large program one of the small; -1 where there is none.
+        buffer: per buffer likewise.
+    """
+
+    op: Sequence[int]
+    buffer: Sequence[int]
+
+
+def fellows(small: Repeats, large: Repeats, stands_for: Sequence[int]) -> Fellows:
+    """Who stands for whom; arguments as for :func:`carry`."""
+    op = np.full(len(large.program.ops), -1, np.int64)
+    for theirs, ours in _outside(small, large).items():
+        op[ours] = theirs
+    blocks = np.array(stands_for, np.int64)
+    for ours, theirs in zip(large.regions, small.regions, strict=True):
+        coordinates = ours.coordinate(0) + ours.sign * np.arange(ours.blocks)
+        known = (coordinates >= 0) & (coordinates < len(blocks))
+        source = np.full(ours.blocks, -1, np.int64)
+        source[known] = theirs.sign * (blocks[coordinates[known]] - theirs.shift)
+        source[(source < 0) | (source >= theirs.blocks)] = -1
+        block = np.where(source < 0, -1, theirs.first + source * theirs.period)
+        found = block[:, None] + np.arange(ours.period)
+        op[ours.first : ours.end] = np.where(block[:, None] < 0, -1, found).ravel()
+    mine, other = flat(large.program), flat(small.program)
+    owner, made = mine.makes.owner, mine.makes.items
+    position = np.arange(len(made)) - mine.makes.first[owner]
+    of = op[owner] >= 0
+    buffer = np.full(len(mine.bytes), -1, np.int64)
+    buffer[made[of]] = other.makes.items[other.makes.first[op[owner[of]]] + position[of]]
+    return Fellows(op.tolist(), buffer.tolist())
 
 
 def carry(

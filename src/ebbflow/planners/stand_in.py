@@ -7,12 +7,12 @@ however many blocks there are. No bound is carried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ebbflow.planners.base import LARGE_OPS
 from ebbflow.planners.interval_state import reruns_of
-from ebbflow.planners.repeats import Repeats, Tiled, carry, find_repeats, with_blocks
+from ebbflow.planners.repeats import Fellows, Repeats, Tiled, carry, fellows, find_repeats, with_blocks
 from ebbflow.program import Program, analysis
 from ebbflow.schedule import Schedule
 
@@ -50,12 +50,29 @@ class StandIn:
         reruns = reruns_of(self.program, schedule)
         if reruns is None:
             return
-        blocks, few = self.whole.blocks, self.small.repeats.blocks
-        middle, inner = blocks - 2 * EDGE, few - 2 * EDGE
-        ends = list(range(EDGE)), list(range(few - EDGE, few))
-        for each in ([j * inner // middle for j in range(middle)], [j % inner for j in range(middle)]):
-            stands_for = [*ends[0], *(EDGE + j for j in each), *ends[1]]
+        for stands_for in (self._stretched(), self._repeated()):
             yield carry(reruns, self.small.repeats, self.whole, stands_for)
+
+    def fellows(self) -> Fellows:
+        """Who in the small program stands for whom, with the blocks in the middle repeated as a group."""
+        return fellows(self.small.repeats, self.whole, self._repeated())
+
+    def _stretched(self) -> list[int]:
+        middle, inner = self._middle()
+        return self._with_ends(j * inner // middle for j in range(middle))
+
+    def _repeated(self) -> list[int]:
+        middle, inner = self._middle()
+        return self._with_ends(j % inner for j in range(middle))
+
+    def _middle(self) -> tuple[int, int]:
+        """How many blocks in the middle the large and the small program have."""
+        return self.whole.blocks - 2 * EDGE, self.small.repeats.blocks - 2 * EDGE
+
+    def _with_ends(self, middle: Iterable[int]) -> list[int]:
+        """Per block of the large program the one that stands for it, given that for the blocks in the middle."""
+        few = self.small.repeats.blocks
+        return [*range(EDGE), *(EDGE + j for j in middle), *range(few - EDGE, few)]
 
 
 @analysis
