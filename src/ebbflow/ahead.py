@@ -17,7 +17,7 @@ from ebbflow.cost.cuda_workspace import cublas_bytes
 from ebbflow.errors import UsageError
 from ebbflow.fit import require_module
 from ebbflow.frontier import Refusal, frontier
-from ebbflow.machine import Machine, machine_named
+from ebbflow.machine import Machine, is_elsewhere, machine_named
 from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, resident_bytes
 from ebbflow.plan import Plan
@@ -66,7 +66,7 @@ def plan(
         effort: local-search moves.
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
         interrupt: set it from elsewhere to end planning with the best plan so far.
-        progress: called with what is known while planning.
+        progress: called with what is known while capturing and planning; ``print`` will do.
         name: of the case, for reports; the model's class if empty.
 
     Raises:
@@ -77,7 +77,15 @@ def plan(
     parsed = Budget.parse(budget)
     planner_named(planner)
     step = capture_ahead(
-        model, args, kwargs, machine=machine, loss=loss, optimizer=optimizer, gradients=gradients, name=name
+        model,
+        args,
+        kwargs,
+        machine=machine,
+        loss=loss,
+        optimizer=optimizer,
+        gradients=gradients,
+        progress=progress,
+        name=name,
     )
     options = PlanningOptions(
         planner=planner, effort=effort, time_limit_seconds=time_limit, interrupt=interrupt, progress=progress
@@ -118,7 +126,7 @@ def sweep(
         gradients: as for :func:`plan`.
         effort: local-search moves per plan.
         time_limit: seconds per plan.
-        progress: called with what is known while planning.
+        progress: called with what is known while capturing and planning; ``print`` will do.
         name: of the case, for reports.
 
     Returns:
@@ -133,7 +141,15 @@ def sweep(
     for each in planners:
         planner_named(each)
     step = capture_ahead(
-        model, args, kwargs, machine=machine, loss=loss, optimizer=optimizer, gradients=gradients, name=name
+        model,
+        args,
+        kwargs,
+        machine=machine,
+        loss=loss,
+        optimizer=optimizer,
+        gradients=gradients,
+        progress=progress,
+        name=name,
     )
     options = PlanningOptions(effort=effort, time_limit_seconds=time_limit, progress=progress)
     outcomes = list(step.frontier(parsed, planners, options))
@@ -198,6 +214,7 @@ def capture_ahead(
     loss: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     gradients: Literal["loss", "all"] = "loss",
+    progress: Callable[[Progress], None] = silent,
     name: str = "",
 ) -> AheadStep:
     """Capture one training call and its costs; arguments and errors as for :func:`plan`."""
@@ -207,6 +224,7 @@ def capture_ahead(
             f"args takes the positional arguments of one call as a tuple, not a {type(args).__name__}: args=(x,)"
         )
     target = _machine_of(machine)
+    progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     program, provenance = capture_program(
         model, args, kwargs or {}, machine=target, loss=loss, every_output=gradients == "all", name=name
     )
@@ -255,7 +273,6 @@ def capture_program(
     Raises:
         CaptureError: if the call is not one graph.
     """
-    at_hand = machine is None or machine.name == "cpu"
     device = device_of([model, args]).replace("meta", "cpu")
     # Tensors that are on the device planned for are traced as they are.
     cuda = machine.compute_capability if machine is not None and device == "cpu" and machine.device == "cuda" else None
@@ -270,11 +287,11 @@ def capture_program(
         context=context,
         loss=loss,
         every_output=every_output,
-        here=at_hand,
+        here=not is_elsewhere(machine),
         cuda=cuda,
     )
     outside = {"loss": "outside the model: what it takes is not counted"} if loss_is_outside(joint) else {}
-    if at_hand:
+    if not is_elsewhere(machine):
         program = with_measured_costs(joint.program, joint.calls, device)
         return program, {"machine": device, "costs": "measured", **outside}
     assert machine is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +20,8 @@ from ebbflow.errors import UsageError
 from ebbflow.fitted import Fitted
 from ebbflow.plan import Plan
 from ebbflow.plan_cache import PlanCache
-from ebbflow.planners import planner_named
+from ebbflow.planners import Progress, planner_named
+from ebbflow.planners.base import silent
 from ebbflow.planning import PlanningOptions
 from ebbflow.runtime.step import PlannedStep
 from ebbflow.units import Budget
@@ -41,6 +43,7 @@ def fit(
     effort: int | None = None,
     gradients: Literal["loss", "all"] = "loss",
     verify: bool = True,
+    progress: Callable[[Progress], None] = silent,
 ) -> ModelT:
     """Keep every training step of ``model`` within ``budget``; returns the same object.
 
@@ -58,6 +61,7 @@ def fit(
         gradients: which outputs take gradients. ``"loss"``: if a scalar that requires one is returned, scalars alone
             (a gradient that arrives at another output raises). ``"all"``: every output, counted whether used or not.
         verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
+        progress: called with what is known while a first call captures and plans; ``print`` will do.
 
     Raises:
         UsageError: for a budget or planner that is none, or a model that is fitted already.
@@ -71,7 +75,7 @@ def fit(
     planner_named(planner)
     if gradients not in ("loss", "all"):
         raise UsageError(f'gradients={gradients!r} is neither "loss" nor "all"')
-    options = PlanningOptions(planner=planner, cache=PlanCache(), buckets=Buckets())
+    options = PlanningOptions(planner=planner, cache=PlanCache(), buckets=Buckets(), progress=progress)
     if effort is not None:
         options = replace(options, effort=effort)
     given = budget if isinstance(budget, Plan) else None

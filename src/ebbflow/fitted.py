@@ -31,6 +31,7 @@ from ebbflow.kinds import Kinds
 from ebbflow.measure.optimizer_state import future_state_bytes
 from ebbflow.measure.resident import device_of, start_bytes
 from ebbflow.plan import Plan
+from ebbflow.planners import Progress
 from ebbflow.planning import PlanningOptions, make_plan
 from ebbflow.program import Program
 from ebbflow.runtime.compiled import CompiledStep, StaleCapture
@@ -159,10 +160,12 @@ class Fitted:
                 "resident). Each capture takes seconds; keep counters in tensors (register_buffer)",
                 stacklevel=2,
             )
+        name = self.plain_class.__name__
+        self.options.progress(Progress(f"capturing the step of {name}"))
         # The model is held weakly: what is known about it must not keep it alive.
         return CompiledStep(
             functools.partial(self._plan, weakref.ref(module), key, device, resident, flying),
-            name=self.plain_class.__name__,
+            name=name,
             device=device,
             verify=self.verify,
             every_output=self.every_output,
@@ -229,8 +232,9 @@ class Fitted:
             resident += future_state_bytes(self.optimizer)
         if self.given_plan is not None:
             return _given(self.given_plan, joint.program, device_context(device), resident, reserve)
-        program = with_measured_costs(joint.program, joint.calls, device)
         options = self.options
+        options.progress(Progress(f"profiling its {len(joint.program.ops)} ops"))
+        program = with_measured_costs(joint.program, joint.calls, device)
         between, loss_outside = self._between.get(key), False
         if between is not None and not flying:
             program = replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)

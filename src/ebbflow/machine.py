@@ -15,7 +15,7 @@ from typing import Any
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 
-__all__ = ["Link", "Machine", "catalogue", "machine_named"]
+__all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "machine_named"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,11 @@ def catalogue() -> dict[str, Machine]:
     """All machines of the catalogue by name."""
     text = resources.files("ebbflow").joinpath("machines.toml").read_text(encoding="utf-8")
     return {name: _machine(name, row) for name, row in tomllib.loads(text)["machine"].items()}
+
+
+def is_elsewhere(machine: Machine | None) -> bool:
+    """Whether a plan is for a machine of the catalogue: its costs are estimated, and a model needs shapes only."""
+    return machine is not None and machine.name != "cpu"
 
 
 def machine_named(name: str) -> Machine:

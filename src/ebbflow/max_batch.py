@@ -20,7 +20,7 @@ from ebbflow.ahead import AheadStep, capture_ahead
 from ebbflow.capture.shapes import without_memory
 from ebbflow.case import Case
 from ebbflow.errors import BudgetError, UsageError
-from ebbflow.machine import Machine, machine_named
+from ebbflow.machine import Machine, is_elsewhere, machine_named
 from ebbflow.plan import Plan
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import silent
@@ -146,8 +146,7 @@ class _Search:
         """The captured step of ``batch``."""
         if batch not in self._steps:
             self._progress(Progress(f"capturing batch {batch}"))
-            elsewhere = self._machine is not None and self._machine.name != "cpu"
-            with without_memory() if elsewhere else contextlib.nullcontext():
+            with without_memory() if is_elsewhere(self._machine) else contextlib.nullcontext():
                 case = cast("object", self._make_case(batch))
             if not isinstance(case, Case):  # a user's function may return anything
                 raise UsageError(f"make_case({batch}) returned {type(case).__name__}; return ebbflow.Case(model, args)")

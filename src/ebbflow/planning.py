@@ -14,7 +14,7 @@ from ebbflow.machine import Machine, catalogue
 from ebbflow.plan import Plan
 from ebbflow.plan_cache import CachedAnswer, PlanCache
 from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, finds_smallest, silent
+from ebbflow.planners.base import DEFAULT_EFFORT, changes_to, finds_smallest, silent
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.keep_all import unplanned_bytes
 from ebbflow.planners.smallest import smallest_of
@@ -81,6 +81,7 @@ def make_plan(
         UsageError: for an unknown planner.
     """
     options = options or PlanningOptions()
+    options = replace(options, progress=changes_to(options.progress))
     plan_with = planner_named(options.planner)
     begin = time.perf_counter()
     unplanned_above = unplanned_bytes(program)
@@ -138,6 +139,7 @@ def make_plan(
         options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
     if options.buckets is not None and whence != FITTED:
         options.buckets.learn(options.planner, problem, answer, smallest)
+    options.progress(Progress("planned", overhead_of(program, answer.schedule), answer.bound))
     return Plan(
         program=program,
         schedule=answer.schedule,

@@ -19,7 +19,7 @@ from ebbflow.cli import app
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.plan import Plan
 from ebbflow.planners import Progress
-from ebbflow.report.progress import ProgressDisplay, progress_text
+from ebbflow.report.progress import ProgressDisplay
 
 # Six ops in a chain and back: small enough that planning takes no time.
 CHAIN = {
@@ -217,8 +217,8 @@ def test_a_plan_interrupted_by_ctrl_c_is_printed(graph: Path, monkeypatch: pytes
 
 
 def test_progress_in_words() -> None:
-    assert progress_text(Progress("greedy")) == "greedy"
-    known = progress_text(Progress("local search", best_overhead=0.25, bound=0.1))
+    assert str(Progress("greedy")) == "greedy"
+    known = str(Progress("local search", best_overhead=0.25, bound=0.1))
     assert known == "local search: best overhead 25.00 %, bound 10.00 %, gap 15.00 %"
 
 

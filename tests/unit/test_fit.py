@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import nn
 import ebbflow
 from ebbflow.errors import BudgetError, PlanMismatch, UsageError
 from ebbflow.plan import Plan
+from ebbflow.planners import Progress
 from ebbflow.planners.smallest import smallest_of
 from ebbflow.zoo import MLPChain, mlp_chain
 
@@ -133,6 +135,21 @@ def test_a_planner_that_finds_nothing_says_so_and_names_one_that_does(model: Tra
 
 
 # -- a plan that is given -------------------------------------------------------------------------------------
+
+
+def test_a_first_call_tells_what_it_does_and_ends_with_the_plan(model: Tracked) -> None:
+    told: list[Progress] = []
+    ebbflow.fit(model, "60%", progress=told.append)
+    model(X).backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert told[0] == Progress("capturing the step of Tracked")
+    assert told[-1] == Progress("planned", plan.overhead, plan.bound)
+    assert all(one != following for one, following in itertools.pairwise(told))
+    assert len(told) > 4
+    count = len(told)
+    model(X).backward()
+    assert len(told) == count, "a later call has nothing to plan"
 
 
 def test_a_given_plan_is_what_runs(model: Tracked, tmp_path: Path) -> None:

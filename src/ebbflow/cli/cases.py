@@ -14,11 +14,10 @@ from types import ModuleType
 from ebbflow.capture.shapes import without_memory
 from ebbflow.case import Case
 from ebbflow.errors import UsageError
-from ebbflow.machine import Machine
 from ebbflow.program import Program
 from ebbflow.zoo import build
 
-__all__ = ["is_elsewhere", "load_case", "refuse_for_graphs"]
+__all__ = ["load_case", "refuse_for_graphs"]
 
 _FORMS = (
     "a case is zoo:NAME, FILE.py:function (the function takes an int and returns an ebbflow.Case), "
@@ -114,11 +113,6 @@ def _arguments(function: Callable[..., object], size: int | None, text: str) -> 
         hint = "give it with --size N" if size is None else "it has to take one int, or leave --size out"
         raise UsageError(f"{text}{signature} cannot be called with {arguments}: {error}; {hint}") from error
     return arguments
-
-
-def is_elsewhere(machine: Machine | None) -> bool:
-    """Whether a plan is for a machine of the catalogue, so that the model needs shapes only."""
-    return machine is not None and machine.name != "cpu"
 
 
 def refuse_for_graphs(text: str, given: Mapping[str, object]) -> None:

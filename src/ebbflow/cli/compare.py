@@ -14,12 +14,12 @@ import typer
 
 from ebbflow.ahead import AheadStep, capture_ahead
 from ebbflow.case import Case
-from ebbflow.cli.cases import is_elsewhere, load_case, refuse_for_graphs
+from ebbflow.cli.cases import load_case, refuse_for_graphs
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import write_json
 from ebbflow.errors import UsageError
 from ebbflow.frontier import Refusal
-from ebbflow.machine import machine_named
+from ebbflow.machine import is_elsewhere, machine_named
 from ebbflow.plan import Plan
 from ebbflow.planners import missing_extra, planner_named, planner_names
 from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions
@@ -58,8 +58,9 @@ def compare(
         display.stage("reading the case")
         loaded = load_case(case, size, fake=is_elsewhere(target))
         if isinstance(loaded, Case):
-            display.stage("capturing the step")
-            step = capture_ahead(loaded.model, loaded.args, loaded.kwargs, machine=target, name=loaded.name)
+            step = capture_ahead(
+                loaded.model, loaded.args, loaded.kwargs, machine=target, progress=display, name=loaded.name
+            )
         else:
             refuse_for_graphs(case, {"--size": size, "--machine": machine, "--run": run or None})
             step = AheadStep(loaded, 0, 0)

@@ -10,10 +10,10 @@ import typer
 
 import ebbflow
 from ebbflow.case import Case
-from ebbflow.cli.cases import is_elsewhere, load_case, refuse_for_graphs
+from ebbflow.cli.cases import load_case, refuse_for_graphs
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import check_writable, save_plan, write_json
-from ebbflow.machine import machine_named
+from ebbflow.machine import is_elsewhere, machine_named
 from ebbflow.plan import Plan
 from ebbflow.planners import planner_named
 from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions, make_plan
@@ -70,7 +70,6 @@ def planned_case(
     display.stage("reading the case")
     case = load_case(text, size, fake=is_elsewhere(options.machine))
     if isinstance(case, Case):
-        display.stage("capturing the step" if is_elsewhere(options.machine) else "capturing and profiling the step")
         return ebbflow.plan(
             case.model,
             case.args,

@@ -7,7 +7,9 @@
 3. *Repair*: while some stage is over the budget, take the highest, offer its idle gaps by added cost per byte
    gained, and apply the best. Prices of offers are the last measured ones, so an offer is applied to be measured
    and accepted when no other's price undercuts it: a lazy heap with a few live entries.
-4. *Anneal*: cancel a few reruns, repair with noise, clean up around them; keep by Metropolis' rule, else undo.
+4. *Anneal*: cancel a few reruns, insert one or retime one; repair with noise, clean up around them; keep by
+   Metropolis' rule, else undo. With ``H_EARLY`` set, reruns may stand before the stage of their next use: held
+   until then, their outputs can cost less than what the rerun's inputs would have held (ADR 0025).
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ NOTHING = 0  # passed as int(NOTHING): numba would compile a function anew for e
 RUIN = 8  # reruns cancelled by one move at most
 CLEAN = 6  # cancellations tried after each move
 INSERT, RETIME = 0.15, 0.15  # shares of moves that begin so; the others cancel a few reruns first
+DEAR = 8  # times the op's own cost: what an inserted or retimed rerun may add with all that it needs
 EARLY = 0.3  # of the evictions of a noisy repair place the rerun where its inputs live anyway
+INSERT_EARLY = 0.5  # of the inserted reruns stand at a random stage before the next use
+RETIME_ANYWHERE = 0.25  # of the retimed reruns go to a random stage, not to where their inputs live anyway
 FORBIDDEN = 1e3  # price factor of an eviction that the same move has just cancelled
 PRICE = float(1 << 20)  # prices are kept as integers in units of 1 / PRICE cost per byte
 
@@ -381,7 +386,7 @@ def ruin(m: Words, stamp: int) -> bool:
 
 @apart
 def insert(m: Words, budget: int) -> bool:
-    """Rerun a random op before a later use of its outputs; false if that is impossible or does not fit."""
+    """Rerun a random op for a later use of its outputs, over the budget if need be; false if that is impossible."""
     n = m[H_OPS]
     o = int(draw(m) * n)
     t = o + int(draw(m) * (n - o))
@@ -395,9 +400,9 @@ def insert(m: Words, budget: int) -> bool:
             use = min(use, after)
     if use >= q or use > m[at(o) + OP_LIMIT]:
         return False
-    if draw(m) < 0.5 * m[H_EARLY]:
+    if draw(m) < INSERT_EARLY * m[H_EARLY]:
         use = t + 1 + int(draw(m) * (use - t))
-    return make(m, o, use, budget, int(NOTHING), m[H_COST] + 8 * m[at(o) + OP_COST])
+    return make(m, o, use, budget, int(NOTHING), m[H_COST] + int(DEAR) * m[at(o) + OP_COST])
 
 
 @apart
@@ -411,9 +416,9 @@ def retime(m: Words, budget: int) -> bool:
         return False
     made, _ = runs_around(m, o, t)
     u = early(m, o, made, t)
-    if u == t or draw(m) < 0.25:
+    if u == t or draw(m) < RETIME_ANYWHERE:
         u = made + 1 + int(draw(m) * (t - made))
-    return make(m, o, u, budget, int(NOTHING), m[H_COST] + 8 * m[at(o) + OP_COST])
+    return make(m, o, u, budget, int(NOTHING), m[H_COST] + int(DEAR) * m[at(o) + OP_COST])
 
 
 @apart

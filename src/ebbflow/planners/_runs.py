@@ -80,6 +80,7 @@ from ebbflow.planners._segment_tree import add_range
 
 __all__ = ["add_run", "load_runs", "rebuild_locals", "remove_run", "save_best", "undo"]
 
+JOURNALED, NOT_JOURNALED = 1, 0
 PLUS, MINUS = 1, -1  # passed as int(PLUS): numba would compile a function anew for each literal argument
 
 
@@ -284,14 +285,15 @@ def set_local(m: Words, t: int, amount: int) -> None:
 
 
 @apart
-def settle(m: Words) -> None:
-    """Walk the touched stages again, journaling what changes."""
+def settle(m: Words, journaled: int) -> None:
+    """Walk the touched stages again, journaling what changes if asked to (1)."""
     for i in range(m[H_TOUCHED]):
         t = m[m[H_TOUCHED_AT] + i]
         m[at(t) + S_DIRTY] = 0
         amount = local_bytes(m, t)
         if amount != m[at(t) + S_LOCAL]:
-            write(m, int(J_LOCAL), t, m[at(t) + S_LOCAL])
+            if journaled == 1:
+                write(m, int(J_LOCAL), t, m[at(t) + S_LOCAL])
             set_local(m, t, amount)
     m[H_TOUCHED] = 0
 
@@ -322,7 +324,7 @@ def add_run(m: Words, o: int, t: int) -> bool:
         return False
     change(m, o, t, int(PLUS))
     write(m, int(J_ADDED), o, t)
-    settle(m)
+    settle(m, int(JOURNALED))
     return True
 
 
@@ -333,7 +335,7 @@ def remove_run(m: Words, o: int, t: int) -> bool:
         return False
     change(m, o, t, int(MINUS))
     write(m, int(J_REMOVED), o, t)
-    settle(m)
+    settle(m, int(JOURNALED))
     return True
 
 
@@ -396,10 +398,4 @@ def load_runs(m: Words, pairs: Words, count: int) -> None:
         o, t = pairs[2 * i], pairs[2 * i + 1]
         if may_run(m, o, t):
             change(m, o, t, int(PLUS))
-    for i in range(m[H_TOUCHED]):
-        t = m[m[H_TOUCHED_AT] + i]
-        m[at(t) + S_DIRTY] = 0
-        amount = local_bytes(m, t)
-        if amount != m[at(t) + S_LOCAL]:
-            set_local(m, t, amount)
-    m[H_TOUCHED] = 0
+    settle(m, int(NOT_JOURNALED))

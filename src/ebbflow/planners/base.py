@@ -20,6 +20,7 @@ from ebbflow.machine import Machine
 from ebbflow.names import did_you_mean
 from ebbflow.program import Program
 from ebbflow.schedule import Schedule
+from ebbflow.units import format_percent
 
 __all__ = [
     "DEFAULT_EFFORT",
@@ -64,7 +65,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a planner knows while it works.
+    """What is known while a step is captured and planned; its text is one line.
 
     Attributes:
         stage: what it is doing, in a few words.
@@ -75,6 +76,16 @@ class Progress:
     stage: str
     best_overhead: float | None = None
     bound: float | None = None
+
+    def __str__(self) -> str:
+        known: list[str] = []
+        if self.best_overhead is not None:
+            known.append(f"best overhead {format_percent(self.best_overhead)}")
+        if self.bound is not None:
+            known.append(f"bound {format_percent(self.bound)}")
+        if self.best_overhead is not None and self.bound is not None:
+            known.append(f"gap {format_percent(self.best_overhead - self.bound)}")
+        return f"{self.stage}: {', '.join(known)}" if known else self.stage
 
 
 class Interrupt:
@@ -133,6 +144,19 @@ class _Derived(Interrupt):
 
 def silent(_: Progress) -> None:
     """No progress wanted."""
+
+
+def changes_to(progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
+    """``progress`` without what it was told last already."""
+    last: Progress | None = None
+
+    def tell(each: Progress) -> None:
+        nonlocal last
+        if each != last:
+            last = each
+            progress(each)
+
+    return tell
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,10 @@ def smallest_schedule(
                 peaks.append((state.peak_bytes, carried))
             if min(peaks)[0] <= NEAR_ENOUGH * floor:
                 break
-    for early in (False, True) if small is None else (False,):  # on a large program each takes seconds
-        if min(peaks)[0] > (NEAR_ENOUGH if small is not None else ENOUGH) * floor and not interrupt:
+    placements = (False, True) if small is None else (False,)  # on a large program each takes seconds
+    enough = (ENOUGH if small is None else NEAR_ENOUGH) * floor
+    for early in placements:
+        if min(peaks)[0] > enough and not interrupt:
             _descended(state, effort // 2, interrupt, early=early)
             peaks.append((state.peak_bytes, state.reruns))
     state.load(min(peaks)[1])

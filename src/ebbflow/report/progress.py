@@ -11,23 +11,11 @@ from rich.status import Status
 from rich.text import Text
 
 from ebbflow.planners.base import Progress
-from ebbflow.units import format_percent, format_seconds
+from ebbflow.units import format_seconds
 
-__all__ = ["ProgressDisplay", "progress_text"]
+__all__ = ["ProgressDisplay"]
 
 PLAIN_SECONDS = 1.0  # between two plain lines of one stage: a log should not scroll
-
-
-def progress_text(progress: Progress) -> str:
-    """One line for what a planner knows: its stage, best overhead, bound and gap."""
-    known: list[str] = []
-    if progress.best_overhead is not None:
-        known.append(f"best overhead {format_percent(progress.best_overhead)}")
-    if progress.bound is not None:
-        known.append(f"bound {format_percent(progress.bound)}")
-    if progress.best_overhead is not None and progress.bound is not None:
-        known.append(f"gap {format_percent(progress.best_overhead - progress.bound)}")
-    return f"{progress.stage}: {', '.join(known)}" if known else progress.stage
 
 
 class ProgressDisplay:
@@ -63,7 +51,7 @@ class ProgressDisplay:
 
     def __call__(self, progress: Progress) -> None:
         """Show what a planner tells."""
-        text = progress_text(progress)
+        text = str(progress)
         elapsed = time.monotonic() - self._begin
         if self._status is not None:
             self._status.update(Text(f"{text} ({format_seconds(elapsed)})"))
