@@ -30,6 +30,10 @@ COPY_BACK = "ebbflow.copy_back.default"
 """Target of the op that reads new values which other ops read as well; it takes no time and may not run again."""
 
 
+MOST_SECONDS = 1e100
+"""Of one op: a sum over any schedule is finite. Published graphs have FLOPs or units in the place of seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """One storage.
@@ -143,8 +147,8 @@ class Program:
         for index, op in enumerate(self.ops):
             if not op.outputs:
                 raise ValueError(f"op {index} {op.name} creates no buffer")
-            if op.workspace_bytes < 0 or op.seconds < 0 or op.state_bytes < 0:
-                raise ValueError(f"op {index} {op.name} has a negative cost")
+            if op.workspace_bytes < 0 or op.state_bytes < 0 or not 0 <= op.seconds <= MOST_SECONDS:
+                raise ValueError(f"op {index} {op.name} has a cost that is negative, or too large to be added up")
             for b in op.inputs:
                 if b not in produced:
                     raise ValueError(f"op {index} {op.name} reads buffer {b} before it exists")

@@ -2,8 +2,9 @@
 
 1. The unplanned step, if it fits: nothing is cheaper. On chains the recurrence of ``path_bound``, as bound and start
    point: it sees steps run several times, and on equal steps it is the optimum.
-2. On large programs with repeated blocks, the plan of a stand-in with few of them (``stand_in``).
-   Greedy from the unplanned step otherwise, and from seeds: wins where recomputation chains make new peaks.
+2. A first plan: on large programs with repeated blocks that of a stand-in with few of them (``stand_in``), otherwise
+   that of the linear relaxation of one cut. Where it is far from its bound, greedy from the unplanned step, which wins
+   where recomputation chains make new peaks; and from seeds.
 3. The cut relaxation (``cut_bound``), cut by cut: a proven bound, and a start point each time, which wins where few
    peaks explain the problem.
 4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where the bound is far, and
@@ -29,7 +30,7 @@ from ebbflow.planners.base import (
     Status,
     planner,
 )
-from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds
+from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds, quick_bound
 from ebbflow.planners.exact import start_from_model
 from ebbflow.planners.floor import floor_bytes
 from ebbflow.planners.from_stand_in import linear_start, start_from_stand_in, start_quickly
@@ -76,8 +77,12 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     small = stand_in_of(problem.program)
     if small is not None:
         _quickly_from_stand_in(found, small)
-    found.tell("greedy")
-    if found.reruns is None:
+        enough = found.reruns is not None  # repairing a large program takes seconds
+    else:
+        _quickly_from_relaxation(found, order)
+        enough = not _far(found, found.bound or 0.0)
+    if not enough:
+        found.tell("greedy")
         start_from(found, [])
     for reruns in seeds_of(problem):
         _start_if_promising(found, reruns)
@@ -166,6 +171,17 @@ def _quickly_from_stand_in(found: Found, small: StandIn) -> None:
     start_quickly(found, small)
     if found.reruns is None:
         _from_stand_in(found, small, found.problem.effort // QUICK)
+
+
+def _quickly_from_relaxation(found: Found, order: CapturedOrder | None) -> None:
+    """A first plan from the linear relaxation of one cut, and its bound if that holds."""
+    problem = found.problem
+    found.tell("linear relaxation")
+    quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, found.state)
+    if order is None:
+        found.bound = max(quick.bound, found.bound or 0.0)
+    if quick.reruns is not None:
+        start_from(found, quick.reruns)
 
 
 def _from_stand_in(found: Found, small: StandIn, effort: int) -> None:
