@@ -11,7 +11,8 @@
    greedy failed or the floor is near, the schedule of least memory is a start point too: a budget that it fits is
    never called infeasible. So are plans of whole layers (``levels``).
 5. Annealing from the best, in rounds; they end once the bound is near.
-6. On programs of some tens of ops, what is left of the solver's work goes to the whole model (``exact``).
+6. On programs of some tens of ops, what is left of the solver's work goes to the whole model (``exact``). On those of
+   up to two hundred a round of annealing goes to each of the next best start points, if the bound is still far.
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
 """
@@ -53,6 +54,7 @@ NEAR = 0.05  # a gap of this share of the overhead is a small one
 NEAR_FLOOR = 1.4  # times the floor: above, a plan that fits is a better start than the schedule of least memory
 GAIN, MOST_IDLE = 0.02, 2  # rounds that close less of the gap, after which there is no other; 1 where it is small
 QUICK = 20  # share of the effort for a first plan of a stand-in
+VALLEYS, VALLEY_OPS = 4, 200  # start points besides the best that are annealed too, on programs of up to so many ops
 LEVEL_SHARE = 8  # of the effort, for each of the annealings of a coarser level
 PROMISING = 1.5  # times the overhead of what is known: see _start_if_promising
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
@@ -103,7 +105,9 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         _anneal(other, cut.bound, effort)
         found.take(other)
     if not (cut.infeasible or problem.interrupt) and found.overhead > cut.bound + PROVEN:
-        start_from_model(found, min(_work(problem) - cut.work, _work(problem) // 2))
+        solved = start_from_model(found, min(_work(problem) - cut.work, _work(problem) // 2))
+        if not solved and len(problem.program.ops) <= VALLEY_OPS:
+            _from_other_starts(found, cut.bound, effort // ROUNDS)
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
 
@@ -128,6 +132,21 @@ def _anneal(found: Found, bound: float, effort: int) -> None:
         idle = idle + 1 if gap > (1.0 - GAIN) * before else 0
         if gap <= CLOSE or idle >= (MOST_IDLE if _far(found, bound) else 1):
             break
+
+
+def _from_other_starts(found: Found, bound: float, effort: int) -> None:
+    """Anneal from the start points that were not the best: one of them may lead to a better plan."""
+    starts = [reruns for _, reruns in sorted(found.starts)]
+    distinct = [reruns for index, reruns in enumerate(starts) if reruns not in starts[:index]]
+    for reruns in distinct[1 : 1 + VALLEYS]:
+        if not _far(found, bound):
+            return
+        other = Found(found.problem)
+        other.bound = found.bound
+        other.state.load(reruns)
+        other.offer()
+        other.anneal(effort, found.problem.seed)
+        found.take(other)
 
 
 def _start_if_promising(found: Found, reruns: list[tuple[int, int]]) -> None:

@@ -35,6 +35,7 @@ class Found:
         self.reruns: Reruns | None = None
         self.overhead = float("inf")
         self.bound: float | None = None
+        self.starts: list[tuple[float, Reruns]] = []  # that fit, with their overhead
 
     def begin_phase(self, runs_per_move: int = RUNS_PER_MOVE) -> None:
         """Give the searches that follow their share of the effort."""
@@ -99,6 +100,7 @@ def start_from(found: Found, reruns: Reruns) -> bool:
         if found.state.peak_bytes <= budget:
             local_search.clean_up(found.state, budget)
             fits = found.offer() or fits
+            found.starts.append((found.state.overhead, found.state.reruns))
         if not repaired and found.state.stages > LARGE_OPS:
             break  # there was nothing to repair in another way, and cleaning up takes long
     return fits
