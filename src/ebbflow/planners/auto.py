@@ -54,7 +54,7 @@ NEAR = 0.05  # a gap of this share of the overhead is a small one
 NEAR_FLOOR = 1.4  # times the floor: above, a plan that fits is a better start than the schedule of least memory
 GAIN, MOST_IDLE = 0.02, 2  # rounds that close less of the gap, after which there is no other; 1 where it is small
 QUICK = 20  # share of the effort for a first plan of a stand-in
-VALLEYS, VALLEY_OPS = 4, 200  # start points besides the best that are annealed too, on programs of up to so many ops
+OTHER_STARTS = 4  # besides the best, that are annealed too
 LEVEL_SHARE = 8  # of the effort, for each of the annealings of a coarser level
 PROMISING = 1.5  # times the overhead of what is known: see _start_if_promising
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
@@ -106,7 +106,7 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         found.take(other)
     if not (cut.infeasible or problem.interrupt) and found.overhead > cut.bound + PROVEN:
         solved = start_from_model(found, min(_work(problem) - cut.work, _work(problem) // 2))
-        if not solved and len(problem.program.ops) <= VALLEY_OPS:
+        if not solved:
             _from_other_starts(found, cut.bound, effort // ROUNDS)
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
@@ -135,10 +135,10 @@ def _anneal(found: Found, bound: float, effort: int) -> None:
 
 
 def _from_other_starts(found: Found, bound: float, effort: int) -> None:
-    """Anneal from the start points that were not the best: one of them may lead to a better plan."""
+    """Anneal from the start points that were not the best: on small programs, where all of them are known."""
     starts = [reruns for _, reruns in sorted(found.starts)]
     distinct = [reruns for index, reruns in enumerate(starts) if reruns not in starts[:index]]
-    for reruns in distinct[1 : 1 + VALLEYS]:
+    for reruns in distinct[1 : 1 + OTHER_STARTS]:
         if not _far(found, bound):
             return
         other = Found(found.problem)
@@ -193,8 +193,13 @@ def _quickly_from_stand_in(found: Found, small: StandIn) -> None:
 
 
 def _quickly_from_relaxation(found: Found, order: CapturedOrder | None) -> None:
-    """A first plan from the linear relaxation of one cut, and its bound if that holds."""
+    """A first plan from the linear relaxation of one cut, and its bound if that holds.
+
+    Not for a large program: the cut relaxation is the same there.
+    """
     problem = found.problem
+    if len(problem.program.ops) >= LARGE_OPS:
+        return
     found.tell("linear relaxation")
     quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, found.state)
     if order is None:

@@ -23,6 +23,7 @@ RUNS_PER_MOVE = 1000  # walked per unit of effort in each phase: about 3 s for t
 START_RUNS_PER_MOVE = 200  # to repair one start point: what is not repaired by then is reached by descent, if at all
 HEAT = 0.1  # first temperature of annealing as a share of the gap to the bound, of all overhead where none is known
 COLDEST, HOTTEST = 5e-4, 0.005  # its limits, as shares of the unplanned step: the cost of an op or of a few
+KEPT_OPS = 200  # programs of up to so many keep all start points that fit
 SHARES = (0.0, 0.6)  # of the bytes gained: small inputs held through the peak; both, because neither always wins
 
 
@@ -35,7 +36,7 @@ class Found:
         self.reruns: Reruns | None = None
         self.overhead = float("inf")
         self.bound: float | None = None
-        self.starts: list[tuple[float, Reruns]] = []  # that fit, with their overhead
+        self.starts: list[tuple[float, Reruns]] = []  # of a small program: each that fits, with its overhead
 
     def begin_phase(self, runs_per_move: int = RUNS_PER_MOVE) -> None:
         """Give the searches that follow their share of the effort."""
@@ -100,7 +101,8 @@ def start_from(found: Found, reruns: Reruns) -> bool:
         if found.state.peak_bytes <= budget:
             local_search.clean_up(found.state, budget)
             fits = found.offer() or fits
-            found.starts.append((found.state.overhead, found.state.reruns))
+            if len(found.problem.program.ops) <= KEPT_OPS:
+                found.starts.append((found.state.overhead, found.state.reruns))
         if not repaired and found.state.stages > LARGE_OPS:
             break  # there was nothing to repair in another way, and cleaning up takes long
     return fits
