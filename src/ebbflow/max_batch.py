@@ -31,6 +31,7 @@ from ebbflow.units import Budget
 
 __all__ = ["BatchPlan", "interpolated", "largest", "max_batch", "one_forward"]
 
+MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
 SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
 MOST = 1 << 20
 
@@ -108,6 +109,8 @@ def _check_limit(overhead: object) -> None:
         return
     if isinstance(overhead, bool) or not isinstance(overhead, float | int) or not overhead >= 0:
         raise UsageError(f"overhead {overhead!r} is no limit; accepted: a fraction (0.3), 'one-forward' or None")
+    if overhead > MOST_OVERHEAD:
+        raise UsageError(f"overhead {overhead!r} would be {overhead:.0%} more time; it is a fraction: 0.3 means 30 %")
 
 
 class _Search:

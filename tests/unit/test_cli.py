@@ -17,6 +17,8 @@ from typer.testing import CliRunner, Result
 import ebbflow
 from ebbflow.cli import app
 from ebbflow.cli.interruption import KeepBest
+from ebbflow.cli.max_batch import _limit
+from ebbflow.errors import UsageError
 from ebbflow.plan import Plan
 from ebbflow.planners import Progress
 from ebbflow.report.progress import ProgressDisplay
@@ -244,3 +246,21 @@ def test_progress_on_a_terminal_changes_one_line(monkeypatch: pytest.MonkeyPatch
         time.sleep(0.3)  # rich redraws 12.5 times a second
     assert "greedy: best overhead 30.00 %" in terminal.getvalue()
     assert "\x1b[" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("overhead", "words"), [("20", "write 20% if that is meant"), ("lots", "accepted: one-forward")]
+)
+def test_a_limit_of_overhead_that_is_none_is_refused(overhead: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        _limit(overhead)
+
+
+def test_limits_of_overhead() -> None:
+    assert [_limit(each) for each in (None, "one-forward", "20%", "0.2", "150%")] == [
+        None,
+        "one-forward",
+        0.2,
+        0.2,
+        1.5,
+    ]

@@ -115,6 +115,7 @@ def test_not_even_one_fits() -> None:
         ({"budget": "50%"}, "says nothing about a batch"),
         ({"budget": "1GiB", "overhead": "two-forwards"}, "accepted: a fraction"),
         ({"budget": "1GiB", "overhead": -0.1}, "accepted: a fraction"),
+        ({"budget": "1GiB", "overhead": 20}, "would be 2000% more time"),
         ({"budget": "1GiB", "planner": "nobody"}, "does not exist"),
     ],
 )

@@ -78,6 +78,11 @@ def _limit(text: str | None) -> float | Literal["one-forward"] | None:
     if text is None or text == "one-forward":
         return None if text is None else "one-forward"
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        number = float(text.removesuffix("%"))
     except ValueError:
         raise UsageError(f"--overhead {text!r} is no limit; accepted: one-forward, 30% or 0.3") from None
+    if text.endswith("%"):
+        return number / 100
+    if number > 1:
+        raise UsageError(f"--overhead {text} is a fraction of {number:.0%}; write {text}% if that is meant, or 0.3")
+    return number

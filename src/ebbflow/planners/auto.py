@@ -10,9 +10,9 @@
 4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where the bound is far, and
    greedy failed or the floor is near, the schedule of least memory is a start point too: a budget that it fits is
    never called infeasible. So are plans of whole layers (``levels``).
-5. Annealing from the best, in rounds; they end once the bound is near.
-6. On programs of some tens of ops, what is left of the solver's work goes to the whole model (``exact``). On those of
-   up to two hundred a round of annealing goes to each of the next best start points, if the bound is still far.
+5. Annealing from the best, in rounds; they end once the bound is near. On programs of up to two hundred ops a round
+   goes to each of the two next best start points, if it is still far.
+6. On programs of some tens of ops, what is left of the solver's work goes to the whole model (``exact``).
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
 """
@@ -54,7 +54,7 @@ NEAR = 0.05  # a gap of this share of the overhead is a small one
 NEAR_FLOOR = 1.4  # times the floor: above, a plan that fits is a better start than the schedule of least memory
 GAIN, MOST_IDLE = 0.02, 2  # rounds that close less of the gap, after which there is no other; 1 where it is small
 QUICK = 20  # share of the effort for a first plan of a stand-in
-OTHER_STARTS = 4  # besides the best, that are annealed too
+OTHER_STARTS = 2  # besides the best, that are annealed too
 LEVEL_SHARE = 8  # of the effort, for each of the annealings of a coarser level
 PROMISING = 1.5  # times the overhead of what is known: see _start_if_promising
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
@@ -104,10 +104,9 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     if other is not None and _far(found, cut.bound):
         _anneal(other, cut.bound, effort)
         found.take(other)
+    _from_other_starts(found, cut.bound, effort // ROUNDS)
     if not (cut.infeasible or problem.interrupt) and found.overhead > cut.bound + PROVEN:
-        solved = start_from_model(found, min(_work(problem) - cut.work, _work(problem) // 2))
-        if not solved:
-            _from_other_starts(found, cut.bound, effort // ROUNDS)
+        start_from_model(found, min(_work(problem) - cut.work, _work(problem) // 2))
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
 

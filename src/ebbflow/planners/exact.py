@@ -21,20 +21,19 @@ LEAST_ROWS = 3_000  # smaller models take as long each time the solver asks
 GAP = 1e-5  # relative, at which the solver stops
 
 
-def start_from_model(found: Found, work: int) -> bool:
+def start_from_model(found: Found, work: int) -> None:
     """Solve the stage model within ``work`` (units as in ``cut_bound``), and start from its solution.
 
-    Returns:
-        Whether there was something to solve: nothing is done for programs that are too large.
+    Nothing is done for programs that are too large.
     """
     problem = found.problem
     if len(problem.program.ops) > OPS or work <= 0:
-        return False
+        return
     found.tell("exact model")
     stages = StageModel(problem.program, problem.above_budget_bytes, interrupt=problem.interrupt)
     rows = sum(stages.model.blocks.values())
     if stages.hopeless or stages.unfinished or rows > ROWS:
-        return False
+        return
     solved = solve(
         stages.model,
         problem.interrupt,
@@ -44,4 +43,3 @@ def start_from_model(found: Found, work: int) -> bool:
     )
     if solved.values is not None:
         start_from(found, stages.reruns(solved.values))
-    return True
