@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ebbflow import plan_cache
+from ebbflow.planning import cache as plan_cache
 
 # A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
 # that a red run is about the change; elsewhere each run draws new ones.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from ebbflow.plan import Plan
-from ebbflow.program import Program
-from ebbflow.schedule import Schedule
-from ebbflow.simulate import simulate
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.simulate import simulate
 
 __all__ = ["random_schedule", "with_schedule"]
 

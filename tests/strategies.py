@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from ebbflow.program import Buffer, Op, Program
+from ebbflow.step.program import Buffer, Op, Program
 
 __all__ = ["chain", "programs", "reruns"]
 

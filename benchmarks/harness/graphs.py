@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from ebbflow.planners.keep_all import unplanned_bytes
-from ebbflow.program import Program
+from ebbflow.step.program import Program
+from ebbflow.step.unplanned import unplanned_bytes
 
 __all__ = ["ABSENT", "published", "take_graphs_option", "unplanned_bytes"]
 

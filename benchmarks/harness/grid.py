@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import ebbflow
 from ebbflow import Budget, Case, Plan, Program
-from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions, make_plan
+from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
 
 __all__ = ["Captured", "captured"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import ebbflow
-from ebbflow.planning import DEFAULT_EFFORT
-from ebbflow.verify import Verifier
+from ebbflow._api.verify import Verifier
+from ebbflow.planning.pipeline import DEFAULT_EFFORT
 from harness.grid import captured
 from harness.record import Row, at_most, holds
 

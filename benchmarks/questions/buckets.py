@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 import ebbflow
-from ebbflow import planning
-from ebbflow.fit import step_of
-from ebbflow.kinds import OWN_CAPTURES
-from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow._api.fit import step_of
+from ebbflow.engine.shared_calls import OWN_CAPTURES
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.pipeline import pipeline as planning
 from ebbflow.zoo import GPTConfig, gpt
 from ebbflow.zoo.hf import hf_t5
 from harness.record import Row, at_most, holds

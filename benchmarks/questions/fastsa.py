@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from ebbflow import Program
-from ebbflow.ahead import capture_ahead
-from ebbflow.planners.floor import floor_bytes
-from ebbflow.planners.smallest import smallest_of
+from ebbflow._api.estimate import capture_ahead
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.search.smallest import smallest_of
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Check, Row, at_most, holds

@@ -13,7 +13,7 @@ import torch
 
 import ebbflow
 import peers
-from ebbflow.measure.resident import resident_bytes
+from ebbflow.measurement.resident import resident_bytes
 from harness.measuring import Times, above_bytes, interleaved, step
 from harness.record import Check, Row, at_most, holds
 

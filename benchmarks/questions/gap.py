@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ebbflow import Case, Program
-from ebbflow.ahead import capture_ahead
-from ebbflow.planners.floor import floor_bytes
-from ebbflow.planners.interval_state import IntervalState
-from ebbflow.planners.per_block import blocks_of
-from ebbflow.planners.smallest import smallest_schedule
-from ebbflow.schedule import Schedule
-from ebbflow.simulate import simulate
+from ebbflow._api.estimate import capture_ahead
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.published.per_block import blocks_of
+from ebbflow.planners.search.interval_state import IntervalState
+from ebbflow.planners.search.smallest import smallest_schedule
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.simulate import simulate
 from ebbflow.zoo import (
     GPTConfig,
     densenet121,

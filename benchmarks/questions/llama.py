@@ -13,15 +13,15 @@ from functools import partial
 
 import torch
 
-from ebbflow.capture.ahead import capture
-from ebbflow.capture.shapes import without_memory
+from ebbflow.capture.offline import capture
+from ebbflow.capture.without_memory import without_memory
 from ebbflow.case import Case
 from ebbflow.cost.attach import with_roofline_costs
 from ebbflow.cost.cache import device_context
-from ebbflow.machine import Machine, machine_named
-from ebbflow.planners.keep_all import unplanned_bytes
-from ebbflow.planners.smallest import smallest_of
-from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.step.machine import Machine, machine_named
+from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.units import Budget
 from ebbflow.zoo import llama_8b, llama_70b
 from harness.record import Check, Row, at_most

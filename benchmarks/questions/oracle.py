@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 
 from ebbflow.planners import planner_names
-from ebbflow.planners.cut_bound import cut_bound
-from ebbflow.planners.floor import floor_bytes
-from ebbflow.program import Buffer, Op, Program
+from ebbflow.planners.bounds.cut_bound import cut_bound
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.step.program import Buffer, Op, Program
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row, at_least, at_most
@@ -18,9 +18,9 @@ TITLE = "Random programs of at most 10 ops against exhaustive search"
 PROGRAMS, BATCH = 500, 50
 CASES = tuple(f"{first}-{first + BATCH - 1}" for first in range(0, PROGRAMS, BATCH))
 QUICK = CASES[:1]
-EXACT = ("checkmate", "checkmate_free")  # retention is held against the same oracle in tests/oracle
+EXACT = ("checkmate", "checkmate_free")  # retention is held against the same oracle in tests/planners
 TOLERANCE = 3e-6
-CHILD = ("retention",)  # starts a process per plan; held against the same oracle in tests/oracle
+CHILD = ("retention",)  # starts a process per plan; held against the same oracle in tests/planners
 
 
 def drawn(seed: int, least: int = 3, most: int = 10) -> Program:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 import ebbflow
-from ebbflow.planners.smallest import smallest_schedule
+from ebbflow.planners.search.smallest import smallest_schedule
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 from harness.children import short_error
 from harness.grid import Captured, captured

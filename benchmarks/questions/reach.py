@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 
 from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.planners.smallest import smallest_schedule
-from ebbflow.program import Buffer, Op, Program
+from ebbflow.planners.search.smallest import smallest_schedule
+from ebbflow.step.program import Buffer, Op, Program
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row

@@ -1,7 +1,7 @@
 """How long the default planner takes from a program to its first and its final plan, from 500 to 50,000 ops.
 
 Programs are one captured GPT with as many layers as it takes: layers are put in between its own
-(``planners.repeats``), which gives exactly what capture gives for such a model. Seconds are CPU seconds of one
+(``reductions.repeats``), which gives exactly what capture gives for such a model. Seconds are CPU seconds of one
 thread; all that a plan takes is in them, the search for the smallest budget and the final checks among it.
 """
 
@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 
 from ebbflow import Program
-from ebbflow.ahead import capture_ahead
+from ebbflow._api.estimate import capture_ahead
 from ebbflow.planners import Progress
-from ebbflow.planners.repeats import find_repeats, with_blocks
-from ebbflow.planners.smallest import forget_smallest
-from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow.planners.reductions.repeats import find_repeats, with_blocks
+from ebbflow.planners.search.smallest import forget_smallest
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from ebbflow.zoo import GPTConfig, gpt
 from harness.record import Check, Row, at_most

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 import ebbflow
-from ebbflow.planners.smallest import forget_smallest
+from ebbflow.planners.search.smallest import forget_smallest
 from ebbflow.zoo.small import SMALL
 from harness.record import Row, at_most, holds
 

@@ -1,22 +1,66 @@
-"""Ebbflow trains PyTorch models inside a byte budget, with the same numbers. The public API, all of it."""
+"""Ebbflow trains PyTorch models inside a byte budget, with the same numbers. The public API, all of it.
+
+Names are imported when they are first used: ``import ebbflow`` costs little beyond ``import torch``, and the command
+line answers a mistyped option without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ebbflow import errors as errors
-from ebbflow.ahead import plan as plan
-from ebbflow.ahead import sweep as sweep
-from ebbflow.case import Case as Case
-from ebbflow.fit import fit as fit
-from ebbflow.fit import plan_of as plan_of
-from ebbflow.fit import step_of as step_of
-from ebbflow.fit import unfit as unfit
-from ebbflow.machine import Machine as Machine
-from ebbflow.max_batch import BatchPlan as BatchPlan
-from ebbflow.max_batch import max_batch as max_batch
-from ebbflow.measure.peak import measure as measure
-from ebbflow.plan import Plan as Plan
-from ebbflow.plan import Status as Status
-from ebbflow.program import Program as Program
-from ebbflow.units import Budget as Budget
-from ebbflow.verify import Verification as Verification
-from ebbflow.verify import verify as verify
+
+if TYPE_CHECKING:
+    from ebbflow._api.estimate import plan as plan
+    from ebbflow._api.estimate import sweep as sweep
+    from ebbflow._api.fit import fit as fit
+    from ebbflow._api.fit import plan_of as plan_of
+    from ebbflow._api.fit import step_of as step_of
+    from ebbflow._api.fit import unfit as unfit
+    from ebbflow._api.max_batch import BatchPlan as BatchPlan
+    from ebbflow._api.max_batch import max_batch as max_batch
+    from ebbflow._api.verify import Verification as Verification
+    from ebbflow._api.verify import verify as verify
+    from ebbflow.case import Case as Case
+    from ebbflow.measurement.peak import measure as measure
+    from ebbflow.step.machine import Machine as Machine
+    from ebbflow.step.plan import Plan as Plan
+    from ebbflow.step.program import Program as Program
+    from ebbflow.step.status import Status as Status
+    from ebbflow.units import Budget as Budget
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "BatchPlan": "ebbflow._api.max_batch",
+    "Budget": "ebbflow.units",
+    "Case": "ebbflow.case",
+    "Machine": "ebbflow.step.machine",
+    "Plan": "ebbflow.step.plan",
+    "Program": "ebbflow.step.program",
+    "Status": "ebbflow.step.status",
+    "Verification": "ebbflow._api.verify",
+    "fit": "ebbflow._api.fit",
+    "max_batch": "ebbflow._api.max_batch",
+    "measure": "ebbflow.measurement.peak",
+    "plan": "ebbflow._api.estimate",
+    "plan_of": "ebbflow._api.fit",
+    "step_of": "ebbflow._api.fit",
+    "sweep": "ebbflow._api.estimate",
+    "unfit": "ebbflow._api.fit",
+    "verify": "ebbflow._api.verify",
+}
+
+__all__ = ["errors", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ebbflow' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -12,13 +12,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from ebbflow.capture.ahead import capture
+from ebbflow.capture.offline import capture
 from ebbflow.case import Case
 from ebbflow.cost.call import Call, call_with
 from ebbflow.cost.cuda_workspace import cublas_bytes, workspace_bytes
 from ebbflow.cost.profile import profile_calls
-from ebbflow.machine import Machine, machine_named
-from ebbflow.program import Program
+from ebbflow.step.machine import Machine, machine_named
+from ebbflow.step.program import Program
 from ebbflow.zoo.small import SMALL
 
 aten = torch.ops.aten

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import ebbflow
-from ebbflow.planners.smallest import smallest_of
-from ebbflow.planning import PlanningOptions, make_plan
-from ebbflow.runtime.fingerprint import SCRATCH_BYTES_CUDA, _fingerprint_on_device, fingerprint
-from ebbflow.runtime.random_state import read_state, replay
+from ebbflow.lower.fingerprints import SCRATCH_BYTES_CUDA, _fingerprint_on_device, fingerprint
+from ebbflow.lower.targets import read_state, replay
+from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 from random_schedule import random_schedule, with_schedule

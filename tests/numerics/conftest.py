@@ -10,8 +10,8 @@ import torch
 
 import ebbflow
 from ebbflow.case import Case
-from ebbflow.planners.smallest import smallest_of
-from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 

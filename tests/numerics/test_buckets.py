@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import ebbflow
-from ebbflow import fitted, planning
+from ebbflow._api.fit import step_of
+from ebbflow.engine import model as fitted
 from ebbflow.errors import BudgetError
-from ebbflow.fit import step_of
+from ebbflow.planning.pipeline import pipeline as planning
 from ebbflow.zoo import GPTConfig, gpt
 
 LONGEST = 48

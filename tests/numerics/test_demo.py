@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from ebbflow.cli import app
-from ebbflow.cli.stdlib_text import batches
-from ebbflow.cli.training import DemoConfig, run_demo
-from ebbflow.plan import Plan
-from ebbflow.report.demo_text import write_demo
+from ebbflow.demo.text import batches
+from ebbflow.demo.training import DemoConfig, run_demo
+from ebbflow.report.text.demo import write_demo
+from ebbflow.step.plan import Plan
 
 SMALL = ["--steps", "5", "--layers", "2", "--width", "64", "--length", "64", "--batch", "8"]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ebbflow
-from ebbflow import legality
-from ebbflow.schedule import Schedule
-from ebbflow.verify import Verifier
+from ebbflow._api.verify import Verifier
+from ebbflow.step import legality
+from ebbflow.step.schedule import Schedule
 from ebbflow.zoo import mlp_chain
 
 # Those with plans of a form of their own; what the others return are reruns in captured order, like greedy's.

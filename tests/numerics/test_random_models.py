@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ebbflow
-from ebbflow.planners.smallest import smallest_of
-from ebbflow.planning import PlanningOptions, make_plan
+from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from random_models import BLOCKS, EAGER_DIFFERS, random_case
 

@@ -8,7 +8,7 @@ import pytest
 from test_budgets import as_predicted
 
 import ebbflow
-from ebbflow import legality
+from ebbflow.step import legality
 from random_schedule import random_schedule, with_schedule
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ebbflow
-from ebbflow.verify import Verification, Verifier
+from ebbflow._api.verify import Verification, Verifier
 
 Case = tuple[nn.Module, tuple[Any, ...]]
 CASES: dict[str, Callable[[], Case]] = {}

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow import fitted as fitted_module
-from ebbflow.capture.ahead import capture
+from ebbflow._api.fit import step_of
+from ebbflow.capture.offline import capture
+from ebbflow.engine import model as fitted_module
+from ebbflow.engine import shared
+from ebbflow.engine.shared_calls import MOST_FAILURES, OWN_CAPTURES
 from ebbflow.errors import BudgetError
-from ebbflow.fit import step_of
-from ebbflow.kinds import MOST_FAILURES, OWN_CAPTURES
-from ebbflow.runtime import shared
 from ebbflow.zoo import GPTConfig, gpt
 
 LENGTHS = (9, 12, 15, 18, 21, 24, 10, 30)

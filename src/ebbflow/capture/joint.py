@@ -18,14 +18,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ebbflow.capture.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
-from ebbflow.capture.copy_back import insert_copy_back
 from ebbflow.capture.origin import module_of, source_of
+from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
+from ebbflow.capture.rules.copy_back import insert_copy_back
+from ebbflow.capture.rules.uninitialised import fill_uninitialised
 from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
-from ebbflow.capture.uninitialised import fill_uninitialised
 from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError
-from ebbflow.program import COPY_BACK, Buffer, Op, Program
+from ebbflow.step.program import COPY_BACK, Buffer, Op, Program
 
 __all__ = ["Joint", "read_joint"]
 

@@ -31,11 +31,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from ebbflow.capture.cuda_kernels import cuda_kernels, refuse_autocast
-from ebbflow.capture.dropout import dropout_as_eager
-from ebbflow.capture.layouts import true_layouts
-from ebbflow.capture.outputs import loss_only
-from ebbflow.capture.recurrent import packed_sequence_refusal, unroll_recurrent
+from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
+from ebbflow.capture.loss import loss_only
+from ebbflow.capture.rules.dropout import dropout_as_eager
+from ebbflow.capture.rules.layouts import true_layouts
+from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
 
 __all__ = ["Partitioner", "capture_settings", "compile_step", "forget_step", "translated_errors"]
@@ -139,7 +139,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
 
     ``donated_buffer`` would forbid ``retain_graph`` and boxed graphs do not need it; AOTAutograd's cache does not
     know our partitioner; an automatic dynamic shape has no bytes; without ``allow_rnn`` Dynamo refuses the recurrent
-    modules that ``recurrent.py`` unrolls.
+    modules that ``capture/rules/recurrent.py`` unrolls.
     """
     from torch._dynamo import config as dynamo_config
 
@@ -180,8 +180,8 @@ def translated_errors(
         args: positional arguments of the call.
         kwargs: keyword arguments.
         runnable: whether a call that fails may be run as it is, so that it fails in its own words.
-        here: whether the step is for this machine, so that its kernels may be asked (``layouts.py``).
-        cuda: compute capability of the CUDA device for which CPU tensors are traced (``cuda_kernels.py``).
+        here: whether the step is for this machine, so that its kernels may be asked (``capture/rules/layouts.py``).
+        cuda: compute capability of the CUDA device for which CPU tensors are traced (``capture/cuda/kernels.py``).
 
     Raises:
         EbbflowError: whatever our partitioner raised, unwrapped.

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from ebbflow.capture.shapes import without_memory
+from ebbflow.capture.without_memory import without_memory
 from ebbflow.case import Case
 from ebbflow.errors import UsageError
-from ebbflow.program import Program
+from ebbflow.step.program import Program
 from ebbflow.zoo import build
 
 __all__ = ["load_case", "refuse_for_graphs"]

@@ -12,20 +12,20 @@ from typing import Annotated
 
 import typer
 
-from ebbflow.ahead import AheadStep, capture_ahead
+from ebbflow._api.estimate import AheadStep, capture_ahead
+from ebbflow._api.timed_runs import try_plans
 from ebbflow.case import Case
 from ebbflow.cli.cases import load_case, refuse_for_graphs
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import write_json
 from ebbflow.errors import UsageError
-from ebbflow.frontier import Refusal
-from ebbflow.machine import is_elsewhere, machine_named
-from ebbflow.plan import Plan
 from ebbflow.planners import missing_extra, planner_named, planner_names
-from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions
-from ebbflow.report.compare_text import Row, row_of, write_rows
-from ebbflow.report.progress import ProgressDisplay
-from ebbflow.trial import try_plans
+from ebbflow.planning.frontier import Refusal
+from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions
+from ebbflow.report.text.compare import Row, row_of, write_rows
+from ebbflow.report.text.progress import ProgressDisplay
+from ebbflow.step.machine import is_elsewhere, machine_named
+from ebbflow.step.plan import Plan
 from ebbflow.units import Budget
 
 __all__ = ["compare"]

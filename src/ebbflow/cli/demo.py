@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.output import check_writable, save_plan, write_json
-from ebbflow.cli.training import DemoConfig, run_demo
-from ebbflow.report.demo_text import write_demo
-from ebbflow.report.progress import ProgressDisplay
+from ebbflow.demo.training import DemoConfig, run_demo
+from ebbflow.report.text.demo import write_demo
+from ebbflow.report.text.progress import ProgressDisplay
 
 __all__ = ["demo"]
 

@@ -16,11 +16,11 @@ import typer
 from ebbflow.cli.output import write_json
 from ebbflow.cli.plan import planned_case
 from ebbflow.errors import CaptureError
-from ebbflow.findings import Break, break_of, find
-from ebbflow.machine import machine_named
-from ebbflow.planning import PlanningOptions
-from ebbflow.report.doctor_text import write_break, write_findings
-from ebbflow.report.progress import ProgressDisplay
+from ebbflow.planning.pipeline import PlanningOptions
+from ebbflow.report.records.diagnosis import Break, break_of, find
+from ebbflow.report.text.doctor import write_break, write_findings
+from ebbflow.report.text.progress import ProgressDisplay
+from ebbflow.step.machine import machine_named
 from ebbflow.units import Budget
 
 __all__ = ["doctor"]

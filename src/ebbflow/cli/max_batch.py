@@ -16,9 +16,9 @@ from ebbflow.case import Case
 from ebbflow.cli.cases import load_case
 from ebbflow.cli.output import write_json
 from ebbflow.errors import UsageError
-from ebbflow.planning import DEFAULT_EFFORT
-from ebbflow.report.plan_text import write_plan
-from ebbflow.report.progress import ProgressDisplay
+from ebbflow.planning.pipeline import DEFAULT_EFFORT
+from ebbflow.report.text.plan import write_plan
+from ebbflow.report.text.progress import ProgressDisplay
 from ebbflow.units import Budget, format_bytes, format_percent
 
 __all__ = ["max_batch"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ebbflow.errors import UsageError
-from ebbflow.plan import Plan
+from ebbflow.step.plan import Plan
 
 __all__ = ["check_writable", "save_plan", "write_json"]
 

@@ -13,12 +13,12 @@ from ebbflow.case import Case
 from ebbflow.cli.cases import load_case, refuse_for_graphs
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import check_writable, save_plan, write_json
-from ebbflow.machine import is_elsewhere, machine_named
-from ebbflow.plan import Plan
 from ebbflow.planners import planner_named
-from ebbflow.planning import DEFAULT_EFFORT, PlanningOptions, make_plan
-from ebbflow.report.plan_text import write_plan
-from ebbflow.report.progress import ProgressDisplay
+from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
+from ebbflow.report.text.plan import write_plan
+from ebbflow.report.text.progress import ProgressDisplay
+from ebbflow.step.machine import is_elsewhere, machine_named
+from ebbflow.step.plan import Plan
 from ebbflow.units import Budget
 
 __all__ = ["plan", "planned_case"]

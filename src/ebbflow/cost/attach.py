@@ -11,9 +11,9 @@ from ebbflow.cost.cuda_workspace import workspace_bytes
 from ebbflow.cost.profile import Cost, UnexpectedResult, profile_calls
 from ebbflow.cost.roofline import roofline_seconds
 from ebbflow.errors import CaptureError
-from ebbflow.machine import Machine
-from ebbflow.measure.cpu_allocations import profiler_active
-from ebbflow.program import Program
+from ebbflow.measurement.cpu_allocations import profiler_active
+from ebbflow.step.machine import Machine
+from ebbflow.step.program import Program
 
 __all__ = ["is_measured_form", "with_measured_costs", "with_roofline_costs"]
 

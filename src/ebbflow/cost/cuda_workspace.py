@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ebbflow.cost.call import Call, TensorSpec
-from ebbflow.machine import Machine
-from ebbflow.program import Program
+from ebbflow.step.machine import Machine
+from ebbflow.step.program import Program
 
 __all__ = ["NOT_COUNTED", "cublas_bytes", "workspace_bytes"]
 

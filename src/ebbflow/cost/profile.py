@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbflow.cost.call import Call, TensorSpec, same_strides
-from ebbflow.measure.cpu_allocations import AllocationRecorder
-from ebbflow.measure.peak import peak_above
+from ebbflow.measurement.cpu_allocations import AllocationRecorder
+from ebbflow.measurement.peak import peak_above
 
 __all__ = ["Cost", "UnexpectedResult", "profile_calls", "run_alone"]
 

@@ -22,7 +22,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from ebbflow.cost.call import Call, TensorSpec
-from ebbflow.machine import Machine
+from ebbflow.step.machine import Machine
 
 __all__ = ["flops_of", "roofline_seconds", "traffic_bytes"]
 

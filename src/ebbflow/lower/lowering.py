@@ -15,12 +15,12 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ebbflow.capture.batch_norm import repeat_of, repeated_arguments
 from ebbflow.capture.joint import Joint
+from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbflow.lower.emit import Emitter
-from ebbflow.program import COPY_BACK
-from ebbflow.runtime.random_state import read_state, replay
-from ebbflow.schedule import Boundary, Compute, Free, Schedule, kept_outputs
+from ebbflow.lower.targets import read_state, replay
+from ebbflow.step.program import COPY_BACK
+from ebbflow.step.schedule import Boundary, Compute, Free, Schedule, kept_outputs
 
 __all__ = ["STATE_OF", "Lowered", "lower"]
 

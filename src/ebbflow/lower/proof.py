@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ebbflow.capture.batch_norm import repeat_of, repeated_arguments
 from ebbflow.capture.joint import Joint
+from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
 from ebbflow.lower.lowering import STATE_OF, Lowered
-from ebbflow.runtime.random_state import read_state, replay
+from ebbflow.lower.targets import read_state, replay
 
 __all__ = ["ProofError", "prove"]
 

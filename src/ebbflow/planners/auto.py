@@ -1,8 +1,8 @@
 """The default portfolio: a bound and a seed from the cut relaxation, greedy from several starts, local search.
 
-1. The unplanned step, if it fits: nothing is cheaper. On chains the recurrence of ``path_bound``, as bound and start
+1. The unplanned step, if it fits: nothing is cheaper. On chains the recurrence of ``chains.bound``, as bound and start
    point: it sees steps run several times, and on equal steps it is the optimum.
-2. A first plan: on large programs with repeated blocks that of a stand-in with few of them (``stand_in``), otherwise
+2. A first plan: on large programs with repeated blocks that of a stand-in with few of them (``shrink``), otherwise
    that of the linear relaxation of one cut. Where it is far from its bound, greedy from the unplanned step, which wins
    where recomputation chains make new peaks; and from seeds.
 3. The cut relaxation (``cut_bound``), cut by cut: a proven bound, and a start point each time, which wins where few
@@ -31,18 +31,18 @@ from ebbflow.planners.base import (
     Status,
     planner,
 )
-from ebbflow.planners.cut_bound import WORK, CutBound, cut_bounds, quick_bound
-from ebbflow.planners.exact import start_from_model
-from ebbflow.planners.floor import floor_bytes
-from ebbflow.planners.from_stand_in import linear_start, start_from_stand_in, start_quickly
-from ebbflow.planners.greedy import PROVEN, Found, checked, seeds_of, start_from
-from ebbflow.planners.interval_state import reruns_of
+from ebbflow.planners.bounds.cut_bound import WORK, CutBound, cut_bounds, quick_bound
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.chains.plan import start_from_paths
 from ebbflow.planners.keep_all import keep_all
-from ebbflow.planners.levels import coarse_starts
-from ebbflow.planners.orders import CapturedOrder
-from ebbflow.planners.path_plan import start_from_paths
-from ebbflow.planners.smallest import smallest_of
-from ebbflow.planners.stand_in import StandIn, stand_in_of
+from ebbflow.planners.reductions.levels import coarse_starts
+from ebbflow.planners.reductions.shrink import StandIn, stand_in_of
+from ebbflow.planners.reductions.starts import linear_start, start_from_stand_in, start_quickly
+from ebbflow.planners.search.exact import start_from_model
+from ebbflow.planners.search.greedy import PROVEN, Found, checked, seeds_of, start_from
+from ebbflow.planners.search.interval_state import reruns_of
+from ebbflow.planners.search.orders import CapturedOrder
+from ebbflow.planners.search.smallest import smallest_of
 
 __all__ = ["auto", "portfolio"]
 

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ebbflow.planners.anneal import HOT, OVER, WARM, RunSequence, search
 from ebbflow.planners.auto import portfolio
 from ebbflow.planners.base import FREE_ORDER, Answer, Problem, Status, planner
-from ebbflow.planners.greedy import PROVEN, Found, assert_within, start_from
-from ebbflow.planners.interval_state import IntervalState, reruns_of
-from ebbflow.planners.keep_all import keep_all, unplanned_schedule
-from ebbflow.planners.orders import FreeOrder, Reordered, first_runs, reorder
-from ebbflow.program import Program
-from ebbflow.schedule import Schedule
-from ebbflow.simulate import overhead_of, simulate
+from ebbflow.planners.keep_all import keep_all
+from ebbflow.planners.published.fastsa import HOT, OVER, WARM, RunSequence, search
+from ebbflow.planners.search.greedy import PROVEN, Found, assert_within, start_from
+from ebbflow.planners.search.interval_state import IntervalState, reruns_of
+from ebbflow.planners.search.orders import FreeOrder, Reordered, first_runs, reorder
+from ebbflow.step.program import Program
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.simulate import overhead_of, simulate
+from ebbflow.step.unplanned import unplanned_schedule
 
 __all__ = ["auto_free"]
 

@@ -8,7 +8,7 @@ when its effort, its time limit or Ctrl-C ends it. It never prints: it reports t
 
 from __future__ import annotations
 
-import enum
+import importlib
 import importlib.util
 import threading
 import time
@@ -16,15 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ebbflow.errors import UsageError
-from ebbflow.machine import Machine
 from ebbflow.names import did_you_mean
-from ebbflow.program import Program
-from ebbflow.schedule import Schedule
+from ebbflow.step.machine import Machine
+from ebbflow.step.program import Program
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.status import Status
 from ebbflow.units import format_percent
 
 __all__ = [
     "DEFAULT_EFFORT",
     "FREE_ORDER",
+    "HOMES",
     "LARGE_OPS",
     "PROGRAM_ORDER",
     "Answer",
@@ -38,6 +40,7 @@ __all__ = [
     "planner",
     "planner_named",
     "planner_names",
+    "require_planner",
     "silent",
 ]
 
@@ -52,15 +55,6 @@ PROGRAM_ORDER = "order: program, tiers: none"
 """Bound class: all schedules that recompute, copies live whenever that helps, first runs in captured order."""
 FREE_ORDER = "order: free, tiers: none"
 """Bound class: likewise, first runs in any legal order."""
-
-
-class Status(enum.Enum):
-    """How planning ended. The value is the user's message."""
-
-    OPTIMAL = "the plan is proven optimal in its class"
-    FEASIBLE = "the plan fits the budget; its distance to the bound is given as gap"
-    INFEASIBLE = "no schedule within the budget was found"
-    TIME_LIMIT = "the time limit or an interrupt came first; this is the best plan found until then"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +198,32 @@ class Answer:
 
 
 Planner = Callable[[Problem], Answer]
+
+HOMES = {
+    "anneal": "ebbflow.planners.published.fastsa",
+    "ap_greedy": "ebbflow.planners.published.chen",
+    "ap_sqrt": "ebbflow.planners.published.chen",
+    "auto": "ebbflow.planners.auto",
+    "auto_free": "ebbflow.planners.auto_free",
+    "chain": "ebbflow.planners.published.rotor",
+    "checkmate": "ebbflow.planners.published.checkmate",
+    "checkmate_free": "ebbflow.planners.published.checkmate",
+    "checkmate_lp": "ebbflow.planners.published.checkmate_lp",
+    "checkmate_lp_pure": "ebbflow.planners.published.checkmate_lp",
+    "chen_greedy": "ebbflow.planners.published.chen",
+    "chen_sqrt": "ebbflow.planners.published.chen",
+    "greedy": "ebbflow.planners.search.greedy",
+    "keep_all": "ebbflow.planners.keep_all",
+    "least_memory": "ebbflow.planners.search.smallest",
+    "linearized_greedy": "ebbflow.planners.published.chen",
+    "linearized_sqrt": "ebbflow.planners.published.chen",
+    "min_cut": "ebbflow.planners.published.min_cut",
+    "per_block": "ebbflow.planners.published.per_block",
+    "retention": "ebbflow.planners.published.moccasin",
+    "revolve": "ebbflow.planners.published.revolve",
+}
+"""Per planner of this package its module, imported when it is first asked for: most need numba, some a solver."""
+
 _REGISTRY: dict[str, Planner] = {}
 _NEEDS: dict[str, tuple[str, str]] = {}  # per planner that needs an extra: a module of it, and the extra's name
 _FIND_SMALLEST: set[str] = set()
@@ -236,20 +256,33 @@ def planner(
 
 def planner_names() -> list[str]:
     """Names that ``planner=`` knows."""
-    return sorted(_REGISTRY)
+    return sorted({*HOMES, *_REGISTRY})
 
 
 def finds_smallest(name: str) -> bool:
     """Whether planner ``name`` needs no seed to find a plan at the smallest workable budget."""
+    _load(name)
     return name in _FIND_SMALLEST
 
 
 def missing_extra(name: str) -> str:
     """How to install what planner ``name`` needs and is not there; empty if nothing is missing."""
+    _load(name)
     module, extra = _NEEDS.get(name, ("", ""))
     if not module or importlib.util.find_spec(module) is not None:
         return ""
     return f"planner {name!r} needs {module}, which is not installed: pip install 'ebbflow[{extra}]'"
+
+
+def require_planner(name: object) -> None:
+    """Refuse a name that no planner has; imports none.
+
+    Raises:
+        UsageError: listing the names there are.
+    """
+    if name not in HOMES and name not in _REGISTRY:
+        near = did_you_mean(name, planner_names()) if isinstance(name, str) else ""
+        raise UsageError(f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}{near}")
 
 
 def planner_named(name: str) -> Planner:
@@ -258,9 +291,12 @@ def planner_named(name: str) -> Planner:
     Raises:
         UsageError: if there is none, listing those there are, or if an extra that it needs is not installed.
     """
-    if name not in _REGISTRY:
-        near = did_you_mean(name, _REGISTRY)
-        raise UsageError(f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}{near}")
+    require_planner(name)
     if missing := missing_extra(name):
         raise UsageError(missing)
     return _REGISTRY[name]
+
+
+def _load(name: str) -> None:
+    if name not in _REGISTRY and name in HOMES:
+        importlib.import_module(HOMES[name])

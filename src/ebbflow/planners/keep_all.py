@@ -1,27 +1,11 @@
-"""The unplanned step: captured order, every buffer freed at its last use. The baseline of all overheads."""
+"""The unplanned step as a planner."""
 
 from __future__ import annotations
 
 from ebbflow.planners.base import PROGRAM_ORDER, Answer, Problem, Status, planner
-from ebbflow.program import Program, analysis
-from ebbflow.schedule import Schedule
-from ebbflow.simulate import simulate
+from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
 
-__all__ = ["keep_all", "unplanned_bytes", "unplanned_schedule"]
-
-
-@analysis
-def unplanned_schedule(program: Program) -> Schedule:
-    """The captured step in captured order with every buffer freed at its last use."""
-    order: list[int | None] = list(range(len(program.ops)))
-    order.insert(program.boundary, None)
-    return Schedule.from_computes(program, order)
-
-
-@analysis
-def unplanned_bytes(program: Program) -> int:
-    """The peak of the unplanned step, bytes above its start."""
-    return simulate(program, unplanned_schedule(program)).above_bytes
+__all__ = ["keep_all"]
 
 
 @planner("keep_all")

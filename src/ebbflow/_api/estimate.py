@@ -1,0 +1,306 @@
+"""``plan`` and ``sweep``: what a step would take under a budget, before anything runs; no GPU and no memory needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from ebbflow._api.fit import require_module
+from ebbflow.capture.cuda.notes import cuda_notes
+from ebbflow.capture.loss_place import loss_is_outside
+from ebbflow.capture.offline import capture
+from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
+from ebbflow.cost.cache import device_context
+from ebbflow.cost.cuda_workspace import cublas_bytes
+from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
+from ebbflow.engine.reserve import reserve_bytes
+from ebbflow.errors import UsageError
+from ebbflow.measurement.optimizer_state import future_state_bytes
+from ebbflow.measurement.resident import device_of, resident_bytes
+from ebbflow.planners import Interrupt, Progress, planner_named
+from ebbflow.planners.base import silent
+from ebbflow.planning.frontier import Refusal, frontier
+from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
+from ebbflow.step.machine import Machine, is_elsewhere, machine_named
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.units import Budget
+
+__all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
+
+
+def plan(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: str | int | Budget,
+    planner: str = "auto",
+    machine: str | Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    effort: int = DEFAULT_EFFORT,
+    time_limit: float | None = None,
+    interrupt: Interrupt | None = None,
+    progress: Callable[[Progress], None] = silent,
+    name: str = "",
+) -> Plan:
+    """Plan one training call of ``model`` under ``budget``; nothing of the model runs.
+
+    Args:
+        model: real, fake (built under ``FakeTensorMode``) or on the ``meta`` device.
+        args: positional arguments of the call, real, fake or meta like the model.
+        kwargs: keyword arguments.
+        budget: bytes of the step's peak, resident part included, or a share of the unplanned peak.
+        planner: name of the planner.
+        machine: a :class:`Machine` or the name of one in the catalogue; costs are then estimated by roofline and
+            the plan says so. ``None`` is the device at hand, on which costs are measured.
+        loss: applied to what the model returns, as part of the step: for a model whose training call returns no
+            loss. Such a plan tells what the step takes; to run it, put the loss inside the model.
+        optimizer: its state counts as resident, also what it does not hold yet.
+        gradients: which outputs take gradients, as for :func:`ebbflow.fit`.
+        effort: local-search moves.
+        time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
+        interrupt: set it from elsewhere to end planning with the best plan so far.
+        progress: called with what is known while capturing and planning; ``print`` will do.
+        name: of the case, for reports; the model's class if empty.
+
+    Raises:
+        UsageError: for a budget, planner or machine that is none.
+        CaptureError: if the call is not one graph.
+        BudgetError: if the budget is below what is workable.
+    """
+    parsed = Budget.parse(budget)
+    planner_named(planner)
+    step = capture_ahead(
+        model,
+        args,
+        kwargs,
+        machine=machine,
+        loss=loss,
+        optimizer=optimizer,
+        gradients=gradients,
+        progress=progress,
+        name=name,
+    )
+    options = PlanningOptions(
+        planner=planner, effort=effort, time_limit_seconds=time_limit, interrupt=interrupt, progress=progress
+    )
+    return step.plan(parsed, options)
+
+
+def sweep(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budgets: Sequence[str | int | Budget],
+    planners: Sequence[str] = ("auto",),
+    machine: str | Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    effort: int = DEFAULT_EFFORT,
+    time_limit: float | None = None,
+    progress: Callable[[Progress], None] = silent,
+    name: str = "",
+) -> list[Plan]:
+    """The memory/time frontier of one training call: a plan per budget and planner, from one capture.
+
+    A planner's overhead never rises with the budget: each budget is planned from the plan of the next smaller one
+    as well. Budgets below what is workable have no plan in the list.
+
+    Args:
+        model: as for :func:`plan`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        budgets: each as for :func:`plan`.
+        planners: names of planners.
+        machine: as for :func:`plan`.
+        loss: as for :func:`plan`.
+        optimizer: as for :func:`plan`.
+        gradients: as for :func:`plan`.
+        effort: local-search moves per plan.
+        time_limit: seconds per plan.
+        progress: called with what is known while capturing and planning; ``print`` will do.
+        name: of the case, for reports.
+
+    Returns:
+        The plans, ascending by budget, within one budget in the order of ``planners``.
+
+    Raises:
+        UsageError: for a budget, planner or machine that is none.
+        CaptureError: if the call is not one graph.
+        BudgetError: if no budget is workable.
+    """
+    parsed = [Budget.parse(budget) for budget in budgets]
+    for each in planners:
+        planner_named(each)
+    step = capture_ahead(
+        model,
+        args,
+        kwargs,
+        machine=machine,
+        loss=loss,
+        optimizer=optimizer,
+        gradients=gradients,
+        progress=progress,
+        name=name,
+    )
+    options = PlanningOptions(effort=effort, time_limit_seconds=time_limit, progress=progress)
+    outcomes = list(step.frontier(parsed, planners, options))
+    plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
+    refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
+    if refusals and not plans:
+        raise refusals[-1].error
+    return plans
+
+
+@dataclass(frozen=True)
+class AheadStep:
+    """A captured training call with all that plans for it need.
+
+    Attributes:
+        program: with costs.
+        resident_bytes: at a step's start, optimizer state that is to come among them.
+        reserve_bytes: kept free inside every budget.
+        machine: planned for; ``None`` is the device at hand.
+        provenance: facts for the plans.
+    """
+
+    program: Program
+    resident_bytes: int
+    reserve_bytes: int
+    machine: Machine | None = None
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
+
+    def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
+        """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does."""
+        return make_plan(
+            self.program,
+            budget,
+            resident_bytes=self.resident_bytes,
+            reserve_bytes=self.reserve_bytes,
+            options=self._options(options),
+        )
+
+    def frontier(
+        self, budgets: Sequence[Budget], planners: Sequence[str], options: PlanningOptions
+    ) -> Iterator[Plan | Refusal]:
+        """A plan or a refusal per budget and planner (:func:`~ebbflow.planning.frontier.frontier`)."""
+        return frontier(
+            self.program,
+            budgets,
+            planners,
+            resident_bytes=self.resident_bytes,
+            reserve_bytes=self.reserve_bytes,
+            options=self._options(options),
+        )
+
+    def _options(self, options: PlanningOptions) -> PlanningOptions:
+        return replace(options, machine=self.machine, provenance={**self.provenance, **options.provenance})
+
+
+def capture_ahead(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    machine: str | Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    progress: Callable[[Progress], None] = silent,
+    name: str = "",
+) -> AheadStep:
+    """Capture one training call and its costs; arguments and errors as for :func:`plan`."""
+    require_module(model, "plan")
+    if not isinstance(args, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"args takes the positional arguments of one call as a tuple, not a {type(args).__name__}: args=(x,)"
+        )
+    target = _machine_of(machine)
+    progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
+    program, provenance = capture_program(
+        model, args, kwargs or {}, machine=target, loss=loss, every_output=gradients == "all", name=name
+    )
+    device = program.context["device"] if target is None else target.device
+    granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
+    to_come = future_state_bytes(optimizer) if optimizer is not None else 0
+    held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
+    return AheadStep(
+        program,
+        resident_bytes([model, args, kwargs, optimizer], granularity) + to_come + held,
+        reserve_bytes(model, device, verify=True),
+        target,
+        provenance,
+    )
+
+
+def _machine_of(value: object) -> Machine | None:
+    if value is None or isinstance(value, Machine):
+        return value
+    if isinstance(value, str):
+        return machine_named(value)
+    raise UsageError(f"machine takes a Machine or the name of one, not {type(value).__name__}")
+
+
+def capture_program(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    machine: Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    every_output: bool = False,
+    name: str = "",
+) -> tuple[Program, dict[str, str]]:
+    """The program of one training call with costs, and facts on where the costs are from.
+
+    Args:
+        model: real, fake or on ``meta``.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        machine: of the catalogue; ``None`` or the one named ``cpu`` is the device at hand.
+        loss: applied to what the model returns, as part of the step.
+        every_output: whether outputs beside a scalar loss take gradients too.
+        name: of the case; the model's class if empty.
+
+    Raises:
+        CaptureError: if the call is not one graph.
+    """
+    device = device_of([model, args]).replace("meta", "cpu")
+    # Tensors that are on the device planned for are traced as they are.
+    cuda = machine.compute_capability if machine is not None and device == "cpu" and machine.device == "cuda" else None
+    context = device_context(device)
+    granularity = machine.granularity_bytes if machine is not None else ALLOCATOR_GRANULARITY_BYTES[device]
+    joint = capture(
+        model,
+        args,
+        kwargs,
+        name=name or type(model).__name__,
+        granularity_bytes=granularity,
+        context=context,
+        loss=loss,
+        every_output=every_output,
+        here=not is_elsewhere(machine),
+        cuda=cuda,
+    )
+    outside = {"loss": "outside the model: what it takes is not counted"} if loss_is_outside(joint) else {}
+    if not is_elsewhere(machine):
+        program = with_measured_costs(joint.program, joint.calls, device)
+        return program, {"machine": device, "costs": "measured", **outside}
+    assert machine is not None
+    provenance = {
+        "machine": machine.name,
+        "costs": "roofline",
+        **({"memory_bytes": str(machine.memory_bytes)} if machine.memory_bytes else {}),
+        "estimate": f"captured on {device}; fit re-captures on the real device",
+        **(cuda_notes(joint.program, machine) if cuda is not None else {}),
+        **outside,
+    }
+    return with_roofline_costs(joint.program, joint.calls, machine), provenance

@@ -1,0 +1,246 @@
+"""The largest batch that fits a budget, by prediction: nothing runs, and nothing runs out of memory.
+
+1. A batch *fits* if a plan within the budget exists whose overhead is within the limit.
+2. Sizes and costs of a step are affine in its batch where its ops are the same at every batch. Two captures give
+   both; the search then needs no further ones (``interpolated``).
+3. The answer is captured as it is, and so is the next larger batch. Where interpolation was wrong, or where ops
+   change with the batch, the search goes on with captures.
+
+Assumes that a batch fits if a larger one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from ebbflow._api.estimate import AheadStep, capture_ahead
+from ebbflow.capture.without_memory import without_memory
+from ebbflow.case import Case
+from ebbflow.errors import BudgetError, UsageError
+from ebbflow.planners import Progress, planner_named
+from ebbflow.planners.base import silent
+from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions
+from ebbflow.step.machine import Machine, is_elsewhere, machine_named
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.units import Budget
+
+__all__ = ["BatchPlan", "interpolated", "largest", "max_batch", "one_forward"]
+
+MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
+SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
+MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The largest batch found.
+
+    Attributes:
+        batch: the largest that fits; 0 if not even one does.
+        plan: of that batch; ``None`` if there is none.
+        unplanned_batch: the largest whose unplanned step fits.
+        overhead_limit: largest overhead allowed at that batch, a fraction; ``None`` if any was.
+        captured: every batch that was captured to be judged, ascending, and whether it fits.
+    """
+
+    batch: int
+    plan: Plan | None
+    unplanned_batch: int
+    overhead_limit: float | None
+    captured: tuple[tuple[int, bool], ...]
+
+
+def one_forward(program: Program) -> float:
+    """The overhead of running the whole forward once more (Checkmate §6.4, equation 10)."""
+    forward = sum(op.seconds for op in program.ops[: program.boundary])
+    return forward / program.seconds if program.seconds else 0.0
+
+
+def max_batch(
+    make_case: Callable[[int], Case],
+    *,
+    budget: str | int | Budget,
+    overhead: float | Literal["one-forward"] | None = None,
+    planner: str = "auto",
+    machine: str | Machine | None = None,
+    effort: int = DEFAULT_EFFORT,
+    progress: Callable[[Progress], None] = silent,
+) -> BatchPlan:
+    """The largest batch whose training step fits ``budget``.
+
+    Args:
+        make_case: from a batch to the case of one training call. For a machine that is not at hand it is called
+            under ``FakeTensorMode``, so that no batch takes memory.
+        budget: bytes of the step's peak, resident part included; a share is refused, as the peak it would be of
+            grows with the batch.
+        overhead: the most added time allowed, as a fraction of the unplanned step; ``"one-forward"`` is the share
+            of the forward; ``None`` allows any.
+        planner: name of the planner.
+        machine: as for :func:`ebbflow.plan`.
+        effort: local-search moves of the answer's plan.
+        progress: called with what is known while searching.
+
+    Raises:
+        UsageError: for a budget, overhead, planner or machine that is none.
+        CaptureError: if a call is not one graph.
+    """
+    parsed = Budget.parse(budget)
+    if parsed.bytes is None:
+        raise UsageError(f"a budget of {parsed} says nothing about a batch; give bytes, for example budget='16GiB'")
+    _check_limit(overhead)
+    planner_named(planner)
+    target = machine_named(machine) if isinstance(machine, str) else machine
+    search = _Search(make_case, parsed, overhead, planner, target, min(effort, SEARCH_EFFORT), progress)
+    batch = search.run()
+    if batch == 0:
+        return BatchPlan(0, None, search.unplanned, None, search.captures)
+    step = search.step(batch)
+    plan = search.plan_of(step, batch, effort) or search.plans[batch]
+    return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures)
+
+
+def _check_limit(overhead: object) -> None:
+    if overhead is None or overhead == "one-forward":
+        return
+    if isinstance(overhead, bool) or not isinstance(overhead, float | int) or not overhead >= 0:
+        raise UsageError(f"overhead {overhead!r} is no limit; accepted: a fraction (0.3), 'one-forward' or None")
+    if overhead > MOST_OVERHEAD:
+        raise UsageError(f"overhead {overhead!r} would be {overhead:.0%} more time; it is a fraction: 0.3 means 30 %")
+
+
+class _Search:
+    def __init__(
+        self,
+        make_case: Callable[[int], Case],
+        budget: Budget,
+        overhead: float | str | None,
+        planner: str,
+        machine: Machine | None,
+        effort: int,
+        progress: Callable[[Progress], None],
+    ) -> None:
+        self._make_case = make_case
+        self._budget = budget
+        self._overhead = overhead
+        self._planner = planner
+        self._machine = machine
+        self._effort = effort
+        self._progress = progress
+        self._steps: dict[int, AheadStep] = {}
+        self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged
+        self.unplanned = 0
+
+    @property
+    def captures(self) -> tuple[tuple[int, bool], ...]:
+        return tuple((batch, plan is not None) for batch, plan in sorted(self.plans.items()))
+
+    def limit(self, program: Program) -> float | None:
+        """The largest overhead allowed, as a fraction."""
+        if self._overhead == "one-forward":
+            return one_forward(program)
+        return None if self._overhead is None else float(self._overhead)
+
+    def step(self, batch: int) -> AheadStep:
+        """The captured step of ``batch``."""
+        if batch not in self._steps:
+            self._progress(Progress(f"capturing batch {batch}"))
+            with without_memory() if is_elsewhere(self._machine) else contextlib.nullcontext():
+                case = cast("object", self._make_case(batch))
+            if not isinstance(case, Case):  # a user's function may return anything
+                raise UsageError(f"make_case({batch}) returned {type(case).__name__}; return ebbflow.Case(model, args)")
+            self._steps[batch] = capture_ahead(
+                case.model, case.args, case.kwargs, machine=self._machine, name=case.name
+            )
+        return self._steps[batch]
+
+    def plan_of(self, step: AheadStep, batch: int, effort: int) -> Plan | None:
+        """The plan of ``step``, if it is within budget and limit."""
+        self._progress(Progress(f"planning batch {batch}"))
+        try:
+            plan = step.plan(self._budget, PlanningOptions(planner=self._planner, effort=effort))
+        except BudgetError:
+            return None
+        limit = self.limit(step.program)
+        return plan if limit is None or plan.overhead <= limit else None
+
+    def _captured_fits(self, batch: int) -> bool:
+        if batch not in self.plans:
+            self.plans[batch] = self.plan_of(self.step(batch), batch, self._effort)
+        return self.plans[batch] is not None
+
+    def run(self) -> int:
+        """The largest batch that fits."""
+        between = interpolated(self.step(2), self.step(4))
+        if between is None:
+            self.unplanned = largest(lambda batch: self._unplanned_fits(self.step(batch)))
+            return largest(self._captured_fits)
+        self.unplanned = largest(lambda batch: self._unplanned_fits(between(batch)))
+        guess = largest(lambda batch: self.plan_of(between(batch), batch, self._effort) is not None)
+        return largest(self._captured_fits, max(guess, 1))
+
+    def _unplanned_fits(self, step: AheadStep) -> bool:
+        assert self._budget.bytes is not None
+        unplanned = unplanned_bytes(step.program)
+        return step.resident_bytes + step.reserve_bytes + unplanned <= self._budget.bytes
+
+
+def largest(fits: Callable[[int], bool], guess: int = 1) -> int:
+    """The largest batch that ``fits``, looked for from ``guess`` in growing steps, then between; 0 if none does."""
+    low = high = guess
+    step = 1
+    if fits(guess):
+        while low + step <= MOST and fits(low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+    else:
+        while (low := max(high - step, 0)) and not fits(low):
+            high, step = low, 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def interpolated(small: AheadStep, large: AheadStep) -> Callable[[int], AheadStep] | None:
+    """The step at any batch from those at batches 2 and 4; ``None`` if their ops differ."""
+    one, other = small.program, large.program
+    same = len(one.ops) == len(other.ops) and len(one.buffers) == len(other.buffers)
+    same = same and (one.boundary, one.forward_outputs, one.gradients) == (
+        other.boundary,
+        other.forward_outputs,
+        other.gradients,
+    )
+    if not same or any(
+        (a.target, a.inputs, a.outputs) != (b.target, b.inputs, b.outputs)
+        for a, b in zip(one.ops, other.ops, strict=True)
+    ):
+        return None
+
+    def between(a: float, b: float, batch: int) -> float:
+        return max(a + (b - a) * (batch - 2) / 2, 0)
+
+    def at(batch: int) -> AheadStep:
+        buffers = tuple(
+            replace(a, bytes=round(between(a.bytes, b.bytes, batch)))
+            for a, b in zip(one.buffers, other.buffers, strict=True)
+        )
+        ops = tuple(
+            replace(
+                a,
+                seconds=between(a.seconds, b.seconds, batch),
+                workspace_bytes=round(between(a.workspace_bytes, b.workspace_bytes, batch)),
+            )
+            for a, b in zip(one.ops, other.ops, strict=True)
+        )
+        resident = round(between(small.resident_bytes, large.resident_bytes, batch))
+        return replace(small, program=replace(one, ops=ops, buffers=buffers), resident_bytes=resident)
+
+    return at

@@ -1,0 +1,96 @@
+"""A plan tried out: one model, its step under the plan and in captured order, measured bytes and time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ebbflow._api.fit import fit, unfit
+from ebbflow.case import Case
+from ebbflow.errors import UsageError
+from ebbflow.measurement.peak import measure
+from ebbflow.step.plan import Plan
+
+__all__ = ["Trial", "try_plans"]
+
+STEPS = 5
+"""Timed steps of each plan; their median counts."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What running a plan gave.
+
+    Attributes:
+        measured_peak_bytes: of one step, resident part included.
+        step_seconds: median of the planned steps: CPU time on CPU, device time on CUDA.
+        unplanned_seconds: median of the step in captured order, run before.
+    """
+
+    measured_peak_bytes: int
+    step_seconds: float
+    unplanned_seconds: float
+
+    @property
+    def measured_overhead(self) -> float:
+        """Measured seconds over those of the unplanned step, minus one."""
+        return self.step_seconds / self.unplanned_seconds - 1.0
+
+
+def try_plans(case: Case, plans: Iterable[Plan], steps: int = STEPS) -> Iterator[Trial]:
+    """Run every plan, one after the other, on the case's own model. The unplanned step has to fit as well.
+
+    Args:
+        case: a real model and arguments; its call gives the loss.
+        plans: made for the case on this device.
+        steps: timed steps of each.
+
+    Raises:
+        UsageError: if the call gives no scalar loss.
+    """
+    unplanned, _ = _run(case, "1000%", steps, planner="keep_all")
+    for plan in plans:
+        seconds, peak = _run(case, plan, steps)
+        yield Trial(peak, seconds, unplanned)
+
+
+def _run(case: Case, budget: str | Plan, steps: int, *, planner: str = "auto") -> tuple[float, int]:
+    """Median seconds of a step and the peak of one."""
+    fit(case.model, budget, planner=planner, verify=False)
+    try:
+        _step(case)  # captures
+        seconds = statistics.median(_step(case) for _ in range(steps))
+        case.model.zero_grad()  # gradients of the step before are not resident at the start of this one
+        with measure(case.model, case.args, case.kwargs) as gauge:
+            _step(case)
+        return seconds, gauge.peak_bytes
+    finally:
+        unfit(case.model)
+        case.model.zero_grad()
+
+
+def _step(case: Case) -> float:
+    """Seconds of forward and backward from no gradients."""
+    case.model.zero_grad()
+    on_cuda = any(p.is_cuda for p in case.model.parameters())
+    if on_cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter() if on_cuda else time.process_time()
+    torch.autograd.backward(_loss(case.model(*case.args, **case.kwargs), case))
+    if on_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() if on_cuda else time.process_time()) - begin
+
+
+def _loss(outputs: object, case: Case) -> torch.Tensor:
+    """The first scalar that takes a gradient among the outputs."""
+    tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    loss = next((t for t in tensors if t.numel() == 1 and t.requires_grad), None)
+    if loss is None:
+        raise UsageError(f"{case.name or 'the case'} returns no scalar loss; put the loss inside the model to run it")
+    return loss

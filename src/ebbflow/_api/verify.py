@@ -1,0 +1,237 @@
+"""``verify``: whole steps compared bit by bit, planned against captured order and against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ebbflow.capture.joint import Joint
+from ebbflow.cost.attach import is_measured_form
+from ebbflow.engine.compiled import CompiledStep
+from ebbflow.errors import PlanMismatch
+from ebbflow.measurement.peak import measure
+from ebbflow.measurement.resident import device_of
+from ebbflow.step.plan import Plan
+from ebbflow.step.unplanned import unplanned_schedule
+
+__all__ = ["Verification", "Verifier", "verify"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What three steps from the same state gave: planned, captured order, eager.
+
+    Attributes:
+        differences: where planned and captured order differ in a bit; empty is what Ebbflow promises.
+        eager_differences: where planned and eager differ (capture itself may reorder sums in a few models).
+        predicted_above_bytes: the plan's peak above the step's start.
+        measured_above_bytes: the planned step's, as the allocator counted it.
+        baseline_above_bytes: the unplanned step's measured peak above its start.
+        eager_above_bytes: eager's.
+        budget_above_bytes: what the budget allows above the start.
+    """
+
+    differences: tuple[str, ...]
+    eager_differences: tuple[str, ...]
+    predicted_above_bytes: int
+    measured_above_bytes: int
+    baseline_above_bytes: int
+    eager_above_bytes: int
+    budget_above_bytes: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether outputs, gradients, buffers and random state are bit-equal to captured order's."""
+        return not self.differences
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.measured_above_bytes <= self.budget_above_bytes
+
+    @property
+    def prediction_error(self) -> float:
+        """Predicted over measured bytes above the start, minus one."""
+        return self.predicted_above_bytes / self.measured_above_bytes - 1 if self.measured_above_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class _Result:
+    tensors: dict[str, torch.Tensor]
+    above_bytes: int
+
+
+def verify(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    plan: Plan,
+    *,
+    gradients: Literal["loss", "all"] = "loss",
+) -> Verification:
+    """Run one step planned, one in captured order and one eager, from the same state, and compare every bit.
+
+    Buffers, arguments, gradients and random state are put back afterwards. All three steps have to fit.
+
+    Args:
+        model: whose call ``plan`` was made for; not fitted.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        plan: from :func:`ebbflow.plan`.
+        gradients: as for :func:`ebbflow.fit`. The backward starts with ones from all outputs that take gradients.
+
+    Raises:
+        PlanMismatch: if the plan is of another program.
+    """
+    return Verifier(model, args, kwargs, gradients=gradients).check(plan)
+
+
+class Verifier:
+    """Checks any number of plans of one call; the eager and the captured step are run once.
+
+    Args:
+        model: not fitted.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        gradients: as for :func:`verify`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        gradients: Literal["loss", "all"] = "loss",
+    ) -> None:
+        self._model = model
+        self._args = args
+        self._kwargs = dict(kwargs or {})
+        self._device = device_of([model, args])
+        self._every_output = gradients == "all"
+        self._eager: _Result | None = None
+        self._captured: tuple[str, _Result] | None = None
+
+    def check(self, plan: Plan) -> Verification:
+        """One step of ``plan`` against captured order and eager, from the state that the model has now.
+
+        Raises:
+            PlanMismatch: if the plan is of another program.
+        """
+        forward = type(self._model).forward
+        state = _State(self._model, (self._args, self._kwargs), self._device)
+        try:
+            if self._eager is None:
+                self._eager = self._run(state, lambda: forward(self._model, *self._args, **self._kwargs))
+            if self._captured is None or self._captured[0] != plan.program.fingerprint:
+                in_order = self._run_planned(state, lambda joint: _in_order(plan, joint))
+                self._captured = (plan.program.fingerprint, in_order)
+            planned = self._run_planned(state, lambda joint: _as_given(plan, joint))
+        finally:
+            state.restore()
+        _, captured = self._captured
+        return Verification(
+            differences=_differences(planned, captured),
+            eager_differences=_differences(planned, self._eager),
+            predicted_above_bytes=plan.timeline.above_bytes,
+            measured_above_bytes=planned.above_bytes,
+            baseline_above_bytes=captured.above_bytes,
+            eager_above_bytes=self._eager.above_bytes,
+            budget_above_bytes=plan.budget_bytes - plan.resident_bytes,
+        )
+
+    def _run_planned(self, state: _State, planner: Callable[[Joint], Plan]) -> _Result:
+        step = CompiledStep(
+            planner,
+            name=type(self._model).__name__,
+            device=self._device,
+            verify=False,
+            every_output=self._every_output,
+        )
+        forward = type(self._model).forward
+
+        def call() -> Any:
+            return step(self._model, forward, self._args, self._kwargs)
+
+        self._run(state, call)  # captures, sets up kernels
+        return self._run(state, call)
+
+    def _run(self, state: _State, call: Callable[[], Any]) -> _Result:
+        model = self._model
+        state.start()
+        with measure(model) as gauge:
+            outputs = call()
+            roots = _roots(outputs, self._every_output)
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        tensors = {f"output {i}": t.detach().clone() for i, t in enumerate(_tensors(outputs))}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                tensors[f"gradient of {name}"] = parameter.grad.detach().clone()
+        tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
+        tensors["random state"] = torch.cuda.get_rng_state() if self._device == "cuda" else torch.get_rng_state()
+        return _Result(tensors, gauge.above_bytes)
+
+
+def _as_given(plan: Plan, joint: Joint) -> Plan:
+    if not is_measured_form(plan.program, joint.program):
+        raise PlanMismatch(f"the plan for {plan.case} is of another program than this call; plan anew")
+    return plan
+
+
+def _in_order(plan: Plan, joint: Joint) -> Plan:
+    return replace(_as_given(plan, joint), schedule=unplanned_schedule(plan.program))
+
+
+class _State:
+    """Buffers, arguments, gradients and random state, to start every run from and to put back at the end."""
+
+    def __init__(self, model: torch.nn.Module, arguments: object, device: str) -> None:
+        self._cuda = device == "cuda"
+        changeable = {id(t): t for t in (*model.buffers(), *_tensors(arguments))}.values()
+        self._buffers = [(t, t.detach().clone()) for t in changeable]
+        self._gradients = [(p, p.grad) for p in model.parameters()]
+        self._random = torch.get_rng_state()
+        self._cuda_random = torch.cuda.get_rng_state() if self._cuda else None
+
+    def start(self) -> None:
+        """The state before a step, without gradients."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        torch.set_rng_state(self._random)
+        if self._cuda_random is not None:
+            torch.cuda.set_rng_state(self._cuda_random)
+
+    def restore(self) -> None:
+        """The state as it was found."""
+        self.start()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+
+def _roots(outputs: object, every_output: bool) -> list[torch.Tensor]:
+    """What a backward starts from: the scalars where there are any, else all that requires a gradient."""
+    found = [t for t in _tensors(outputs) if t.requires_grad]
+    return [t for t in found if t.numel() == 1 and not every_output] or found
+
+
+def _tensors(outputs: object) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+
+
+def _differences(a: _Result, b: _Result) -> tuple[str, ...]:
+    names = sorted(a.tensors.keys() | b.tensors.keys())
+    return tuple(name for name in names if not _same_bits(a.tensors.get(name), b.tensors.get(name)))
+
+
+def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)

@@ -1,0 +1,1 @@
+"""Steps of CPU tensors traced as on a CUDA device that is not at hand."""

@@ -1,0 +1,46 @@
+"""What a plan tells about a step that was traced on CPU tensors as on CUDA (``cuda.kernels``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ebbflow.cost.cuda_workspace import NOT_COUNTED, cublas_bytes
+from ebbflow.step.machine import Machine
+from ebbflow.step.program import Program
+from ebbflow.units import format_bytes
+
+__all__ = ["cpu_only_ops", "cuda_notes"]
+
+# Ops that a CPU never has, in words.
+_MAPPED = {
+    "aten._scaled_dot_product_cudnn_attention.default": "attention by cuDNN's kernel",
+    "aten._scaled_dot_product_flash_attention.default": "attention by the flash kernel",
+    "aten._scaled_dot_product_efficient_attention.default": "attention by the memory-efficient kernel",
+    "aten._fused_rms_norm.default": "fused RMS norm",
+    "aten._thnn_fused_lstm_cell.default": "fused LSTM cell",
+    "aten._thnn_fused_gru_cell.default": "fused GRU cell",
+}
+# Parts of the names of ops that CUDA does not have, or that it may do by another op which is not traced here.
+_CPU_FORMS = ("_for_cpu", "mkldnn", "_ctc_loss")
+
+
+def cpu_only_ops(program: Program) -> list[str]:
+    """Targets, one per op, that keep the form that the CPU gives them."""
+    return [op.target for op in program.ops if any(part in op.target for part in _CPU_FORMS)]
+
+
+def cuda_notes(program: Program, machine: Machine) -> dict[str, str]:
+    """Facts for a plan's provenance: what became what, and which workspaces are in its bytes."""
+    counts = Counter(op.target for op in program.ops)
+    mapped = [f"{words} ({counts[target]})" for target, words in _MAPPED.items() if counts[target]]
+    kept = Counter(cpu_only_ops(program))
+    keep = ", ".join(f"{target} ({count})" for target, count in sorted(kept.items()))
+    capability = ".".join(map(str, machine.compute_capability))
+    missing = sum(counts[target] for target in NOT_COUNTED)
+    cublas = cublas_bytes(program, machine)
+    return {
+        "mapped": f"traced as on CUDA {capability}: {', '.join(mapped) or 'no call differs'}; "
+        + (f"{sum(kept.values())} ops keep their CPU form: {keep}" if kept else "0 ops keep their CPU form"),
+        "workspace": f"{format_bytes(cublas)} of cuBLAS resident; attention, embedding and indexing counted per op; "
+        f"cuDNN's not ({missing} convolutions)",
+    }

@@ -1,0 +1,126 @@
+"""Capture without running: a real, fake or meta model gives its joint graph and nothing is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ebbflow.capture.cuda.kernels import rename_stand_ins
+from ebbflow.capture.joint import Joint, read_joint
+from ebbflow.capture.trace import compile_step, translated_errors
+from ebbflow.errors import CaptureError, EbbflowError
+
+__all__ = ["capture"]
+
+
+class _Captured(EbbflowError):
+    """The joint graph is at hand; nothing has to run."""
+
+
+class _Reader:
+    """A partitioner that reads the joint graph and stops there."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+        self.joint: Joint | None = None
+
+    def partition(self, joint: fx.GraphModule, forward_output_count: int) -> NoReturn:
+        rename_stand_ins(joint.graph)
+        self.joint = read_joint(joint.graph, forward_output_count, **self._settings)
+        raise _Captured
+
+    def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        raise AssertionError("no graph is compiled after a capture")
+
+    backward_callable = forward_callable
+
+
+def capture(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    granularity_bytes: int,
+    context: dict[str, str],
+    loss: Callable[[Any], Any] | None = None,
+    every_output: bool = False,
+    here: bool = True,
+    cuda: tuple[int, int] | None = None,
+) -> Joint:
+    """The joint graph of one training call of ``model``; the model does not run.
+
+    Args:
+        model: real, built under ``FakeTensorMode``, or on the ``meta`` device.
+        args: positional arguments, real, fake or meta like the model.
+        kwargs: keyword arguments.
+        name: of the case.
+        granularity_bytes: of the allocator of the machine planned for.
+        context: what the program depends on besides its ops.
+        loss: applied to what the model returns, as part of the step.
+        every_output: whether outputs beside a scalar loss take gradients too.
+        here: whether the step is for this machine: then single kernels run where torch's description of them is
+            in doubt (``capture/rules/layouts.py``); else no memory is taken at all.
+        cuda: compute capability of the CUDA device that the step is for, where its tensors are on CPU: then it is
+            traced as on CUDA (``capture/cuda/kernels.py``).
+
+    Raises:
+        CaptureError: if the call is not one graph.
+    """
+    model, args, kwargs, mode = _as_fake(model, args, dict(kwargs))
+    target = None if cuda is None else "cuda"
+    reader = _Reader(name=name, granularity_bytes=granularity_bytes, context=context, target=target)
+    step = compile_step(reader, elsewhere=cuda is not None)
+    plain = forward = type(model).forward
+    if loss is not None:
+
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return loss(plain(module, *args, **kwargs))
+
+    errors = translated_errors(model, forward, args, kwargs, here=here, cuda=cuda)
+    with mode, torch.enable_grad(), contextlib.suppress(_Captured), errors:
+        step(model, forward, args, kwargs, every_output)
+    if reader.joint is None:
+        raise CaptureError("the call was not captured: nothing in it takes a gradient")
+    return reader.joint
+
+
+def _as_fake(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], contextlib.AbstractContextManager[object]]:
+    """The call as it is if real, in its own mode if fake, moved to fake CPU tensors if on ``meta``."""
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
+    if fake is not None:
+        return model, args, kwargs, fake.fake_mode
+    if not any(t.is_meta for t in tensors):
+        return model, args, kwargs, contextlib.nullcontext()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+
+    def on_cpu(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value not in moved:
+            with mode:
+                twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            moved[value] = torch.nn.Parameter(twin, value.requires_grad) if is_parameter else twin
+        return moved[value]
+
+    twin_model = copy.deepcopy(model)
+    for module in twin_model.modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    table[key] = on_cpu(tensor)  # type: ignore[assignment]
+    args, kwargs = pytree.tree_map(on_cpu, (args, kwargs))
+    return twin_model, args, kwargs, mode

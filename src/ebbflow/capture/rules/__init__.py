@@ -1,0 +1,1 @@
+"""What capture does to keep eager's meaning, one rule a module."""

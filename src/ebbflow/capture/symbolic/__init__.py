@@ -1,0 +1,1 @@
+"""Captures whose sizes are symbols."""

@@ -1,0 +1,99 @@
+"""Which calls of one model share a symbolic capture: those that differ in nothing but sizes of their tensors.
+
+1. Calls of one *kind* have the same arguments, modes and threads but for the sizes of contiguous tensors.
+2. The first :data:`OWN_CAPTURES` shapes of a kind have captures of their own: a symbolic one takes about as long as
+   so many of them, so whoever has few shapes pays for none (docs/adr/0020).
+3. The dimensions in which those differ become symbols. A later shape that differs in others, or in which one of
+   them is 0 or 1 (which torch takes as numbers), has a capture of its own.
+4. A kind whose symbolic capture did not serve :data:`MOST_FAILURES` of its shapes gets none any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ebbflow.engine.shared import SharedCapture
+
+__all__ = ["Kinds"]
+
+OWN_CAPTURES = 4
+MOST_FAILURES = 2
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class _Kind:
+    seen: list[Shapes] = field(default_factory=list[Shapes])
+    shared: SharedCapture | None = None
+    changing: tuple[tuple[int, ...], ...] = ()
+    failures: int = 0
+
+
+class Kinds:
+    """The kinds of calls of one fitted model."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[object, _Kind] = {}
+
+    def capture_for(self, rest: object, args: Any, kwargs: Any) -> SharedCapture | None:
+        """The symbolic capture for a call that was not captured yet; ``None`` if it is to have its own.
+
+        Args:
+            rest: what its step depends on besides its arguments.
+            args: positional arguments.
+            kwargs: keyword arguments.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(not each.is_contiguous() for each in tensors):
+            return None
+        kind = self._kinds.setdefault((rest, str(spec), tuple(map(_without_sizes, leaves))), _Kind())
+        shapes = tuple(tuple(each.shape) for each in tensors)
+        if kind.failures >= MOST_FAILURES:
+            return None
+        if kind.shared is None:
+            if shapes not in kind.seen:
+                kind.seen.append(shapes)
+            if len(kind.seen) <= OWN_CAPTURES:
+                return None
+            kind.changing = _changing(kind.seen)
+            kind.shared = SharedCapture(kind.changing) if _serves(kind, shapes) else None
+        return kind.shared if _serves(kind, shapes) else None
+
+    def failed(self, shared: SharedCapture) -> None:
+        """``shared`` did not serve a call (definition 4)."""
+        for kind in self._kinds.values():
+            if kind.shared is shared:
+                kind.failures += 1
+                if kind.failures >= MOST_FAILURES or not shared.captured:
+                    kind.shared = None
+
+
+def _without_sizes(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad)
+    return (type(leaf).__qualname__, repr(leaf))
+
+
+def _changing(seen: Sequence[Shapes]) -> tuple[tuple[int, ...], ...]:
+    """Per tensor, the dimensions in which the shapes differ."""
+    return tuple(
+        tuple(d for d in range(len(of_one[0])) if len({shape[d] for shape in of_one}) > 1)
+        for of_one in zip(*seen, strict=True)
+    )
+
+
+def _serves(kind: _Kind, shapes: Shapes) -> bool:
+    """Definition 3."""
+    first = kind.seen[0]
+    return all(
+        (size > 1) if d in dimensions else (size == known)
+        for shape, was, dimensions in zip(shapes, first, kind.changing, strict=True)
+        for d, (size, known) in enumerate(zip(shape, was, strict=True))
+    )

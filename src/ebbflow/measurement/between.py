@@ -1,0 +1,95 @@
+"""What user code takes between a step's two graphs: a loss outside the model, and its backward down to ours.
+
+On CUDA the allocator is asked. On CPU allocations have to be recorded from the forward's return to the backward's
+start, and a recording has to end outside of a backward (``cpu_allocations``): for that one step
+``torch.autograd.backward`` and ``torch.autograd.grad`` are wrapped, so that the recording ends when they return.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbflow.measurement.cpu_allocations import AllocationRecorder, profiler_active
+
+__all__ = ["BetweenGauge"]
+
+_ENTRIES = ("backward", "grad")  # of torch.autograd
+_MARK_BYTES = 104_729  # a block of this size, taken and given back at once, marks the backward's start
+
+
+class BetweenGauge:
+    """Measures one step's user code between :meth:`begin` and :meth:`mark`.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        done: called with the peak and with what was left at the backward's start, bytes above the level that the
+            forward left; on CPU after the backward.
+    """
+
+    def __init__(self, device: str, done: Callable[[int, int], None]) -> None:
+        self._cuda = device == "cuda"
+        self._done = done
+        self._level = 0
+        self._recorder: AllocationRecorder | None = None
+        self._originals: dict[str, Any] = {}
+        self._marked = False
+        self.open = False
+
+    def begin(self) -> None:
+        """The forward has returned. Does nothing while somebody's profiler runs."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._level = torch.cuda.memory_allocated()
+        elif profiler_active():
+            return
+        else:
+            self._recorder = AllocationRecorder()
+            self._recorder.start()
+            self._wrap()
+        self.open = True
+
+    def mark(self) -> None:
+        """The backward graph starts."""
+        if not self.open or self._marked:
+            return
+        self._marked = True
+        if self._cuda:
+            self.open = False
+            self._done(torch.cuda.max_memory_allocated() - self._level, torch.cuda.memory_allocated() - self._level)
+        else:
+            torch.empty(_MARK_BYTES, dtype=torch.uint8)
+
+    def end(self) -> None:
+        """The backward has returned, or the step is given up."""
+        if not self.open:
+            return
+        self.open = False
+        for name, original in self._originals.items():
+            setattr(torch.autograd, name, original)
+        if self._recorder is None:
+            return
+        events = [event.bytes for event in self._recorder.stop()]
+        if self._marked and _MARK_BYTES in events:
+            level = peak = 0
+            for size in events[: events.index(_MARK_BYTES)]:
+                level += size
+                peak = max(peak, level)
+            self._done(peak, level)
+
+    def _wrap(self) -> None:
+        for name in _ENTRIES:
+            original = getattr(torch.autograd, name)
+            self._originals[name] = original
+
+            @functools.wraps(original)
+            def entry(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                try:
+                    return _original(*args, **kwargs)
+                finally:
+                    self.end()
+
+            setattr(torch.autograd, name, entry)

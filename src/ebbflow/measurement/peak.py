@@ -1,0 +1,111 @@
+"""The true peak of whatever runs inside a ``with`` block, as the device's allocator counts it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from ebbflow.measurement.cpu_allocations import AllocationEvent, AllocationRecorder
+from ebbflow.measurement.resident import device_of, resident_bytes
+
+__all__ = ["StepGauge", "measure", "peak_above"]
+
+
+def peak_above(events: list[AllocationEvent]) -> int:
+    """The highest level that ``events`` reach above the level before the first of them, bytes."""
+    level = peak = 0
+    for event in events:
+        level += event.bytes
+        peak = max(peak, level)
+    return peak
+
+
+class StepGauge:
+    """The peak of one step from inside its two graphs, for a check while somebody else's program trains.
+
+    On CPU the forward's and the backward's allocations are recorded in a window each (what lies between them is
+    not seen); on CUDA the allocator's peak is reset once and read once.
+
+    Attributes:
+        above_bytes: the highest level above the forward's start; valid after the backward's window.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        self._recorder: AllocationRecorder | None = None
+        self._level = 0
+        self.above_bytes = 0
+
+    def begin(self) -> None:
+        """The forward or the backward graph starts."""
+        if self._cuda:
+            if self._recorder is None and not self._level:
+                torch.cuda.reset_peak_memory_stats()
+                self._level = torch.cuda.memory_allocated()
+            return
+        self._recorder = AllocationRecorder(self._recorder.live if self._recorder is not None else None)
+        self._recorder.start()
+
+    def end(self) -> None:
+        """It returned or raised."""
+        if self._cuda:
+            self.above_bytes = torch.cuda.max_memory_allocated() - self._level
+            return
+        assert self._recorder is not None
+        events = self._recorder.stop()
+        self.above_bytes = max(self.above_bytes, self._level + peak_above(events))
+        self._level += sum(event.bytes for event in events)
+
+    def forget(self, size_bytes: int) -> None:
+        """So many bytes go between the two windows, where on CPU nobody sees it: mutations, once copied back."""
+        self._level -= 0 if self._cuda else size_bytes
+
+
+class measure:
+    """Measure the peak of allocated memory inside the block.
+
+    Args:
+        *roots: what is resident at the start: modules, optimizers, tensors or containers of these. On CPU their
+            bytes are the start level; on CUDA they only tell the device and the allocator is asked.
+
+    Attributes:
+        start_bytes: level at the block's start.
+        above_bytes: the highest level inside the block above the start; valid after the block.
+        peak_bytes: their sum.
+
+    Raises:
+        RuntimeError: on CPU, if a profiler is active already.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        self._roots = roots
+        self._cuda = device_of(roots) == "cuda"
+        self._recorder: AllocationRecorder | None = None
+        self.start_bytes = 0
+        self.above_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest level inside the block, bytes."""
+        return self.start_bytes + self.above_bytes
+
+    def __enter__(self) -> measure:
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.start_bytes = torch.cuda.memory_allocated()
+        else:
+            self.start_bytes = resident_bytes(self._roots)
+            self._recorder = AllocationRecorder()
+            self._recorder.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+            self.above_bytes = torch.cuda.max_memory_allocated() - self.start_bytes
+        elif self._recorder is not None:
+            self.above_bytes = peak_above(self._recorder.stop())

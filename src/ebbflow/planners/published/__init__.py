@@ -1,0 +1,1 @@
+"""Planners as their authors describe them."""

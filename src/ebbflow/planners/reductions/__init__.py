@@ -1,0 +1,1 @@
+"""Smaller problems in place of large ones, each with the way back."""

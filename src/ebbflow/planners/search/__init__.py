@@ -1,0 +1,1 @@
+"""The incremental simulator and the searches on it."""

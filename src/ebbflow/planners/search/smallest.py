@@ -1,0 +1,121 @@
+"""The least peak for which a schedule is found: descend from the unplanned step as far as repairing works."""
+
+from __future__ import annotations
+
+import hashlib
+
+from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.reductions.shrink import stand_in_of
+from ebbflow.planners.search import local_search
+from ebbflow.planners.search.interval_state import IntervalState
+from ebbflow.step.arrays import flat
+from ebbflow.step.program import Program, analysis
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.simulate import simulate
+
+__all__ = ["forget_smallest", "least_memory", "smallest_of", "smallest_schedule"]
+
+RUNS_PER_MOVE = 3000  # walked per unit of effort: about 10 s for the default effort, on the worst programs
+FULL_WORK_OPS = 2500  # beyond, less work in inverse proportion: a step down walks more the larger the program is
+FEW_MOVES = 200  # of a stand-in's first descent: it ends near its floor, and most of it is still regular
+NEAR_ENOUGH = 1.1  # where a stand-in's schedule is carried: descending a large program takes long
+ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and is needed by nobody
+
+
+def smallest_schedule(
+    program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
+) -> tuple[int, Schedule]:
+    """A schedule with a peak as low as is found, or within 1.5 % of the floor, whatever its time.
+
+    Args:
+        program: with costs.
+        effort: local-search moves in all.
+        interrupt: when to stop with what was reached.
+
+    Returns:
+        Bytes above the step's start, and the schedule.
+    """
+    state = IntervalState(program)
+    floor, _ = floor_bytes(program)
+    interrupt = interrupt or Interrupt()
+    peaks = [(state.peak_bytes, state.reruns)]
+    if (small := stand_in_of(program)) is not None:
+        for moves in (min(FEW_MOVES, effort), effort):
+            for carried in small.carried(_descended(IntervalState(small.program), moves, interrupt, early=False)):
+                state.load(carried)
+                peaks.append((state.peak_bytes, carried))
+            if min(peaks)[0] <= NEAR_ENOUGH * floor:
+                break
+    placements = (False, True) if small is None else (False,)  # on a large program each takes seconds
+    enough = (ENOUGH if small is None else NEAR_ENOUGH) * floor
+    for early in placements:
+        if min(peaks)[0] > enough and not interrupt:
+            _descended(state, effort // 2, interrupt, early=early)
+            peaks.append((state.peak_bytes, state.reruns))
+    state.load(min(peaks)[1])
+    schedule = state.to_schedule()
+    return simulate(program, schedule).above_bytes, schedule
+
+
+def _descended(state: IntervalState, effort: int, interrupt: Interrupt, *, early: bool) -> Schedule:
+    """The schedule to which one descends from the unplanned step, with reruns placed ``early`` or right before use.
+
+    A rerun long before its use, or moves at random, give every block another pattern: what a few blocks can hold, more
+    of them cannot. On other programs now the one reaches less, now the other.
+    """
+    program = state.program
+    floor, _ = floor_bytes(program)
+    state.load([])
+    state.allow_early(early)
+    state.allow_work(round(effort * RUNS_PER_MOVE * min(1.0, FULL_WORK_OPS / len(program.ops))))
+    local_search.descend(state, int(ENOUGH * floor), 0, interrupt, moves=effort)
+    return state.to_schedule()
+
+
+_SMALLEST: dict[object, tuple[int, Schedule]] = {}
+
+
+def smallest_of(
+    program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
+) -> tuple[int, Schedule]:
+    """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
+    key = (_identity(program), effort)
+    if key not in _SMALLEST:
+        if len(_SMALLEST) > 32:
+            _SMALLEST.clear()
+        found = smallest_schedule(program, effort=effort, interrupt=interrupt)
+        if interrupt:
+            return found  # cut short: a later call may find less
+        _SMALLEST[key] = found
+    return _SMALLEST[key]
+
+
+@analysis
+def _identity(program: Program) -> str:
+    """A digest of all that a schedule and its bytes and seconds depend on."""
+    digest = hashlib.sha256()
+    for array in flat(program).arrays():
+        digest.update(array.tobytes())
+    digest.update("\n".join(op.target for op in program.ops).encode())
+    digest.update(repr((program.boundary, program.between_bytes, program.held_bytes)).encode())
+    return digest.hexdigest()
+
+
+def forget_smallest() -> None:
+    """Forget what this process knows of smallest peaks, as a new one would."""
+    _SMALLEST.clear()
+
+
+@planner("least_memory")
+def least_memory(problem: Problem) -> Answer:
+    """The schedule with the least peak that is found, whatever its time."""
+    program = problem.program
+    peaks = [(simulate(program, seed).above_bytes, index) for index, seed in enumerate(problem.seeds)]
+    found, schedule = smallest_schedule(program, problem.effort, problem.interrupt) if not peaks else (0, None)
+    if schedule is None:
+        found, index = min(peaks)
+        schedule = problem.seeds[index]
+    if found > problem.above_budget_bytes:
+        return Answer(Status.INFEASIBLE, None)
+    return Answer(Status.FEASIBLE, schedule)

@@ -1,0 +1,1 @@
+"""Solvers, each wrapped once."""

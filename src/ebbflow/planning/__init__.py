@@ -1,0 +1,1 @@
+"""From a program and a budget to a plan: the pipeline, the frontier, and plans that are kept and shared."""

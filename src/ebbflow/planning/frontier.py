@@ -1,0 +1,82 @@
+"""Plans of one program over budgets and planners: the memory/time frontier, and planners side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ebbflow.errors import BudgetError
+from ebbflow.planners import Status
+from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.units import Budget
+
+__all__ = ["Refusal", "frontier"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A planner that has no plan within a budget.
+
+    Attributes:
+        planner: its name.
+        budget_bytes: of the peak, resident part included.
+        error: what it would have raised, with the smallest workable budget.
+        plan_seconds: what that took.
+        status: ``INFEASIBLE``; for a planner other than ``auto`` this means that it found none.
+    """
+
+    planner: str
+    budget_bytes: int
+    error: BudgetError
+    plan_seconds: float
+    status: Status = Status.INFEASIBLE
+
+
+def frontier(
+    program: Program,
+    budgets: Sequence[Budget],
+    planners: Sequence[str],
+    *,
+    resident_bytes: int,
+    reserve_bytes: int,
+    options: PlanningOptions,
+) -> Iterator[Plan | Refusal]:
+    """A plan or a refusal per budget and planner, ascending by budget.
+
+    Each planner also starts from its own plan at the next smaller budget, so that one that uses seeds is monotone.
+
+    Args:
+        program: with costs.
+        budgets: of the peak, resident part included.
+        planners: names; any but ``auto`` is left to itself otherwise.
+        resident_bytes: as for :func:`~ebbflow.planning.pipeline.make_plan`.
+        reserve_bytes: as there.
+        options: how to plan; its planner is not looked at.
+    """
+    unplanned = resident_bytes + unplanned_bytes(program)
+    smallest_of(program)  # every plan asks for it; found here, no planner's seconds have it in them
+    seeds: dict[str, Schedule] = {}
+    for budget_bytes in sorted({budget.resolve(unplanned) for budget in budgets}):
+        for planner in planners:
+            begin = time.perf_counter()
+            own = [seeds[planner]] if planner in seeds else []
+            try:
+                made = make_plan(
+                    program,
+                    Budget(bytes=budget_bytes),
+                    resident_bytes=resident_bytes,
+                    reserve_bytes=reserve_bytes,
+                    seeds=own,
+                    options=replace(options, planner=planner),
+                )
+            except BudgetError as error:
+                yield Refusal(planner, budget_bytes, error, time.perf_counter() - begin)
+                continue
+            seeds[planner] = made.schedule
+            yield made

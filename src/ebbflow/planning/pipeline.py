@@ -1,0 +1,254 @@
+"""From a program and a budget to a plan: one way for ``plan``, ``fit``, ``sweep`` and the command line."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ebbflow.errors import BudgetError
+from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
+from ebbflow.planners.base import DEFAULT_EFFORT, changes_to, finds_smallest, silent
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.planning.cache import CachedAnswer, PlanCache
+from ebbflow.planning.shape_plans import Buckets
+from ebbflow.step.legality import check
+from ebbflow.step.machine import Machine, catalogue
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.simulate import overhead_of, simulate
+from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.units import Budget, format_bytes, format_percent
+
+__all__ = ["CACHED", "DEFAULT_EFFORT", "FITTED", "PlanningOptions", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions:
+    """How to plan."""
+
+    planner: str = "auto"
+    """Name of the planner."""
+    effort: int = DEFAULT_EFFORT
+    """Local-search moves; plans are reproducible for one effort and seed."""
+    seed: int = 0
+    """Of every random choice."""
+    time_limit_seconds: float | None = None
+    """Cuts planning off; the plan then says ``TIME_LIMIT``."""
+    machine: Machine | None = None
+    """For transfers; planners that only recompute ignore it."""
+    interrupt: Interrupt | None = None
+    """Set by Ctrl-C; the best plan so far is kept."""
+    progress: Callable[[Progress], None] = field(default=silent)
+    """Called with what is known while planning."""
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
+    """Facts to record in the plan."""
+    cache: PlanCache | None = None
+    """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
+    buckets: Buckets | None = None
+    """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
+
+
+CACHED = "before, kept in the plan cache"
+FITTED = "for another shape, fitted to this one"
+"""What a plan's provenance says under ``planned`` where nothing was searched for."""
+
+
+def make_plan(
+    program: Program,
+    budget: Budget,
+    *,
+    resident_bytes: int,
+    reserve_bytes: int = 0,
+    seeds: Sequence[Schedule] = (),
+    options: PlanningOptions | None = None,
+) -> Plan:
+    """The best plan found for ``program`` within ``budget``.
+
+    Args:
+        program: with costs.
+        budget: bytes, or a share of the unplanned peak (resident part included).
+        resident_bytes: bytes resident at a step's start, state that is still to come among them.
+        reserve_bytes: bytes to keep free inside the budget besides.
+        seeds: schedules to start from.
+        options: how to plan.
+
+    Raises:
+        BudgetError: if no schedule within the budget was found.
+        UsageError: for an unknown planner.
+    """
+    options = options or PlanningOptions()
+    options = replace(options, progress=changes_to(options.progress))
+    plan_with = planner_named(options.planner)
+    begin = time.perf_counter()
+    unplanned_above = unplanned_bytes(program)
+    budget_bytes = budget.resolve(resident_bytes + unplanned_above)
+    above_budget = budget_bytes - resident_bytes - reserve_bytes
+    floor_above, floor_op = floor_bytes(program)
+    # An interrupt that is not set is false: ask for None, not for truth.
+    interrupt = Interrupt(options.time_limit_seconds) if options.interrupt is None else options.interrupt
+    problem = Problem(
+        program=program,
+        above_budget_bytes=above_budget,
+        machine=options.machine,
+        effort=options.effort,
+        seed=options.seed,
+        seeds=tuple(seeds),
+        interrupt=interrupt,
+        progress=options.progress,
+    )
+    known, whence = _known(problem, options)
+    provenance = options.provenance
+    smallest: Schedule | None = None
+    if known is not None:
+        answer, smallest_above = known.answer, known.smallest_above_bytes
+        provenance = {**provenance, "planned": whence}
+    else:
+        near = [] if options.cache is None else options.cache.near(problem)
+        problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(program, each))))
+        answer = plan_with(problem) if finds_smallest(options.planner) else None  # so that plans come sooner
+        best = None if answer is None or answer.schedule is None else overhead_of(program, answer.schedule)
+        options.progress(Progress("looking for the smallest workable budget", best))
+        # The least workable budget is told to users: a time limit must not make it larger than it is.
+        smallest_above, smallest = _smallest_known(problem, options) or smallest_of(
+            program, interrupt=interrupt.without_limit()
+        )
+        if above_budget >= smallest_above:
+            problem = replace(problem, seeds=(*problem.seeds, smallest))
+        answer = answer or plan_with(problem)
+    if answer.schedule is None and interrupt:
+        answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(problem))
+    if answer.schedule is None:
+        raise _budget_error(
+            program,
+            budget_bytes,
+            floor=resident_bytes + reserve_bytes + floor_above,
+            smallest=resident_bytes + reserve_bytes + smallest_above,
+            resident=resident_bytes + reserve_bytes,
+            unplanned=resident_bytes + unplanned_above,
+            floor_op=floor_op,
+            planner=options.planner,
+            machine=options.machine,
+        )
+    # A planner may get below what the search for the smallest reached.
+    smallest_above = min(smallest_above, simulate(program, answer.schedule).above_bytes)
+    if options.cache is not None and known is None:
+        options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
+    if options.buckets is not None and whence != FITTED:
+        options.buckets.learn(options.planner, problem, answer, smallest)
+    options.progress(Progress("planned", overhead_of(program, answer.schedule), answer.bound))
+    return Plan(
+        program=program,
+        schedule=answer.schedule,
+        status=answer.status,
+        case=program.name,
+        planner=options.planner,
+        budget_bytes=budget_bytes,
+        resident_bytes=resident_bytes,
+        reserve_bytes=reserve_bytes,
+        floor_bytes=resident_bytes + reserve_bytes + floor_above,
+        floor_op=floor_op,
+        smallest_bytes=resident_bytes + reserve_bytes + smallest_above,
+        bound=answer.bound,
+        bound_class=answer.bound_class,
+        plan_seconds=time.perf_counter() - begin,
+        provenance={
+            **program.context,
+            **provenance,
+            **answer.notes,
+            "effort": str(options.effort),
+            "seed": str(options.seed),
+        },
+    )
+
+
+def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, str]:
+    """What needs no search, and where it comes from: this very problem's answer, or that of a bucket."""
+    cached = None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
+    if cached is not None:
+        return cached, CACHED
+    fitted = None if options.buckets is None else options.buckets.answer(options.planner, problem)
+    return fitted, "" if fitted is None else FITTED
+
+
+def _smallest_known(problem: Problem, options: PlanningOptions) -> tuple[int, Schedule] | None:
+    return None if options.buckets is None else options.buckets.smallest(problem)
+
+
+def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:
+    """What the cache gave if it is legal and fits, whatever its file says."""
+    if cached is None or cached.answer.schedule is None:
+        return None
+    fits = _is_legal(problem.program, cached.answer.schedule, problem.above_budget_bytes)
+    return cached if fits else None
+
+
+def _is_legal(program: Program, schedule: Schedule, above_budget_bytes: int | None = None) -> bool:
+    """Whether a schedule that was made for any program is one of ``program``, within a budget if one is given."""
+    try:
+        return not check(program, schedule, above_budget_bytes)
+    except IndexError:
+        return False
+
+
+def _cheapest(problem: Problem) -> Schedule | None:
+    """The seed of least time that fits, for a planner that was stopped before it had any plan."""
+    timelines = [(simulate(problem.program, schedule), schedule) for schedule in problem.seeds]
+    fitting = [
+        (each.seconds, index)
+        for index, (each, _) in enumerate(timelines)
+        if each.above_bytes <= problem.above_budget_bytes
+    ]
+    return timelines[min(fitting)[1]][1] if fitting else None
+
+
+def _machines_for(smallest: int, machine: Machine) -> str:
+    """Which machines of the catalogue hold ``smallest`` bytes, where the one planned for is too small itself."""
+    if not machine.memory_bytes or smallest <= machine.memory_bytes:
+        return ""
+    large = sorted((each.memory_bytes, name) for name, each in catalogue().items() if each.memory_bytes >= smallest)
+    which = ", ".join(name for _, name in large)
+    holding = f"of the catalogue, {which} would do" if large else "no machine of the catalogue has that much"
+    return f". {machine.name} has {format_bytes(machine.memory_bytes)}, which no plan fits; {holding}"
+
+
+def _budget_error(
+    program: Program,
+    budget: int,
+    *,
+    floor: int,
+    smallest: int,
+    resident: int,
+    unplanned: int,
+    floor_op: int,
+    planner: str,
+    machine: Machine | None,
+) -> BudgetError:
+    pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
+    if budget >= smallest:
+        text = (
+            f"planner {planner!r} found no schedule within the budget of {format_bytes(budget)} ({budget} bytes); "
+            f"another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
+        )
+    else:
+        share = math.ceil(1e4 * smallest / max(unplanned, 1)) / 1e4  # never below what it stands for
+        text = (
+            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small: "
+            f"the smallest for which a plan was found is {format_bytes(smallest)} "
+            f"({smallest} bytes, {format_percent(share)} of the unplanned peak). "
+            f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
+            f"no schedule of any kind stays below {format_bytes(floor)}, which is pinned by {pin}. "
+            f"Ask for {smallest} bytes or {share:.2%} or more (a model that is fitted: ebbflow.unfit first), "
+            "or make the batch smaller" + ("" if machine is None else _machines_for(smallest, machine))
+        )
+    return BudgetError(
+        text,
+        budget_bytes=budget,
+        floor_bytes=floor,
+        smallest_bytes=smallest,
+        resident_bytes=resident,
+        pinned_by=pin,
+    )

@@ -1,0 +1,1 @@
+"""Data records behind reports: found in programs and plans, nothing printed."""

@@ -1,0 +1,1 @@
+"""Renderers to text: each takes a data record and the stream that it writes to."""

@@ -1,0 +1,161 @@
+"""What the doctor found, as text: a block of facts, three tables of bytes, and what would lower the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from ebbflow.report.records.diagnosis import Break, Findings, OpGroup, Place
+from ebbflow.units import format_bytes, format_percent
+
+__all__ = ["write_break", "write_findings"]
+
+_ONLY_IF_FOUND = ("rerun as", "early")
+_PLACES = 3  # of one group of ops; the others are counted
+
+
+def write_findings(found: Findings, stream: TextIO) -> None:
+    """Write ``found`` to ``stream``."""
+    for block in (_facts(found), _largest(found), _peak(found), _floor(found), _advice(found)):
+        print("\n".join(block), file=stream)
+
+
+def write_break(case: str, found: Break, stream: TextIO) -> None:
+    """Write to ``stream`` why ``case`` is not one program."""
+    print(f"doctor for {case}: the step is not one graph, so it cannot be planned", file=stream)
+    for key, text in (("line", found.source), ("break", found.reason), ("to do", found.remedy)):
+        if text:
+            print(_fact(key, text), file=stream)
+
+
+def _fact(key: str, text: str) -> str:
+    return f"  {key:<9}  {text}"
+
+
+def _facts(found: Findings) -> list[str]:
+    peak = found.baseline_peak_bytes
+    backward = found.ops - found.forward_ops
+    lines = [
+        f"doctor for {found.case}: the step is one graph",
+        _fact("step", f"{found.ops} ops ({found.forward_ops} forward, {backward} backward), {found.buffers} buffers"),
+        _fact(
+            "peak",
+            f"{format_bytes(peak)} unplanned: {format_bytes(found.resident_bytes)} resident, "
+            f"{format_bytes(peak - found.resident_bytes)} above",
+        ),
+        _fact("smallest", f"{_with_share(found.smallest_bytes, peak)}: the least budget for which a plan was found"),
+        _fact("floor", f"{_with_share(found.floor_bytes, peak)}: no plan gets below; pinned by {found.floor.at}"),
+    ]
+    if "costs" in found.provenance:
+        lines.append(
+            _fact("costs", f"{found.provenance['costs']} for {found.provenance.get('machine', 'this machine')}")
+        )
+    for key in ("estimate", "mapped", "workspace"):
+        if key in found.provenance:
+            lines.append(_fact(key, found.provenance[key]))
+    for key, groups, text in (
+        ("random", found.random, "{bytes} of generator state, so that reruns draw the same numbers"),
+        ("run once", found.single_run, "{bytes} kept until their last reader, since {note}"),
+        ("opaque", found.opaque, "{bytes} made; each is planned as a whole"),
+        ("mutations", found.mutations, "{bytes} copied into parameters and inputs at the boundary"),
+        ("rerun as", found.rerun_forms, "{note}, which leaves out what goes to parameters and inputs"),
+        ("early", found.reads_mutated, "read an input that the boundary changes, so run before it only"),
+    ):
+        if groups or key not in _ONLY_IF_FOUND:
+            lines += _groups_of_ops(key, groups, text)
+    if found.loss_outside:
+        tangent = format_bytes(found.tangent_bytes)
+        lines.append(_fact("loss", f"outside the model: the backward starts from {tangent}; the loss is not counted"))
+    elif found.tangent_bytes:
+        lines.append(_fact("loss", "inside the model: the backward starts from scalars"))
+    return lines
+
+
+def _with_share(part: int, whole: int) -> str:
+    return f"{format_bytes(part)}, {format_percent(part / whole if whole else 0.0)} of the peak"
+
+
+def _groups_of_ops(key: str, groups: Sequence[OpGroup], text: str) -> list[str]:
+    """A line per group, ``text`` filled in; one line that says so if there is none."""
+    lines: list[str] = []
+    for group in groups:
+        places = ", ".join(group.places[:_PLACES])
+        more = f" and {len(group.places) - _PLACES} more" if len(group.places) > _PLACES else ""
+        what = f"{group.count} x {_short(group.target)}{' ' + places + more if places else ''}"
+        filled = text.format(bytes=format_bytes(group.bytes), note=group.note)
+        lines.append(_fact("" if lines else key, f"{what}: {filled}"))
+    return lines or [_fact(key, "none")]
+
+
+def _short(target: str) -> str:
+    """``aten.mm.default`` as ``mm``; others keep their namespace."""
+    words = target.removesuffix(".default").split(".")
+    return ".".join(words[1:2] if words[0] == "aten" else words)
+
+
+def _what(place: Place) -> str:
+    module = f" in {place.module}" if place.module else ""
+    source = f" at {place.source}" if place.source else ""
+    return f"{_short(place.op)}{module}{source}{', backward' if place.backward else ''}"
+
+
+def _largest(found: Findings) -> list[str]:
+    """Places with the most bytes at one time."""
+    rows = [("at once", "in all", "buffers", "to the end", "life in ops", "what makes them")]
+    rows += [
+        (
+            format_bytes(group.live_bytes),
+            format_bytes(group.bytes),
+            str(group.count),
+            str(group.pinned) if group.pinned else "",
+            f"{group.first_op} to {group.last_op}",
+            _what(group.place),
+        )
+        for group in found.largest
+    ]
+    return [
+        "",
+        f"largest buffers of the unplanned step, like modules and lines together (top {len(found.largest)})",
+        *_table(rows),
+    ]
+
+
+def _peak(found: Findings) -> list[str]:
+    """What is live at the unplanned peak."""
+    total = found.peak.above_bytes
+    rows = [_share_row(group.bytes, total, str(group.count), _what(group.place)) for group in found.peak.groups]
+    if found.peak.rest_bytes:
+        rows.append(_share_row(found.peak.rest_bytes, total, "", "in other places"))
+    if found.peak.other_bytes:
+        rows.append(_share_row(found.peak.other_bytes, total, "", "workspace and user code"))
+    head = ("bytes", "share", "buffers", "what made them")
+    title = f"live at the unplanned peak, {format_bytes(total)} above, at {found.peak.at}"
+    return ["", title, *_table([head, *rows])]
+
+
+def _share_row(part: int, whole: int, count: str, text: str) -> tuple[str, ...]:
+    return (format_bytes(part), format_percent(part / whole if whole else 0.0), count, text)
+
+
+def _floor(found: Findings) -> list[str]:
+    """What the floor is made of."""
+    total = found.floor.above_bytes
+    rows = [
+        (format_bytes(size), format_percent(size / total if total else 0.0), words)
+        for words, size in found.floor.parts.items()
+    ]
+    title = f"the floor, {format_bytes(total)} above, pinned by {found.floor.at}"
+    return ["", title, *_table([("bytes", "share", "why it is there under any plan"), *rows])]
+
+
+def _advice(found: Findings) -> list[str]:
+    lines = [f"  {advice.text}" for advice in found.advice]
+    return ["", "what would lower the floor", *(lines or ["  nothing stands out"])]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Columns set to the right, the last one to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=True)]
+        yield "  " + "  ".join([*cells, row[-1]])

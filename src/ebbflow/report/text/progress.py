@@ -1,0 +1,63 @@
+"""What a long command is doing: one line that changes on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from ebbflow.planners.base import Progress
+from ebbflow.units import format_seconds
+
+__all__ = ["ProgressDisplay"]
+
+PLAIN_SECONDS = 1.0  # between two plain lines of one stage: a log should not scroll
+
+
+class ProgressDisplay:
+    """Shows stages and what a planner tells.
+
+    Args:
+        stream: written to; a terminal gets one changing line, anything else a line per stage and one a second.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        console = Console(file=stream)
+        self._status = Status("", console=console) if console.is_terminal else None
+        self._begin = time.monotonic()
+        self._stage = ""
+        self._last_text: str = ""
+        self._last_seconds = -PLAIN_SECONDS
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def stage(self, text: str) -> None:
+        """Say what is done now."""
+        self(Progress(text))
+
+    def __call__(self, progress: Progress) -> None:
+        """Show what a planner tells."""
+        text = str(progress)
+        elapsed = time.monotonic() - self._begin
+        if self._status is not None:
+            self._status.update(Text(f"{text} ({format_seconds(elapsed)})"))
+            return
+        new_stage = progress.stage != self._stage
+        if not new_stage and (text == self._last_text or elapsed - self._last_seconds < PLAIN_SECONDS):
+            return
+        self._stage, self._last_text, self._last_seconds = progress.stage, text, elapsed
+        print(f"{elapsed:6.1f} s  {text}", file=self._stream, flush=True)

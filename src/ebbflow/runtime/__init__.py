@@ -1,1 +1,0 @@
-"""What runs: planned steps, random replay, fingerprints."""

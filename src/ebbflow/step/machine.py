@@ -1,0 +1,112 @@
+"""A machine: what a device holds, how fast it computes, and its links to slower tiers.
+
+Machines come from the catalogue (``machines.toml``, every number with its source) or are measured on the
+device at hand. A plan made for a catalogue machine is an estimate and says so.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from ebbflow.errors import UsageError
+from ebbflow.names import did_you_mean
+
+__all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "machine_named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A device's link to one slower tier.
+
+    Attributes:
+        tier: ``"host"`` or ``"disk"``.
+        capacity_bytes: what the tier holds.
+        out_bytes_per_second: device to tier.
+        in_bytes_per_second: tier to device.
+        latency_seconds: what every transfer costs besides its bytes.
+    """
+
+    tier: str
+    capacity_bytes: int
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device.
+
+    Attributes:
+        name: catalogue name, or ``"cpu"`` for the machine at hand.
+        device: the torch device type, ``"cpu"`` or ``"cuda"``.
+        memory_bytes: what the device's allocator can hand out; 0 for the machine at hand, which is asked.
+        flops: peak arithmetic per second by dtype name (``"float32"``, ``"bfloat16"``, ...).
+        bytes_per_second: device memory bandwidth.
+        launch_seconds: the least that any op takes.
+        granularity_bytes: the allocator rounds every block up to a multiple of this.
+        links: to slower tiers, by tier.
+        sources: where each number is from.
+        capability: the compute capability of a CUDA device, ``"8.0"``; ``""`` for one of a custom machine that is not
+            told, which then counts as 8.0.
+    """
+
+    name: str
+    device: str
+    memory_bytes: int
+    flops: dict[str, float]
+    bytes_per_second: float
+    launch_seconds: float
+    granularity_bytes: int
+    links: dict[str, Link] = field(default_factory=dict[str, Link])
+    sources: dict[str, str] = field(default_factory=dict[str, str])
+    capability: str = ""
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor number of ``capability``."""
+        major, _, minor = (self.capability or "8.0").partition(".")
+        return int(major), int(minor or 0)
+
+    def round_up(self, count: int) -> int:
+        """``count`` bytes as this device's allocator takes them."""
+        return -(-count // self.granularity_bytes) * self.granularity_bytes
+
+    def flops_for(self, dtype: str) -> float:
+        """Peak arithmetic per second for ``dtype``; float32's where the catalogue has none."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+
+def _machine(name: str, row: dict[str, Any]) -> Machine:
+    links = {link["tier"]: Link(**link) for link in row.get("links", [])}
+    fields = {key: value for key, value in row.items() if key != "links"}
+    return Machine(name=name, links=links, **fields)
+
+
+@cache
+def catalogue() -> dict[str, Machine]:
+    """All machines of the catalogue by name."""
+    text = resources.files("ebbflow.step").joinpath("machines.toml").read_text(encoding="utf-8")
+    return {name: _machine(name, row) for name, row in tomllib.loads(text)["machine"].items()}
+
+
+def is_elsewhere(machine: Machine | None) -> bool:
+    """Whether a plan is for a machine of the catalogue: its costs are estimated, and a model needs shapes only."""
+    return machine is not None and machine.name != "cpu"
+
+
+def machine_named(name: str) -> Machine:
+    """The catalogue's machine ``name``.
+
+    Raises:
+        UsageError: if there is none, listing those there are.
+    """
+    machines = catalogue()
+    if name not in machines:
+        near = did_you_mean(name, machines)
+        raise UsageError(f"machine {name!r} is not in the catalogue; it has: {', '.join(machines)}{near}")
+    return machines[name]

@@ -1,0 +1,274 @@
+"""A plan: a schedule with its timeline, its status, its bound and where it comes from. Immutable; a JSON file.
+
+A plan file holds the program as well, so that it can be read, judged and explained without the model. Reading
+one executes nothing: the schedule is checked for legality and simulated anew, and the recorded peak must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ebbflow.errors import PlanFileError, PlanMismatch
+from ebbflow.files import write_json
+from ebbflow.step.legality import check
+from ebbflow.step.program import Program
+from ebbflow.step.schedule import Boundary, Compute, Schedule
+from ebbflow.step.simulate import Timeline, simulate
+from ebbflow.step.status import Status
+from ebbflow.step.unplanned import unplanned_schedule
+from ebbflow.units import format_bytes, format_percent, format_seconds
+
+__all__ = ["SCHEMA", "Plan", "Status"]
+
+SCHEMA = "ebbflow-plan/2"
+_LARGEST_FILE_BYTES = 2**30  # a 50,000-op plan takes about 30 MiB; anything near this is no plan of ours
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run, what it will take, and how good it is.
+
+    Attributes:
+        program: what is planned.
+        schedule: what to run.
+        status: how planning ended.
+        case: name of what was captured.
+        planner: name of the planner.
+        budget_bytes: bytes of the step's peak that it must stay within.
+        resident_bytes: bytes that are resident at a step's start, optimizer state that is still to come among them.
+        reserve_bytes: bytes kept free inside the budget for what the proof of the first step remembers.
+        floor_bytes: a proven lower bound on any schedule's peak, resident part included.
+        floor_op: index of the op that pins the floor.
+        smallest_bytes: the least budget for which a schedule was found.
+        bound: proven lower bound on the overhead at this budget, or ``None``.
+        bound_class: the class of schedules for which ``bound`` holds.
+        plan_seconds: what planning took, capture and costs not included.
+        provenance: device, threads, torch build, machine, effort, seed and the like.
+    """
+
+    program: Program
+    schedule: Schedule
+    status: Status
+    case: str
+    planner: str
+    budget_bytes: int
+    resident_bytes: int
+    reserve_bytes: int
+    floor_bytes: int
+    floor_op: int
+    smallest_bytes: int
+    bound: float | None
+    bound_class: str
+    plan_seconds: float
+    provenance: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Bytes and seconds of every action."""
+        return simulate(self.program, self.schedule)
+
+    @cached_property
+    def baseline(self) -> Timeline:
+        """The unplanned step's timeline."""
+        return simulate(self.program, unplanned_schedule(self.program))
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Peak of the planned step, resident part included."""
+        return self.resident_bytes + self.timeline.above_bytes
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Peak of the unplanned step, resident part included."""
+        return self.resident_bytes + self.baseline.above_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of the planned step's ops."""
+        return self.timeline.seconds
+
+    @property
+    def baseline_seconds(self) -> float:
+        """Predicted seconds of the unplanned step's ops."""
+        return self.baseline.seconds
+
+    @property
+    def boundary_bytes(self) -> int:
+        """What the forward leaves behind, bytes above the step's start: all that crosses the boundary, and outputs."""
+        after = int(self.timeline.live_bytes[self.schedule.actions.index(Boundary())])
+        return after - self.program.late_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Planned over unplanned seconds, minus one."""
+        return self.step_seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
+
+    @property
+    def gap(self) -> float | None:
+        """Overhead minus bound, within the bound's class; ``None`` without a bound."""
+        return None if self.bound is None else self.overhead - self.bound
+
+    # -- text -----------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """The plan in a stable text form."""
+        share = self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
+        again = sum(int(n) - 1 for n in self.timeline.runs if n > 1)
+        bound = "none" if self.bound is None else f"{format_percent(self.bound)} ({self.bound_class})"
+        gap = "" if self.gap is None else f", gap {format_percent(self.gap)}"
+        pin = self.program.ops[self.floor_op] if 0 <= self.floor_op < len(self.program.ops) else "nothing"
+        return "\n".join(
+            [
+                f"plan for {self.case} by {self.planner}: {self.status.name}",
+                f"  budget     {format_bytes(self.budget_bytes)}",
+                f"  peak       {format_bytes(self.predicted_peak_bytes)} predicted, {format_percent(share)} of the "
+                f"unplanned {format_bytes(self.baseline_peak_bytes)}",
+                f"  resident   {format_bytes(self.resident_bytes)}, reserve {format_bytes(self.reserve_bytes)}",
+                f"  overhead   {format_percent(self.overhead)} predicted ({format_seconds(self.step_seconds)} "
+                f"against {format_seconds(self.baseline_seconds)}), bound {bound}{gap}",
+                f"  reruns     {again} of {len(self.program.ops)} ops",
+                f"  smallest   {format_bytes(self.smallest_bytes)}, floor {format_bytes(self.floor_bytes)} "
+                f"pinned by {pin}",
+            ]
+        )
+
+    def report(self) -> str:
+        """The plan as text, with the buffers that are recomputed most and the op at the peak."""
+        lines = [str(self)]
+        action = self.schedule.actions[self.timeline.peak_action] if self.schedule.actions else None
+        if isinstance(action, Compute):
+            lines.append(f"  peak at    {self.program.ops[action.op]}")
+        ranked = sorted(
+            range(len(self.program.ops)), key=lambda i: -(int(self.timeline.runs[i]) - 1) * self._seconds(i)
+        )
+        for index in ranked[:5]:
+            extra = int(self.timeline.runs[index]) - 1
+            if extra > 0:
+                seconds = format_seconds(extra * self._seconds(index))
+                lines.append(f"  rerun      {extra}x {self.program.ops[index]}: {seconds}")
+        return "\n".join(lines)
+
+    def _seconds(self, op: int) -> float:
+        return self.program.ops[op].seconds
+
+    def explain(self, tensor: str) -> str:
+        """What happens to one buffer: its size, where it is from, when it is made, dropped and made again, and why.
+
+        Args:
+            tensor: the name of a buffer or of its op, its op's module path or source line, or part of one of them.
+
+        Raises:
+            UsageError: if no buffer matches, with what comes close.
+        """
+        from ebbflow.report.text.explain import explain  # text is the renderers'; they stand above this record
+
+        return explain(self.program, self.schedule, self.timeline, tensor)
+
+    # -- files ----------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """The plan's numbers as plain data, keys as the attributes."""
+        return {
+            "case": self.case,
+            "planner": self.planner,
+            "status": self.status.name,
+            "budget_bytes": self.budget_bytes,
+            "resident_bytes": self.resident_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "baseline_peak_bytes": self.baseline_peak_bytes,
+            "floor_bytes": self.floor_bytes,
+            "smallest_bytes": self.smallest_bytes,
+            "step_seconds": self.step_seconds,
+            "baseline_seconds": self.baseline_seconds,
+            "overhead": self.overhead,
+            "bound": self.bound,
+            "bound_class": self.bound_class,
+            "gap": self.gap,
+            "plan_seconds": self.plan_seconds,
+            "ops": len(self.program.ops),
+            "provenance": dict(self.provenance),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole plan as plain data."""
+        return {
+            "schema": SCHEMA,
+            **self.summary(),
+            "floor_op": self.floor_op,
+            "program": self.program.to_json(),
+            "schedule": self.schedule.to_json(),
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan to ``path`` as JSON, atomically.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        path = Path(path)
+        write_json(path, self.to_json())
+        return path
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan that :meth:`save` wrote.
+
+        Raises:
+            PlanFileError: if the file is missing, truncated, damaged, or holds an illegal schedule.
+            PlanMismatch: if it has another schema.
+        """
+        path = Path(path)
+        try:
+            if path.stat().st_size > _LARGEST_FILE_BYTES:
+                raise PlanFileError(f"{path} is larger than any plan; nothing was read")
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanFileError(f"{path} cannot be read ({error.strerror}); give the path of a plan file") from error
+        except (ValueError, RecursionError) as error:
+            raise PlanFileError(f"{path} is not a whole plan file ({error}); make it anew with Plan.save") from error
+        if not _is_object(data) or "schema" not in data:
+            raise PlanFileError(f"{path} is no plan file; make one with Plan.save or `ebbflow plan --out`")
+        if data["schema"] != SCHEMA:
+            raise PlanMismatch(f"{path} has schema {data['schema']!r}, this version reads {SCHEMA!r}; plan anew")
+        return _from_json(data, str(path))
+
+
+def _is_object(data: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(data, dict)
+
+
+def _from_json(data: dict[str, Any], path: str) -> Plan:
+    try:
+        plan = Plan(
+            program=Program.from_json(data["program"]),
+            schedule=Schedule.from_json(data["schedule"]),
+            status=Status[data["status"]],
+            case=str(data["case"]),
+            planner=str(data["planner"]),
+            budget_bytes=int(data["budget_bytes"]),
+            resident_bytes=int(data["resident_bytes"]),
+            reserve_bytes=int(data["reserve_bytes"]),
+            floor_bytes=int(data["floor_bytes"]),
+            floor_op=int(data["floor_op"]),
+            smallest_bytes=int(data["smallest_bytes"]),
+            bound=None if data["bound"] is None else float(data["bound"]),
+            bound_class=str(data["bound_class"]),
+            plan_seconds=float(data["plan_seconds"]),
+            provenance={str(k): str(v) for k, v in data["provenance"].items()},
+        )
+        violations = check(plan.program, plan.schedule)
+        recorded = int(data["predicted_peak_bytes"])
+        predicted = recorded if violations else plan.predicted_peak_bytes
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise PlanFileError(f"{path} is damaged ({type(error).__name__}: {error}); make it anew") from error
+    if violations:
+        raise PlanFileError(f"{path} holds an illegal schedule ({violations[0]}); make it anew")
+    if recorded != predicted:
+        raise PlanFileError(f"{path} says a peak of {recorded} bytes, its schedule takes {predicted}; make it anew")
+    return plan

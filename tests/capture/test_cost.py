@@ -1,0 +1,216 @@
+"""Costs are measured once per call and device, kept on disk, and never trusted when damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+import ebbflow
+from ebbflow.capture.joint import Joint
+from ebbflow.capture.offline import capture
+from ebbflow.cost import attach
+from ebbflow.cost.cache import CostCache, device_context
+from ebbflow.cost.call import Call, TensorSpec
+from ebbflow.cost.profile import Cost, profile_calls
+from ebbflow.errors import CaptureError
+from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+
+ATEN = torch.ops.aten
+
+
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    tensor = torch.empty(shape, dtype=dtype)
+    return TensorSpec(shape, tensor.stride(), dtype, "cpu")
+
+
+def call(target: Any, *args: Any) -> Call:
+    def tensor(s: TensorSpec) -> torch.Tensor:
+        return torch.empty_strided(s.shape, s.stride, dtype=s.dtype)
+
+    with FakeTensorMode():
+        made = target(*pytree.tree_map_only(TensorSpec, tensor, args))
+    made = made if isinstance(made, tuple) else (made,)
+    outputs = tuple(TensorSpec(tuple(t.shape), t.stride(), t.dtype, "cpu") for t in made)
+    return Call(target, args, {}, outputs, f"{target}({args})")
+
+
+def cost_of(target: Any, *args: Any) -> Cost:
+    (cost,) = profile_calls([call(target, *args)], "cpu").values()
+    return cost
+
+
+def test_plain_ops_take_no_workspace() -> None:
+    assert cost_of(ATEN.add.Tensor, spec(64, 64), spec(64, 64)).workspace_bytes == 0
+    assert cost_of(ATEN.mm.default, spec(64, 32), spec(32, 16)).workspace_bytes == 0
+
+
+def test_dropout_takes_workspace() -> None:
+    assert cost_of(ATEN.native_dropout.default, spec(64, 64), 0.1, True).workspace_bytes > 0
+
+
+def test_synthetic_inputs_keep_their_strides_and_types() -> None:
+    strided = TensorSpec((4, 8), (1, 4), torch.float32, "cpu")
+    expanded = TensorSpec((4, 8), (0, 1), torch.float32, "cpu")
+    assert cost_of(ATEN.add.Tensor, strided, expanded).seconds > 0
+    assert cost_of(ATEN.embedding.default, spec(10, 4), spec(3, dtype=torch.int64)).seconds > 0
+    assert cost_of(ATEN.where.self, spec(4, dtype=torch.bool), spec(4), spec(4)).seconds > 0
+    assert cost_of(ATEN.cat.default, [spec(4, 2), spec(4, 3)], 1).seconds > 0
+
+
+def test_measuring_leaves_the_generator() -> None:
+    state = torch.get_rng_state()
+    cost_of(ATEN.native_dropout.default, spec(8, 8), 0.5, True)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_equal_calls_are_measured_once() -> None:
+    one = call(ATEN.add.Tensor, spec(3), spec(3))
+    assert len(profile_calls([one, replace(one), one], "cpu")) == 1
+
+
+# -- the file -------------------------------------------------------------------------------------------------
+
+COSTS = {"a": Cost(0.5, 7), "b": Cost(0.25, 0)}
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CostCache:
+    return CostCache({"device": "cpu", "torch": "x"}, tmp_path)
+
+
+def test_costs_come_back(cache: CostCache) -> None:
+    assert cache.load() == {}
+    cache.add(COSTS)
+    assert cache.load() == COSTS
+    cache.add({"c": Cost(1.0, 1)})
+    assert cache.load() == {**COSTS, "c": Cost(1.0, 1)}
+
+
+def test_nothing_but_the_file_and_its_lock_is_left(cache: CostCache) -> None:
+    cache.add(COSTS)
+    assert {p.suffix for p in cache.path.parent.iterdir()} <= {".json", ".lock"}
+
+
+def test_a_write_that_dies_leaves_the_old_file(cache: CostCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.add(COSTS)
+
+    def dies(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("ebbflow.files.os.replace", dies)
+    cache.add({"c": Cost(1.0, 1)})
+    assert cache.load() == COSTS
+
+
+def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    cache = CostCache({"device": "cpu"}, tmp_path / "file" / "below")
+    cache.add(COSTS)
+    assert cache.load() == {}
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_contexts_do_not_share_a_file(tmp_path: Path) -> None:
+    one, two = (CostCache({"device": "cpu", "threads": t}, tmp_path) for t in "12")
+    one.add(COSTS)
+    assert one.path != two.path
+    assert two.load() == {}
+
+
+def test_a_foreign_context_is_not_trusted(cache: CostCache) -> None:
+    cache.add(COSTS)
+    data = json.loads(cache.path.read_text())
+    data["context"]["torch"] = "another"
+    cache.path.write_text(json.dumps(data))
+    assert cache.load() == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"schema": "ebbflow-costs/1"}',
+        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": []}',
+        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": 3}}',
+        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1]}}',
+        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1, 1e999]}}',
+        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [NaN, 1]}}',
+        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [-1.0, 1]}}',
+        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1.0, -1]}}',
+        "[" * 100_000,
+        '{"schema": "ebbflow-costs/0", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1.0, 1]}}',
+    ],
+)
+def test_a_damaged_file_is_ignored_and_replaced(cache: CostCache, text: str) -> None:
+    cache.path.write_text(text)
+    assert cache.load() == {}
+    cache.add(COSTS)
+    assert cache.load() == COSTS
+
+
+def test_bytes_that_are_no_text_are_ignored(cache: CostCache) -> None:
+    cache.path.write_bytes(b"\xff\xfe\x00")
+    assert cache.load() == {}
+
+
+# -- a program ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def joint() -> Joint:
+    case = mlp_chain(8, layers=2, width=8)
+    return capture(case.model, case.args, {}, name="x", granularity_bytes=1, context={"device": "cpu"})
+
+
+def test_the_second_capture_measures_nothing(
+    joint: Joint, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "_KNOWN", {})
+    program = attach.with_measured_costs(joint.program, joint.calls, "cpu")
+    assert all(op.seconds > 0 for op in program.ops)
+
+    def never(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(attach, "profile_calls", never)
+    assert attach.with_measured_costs(joint.program, joint.calls, "cpu") == program
+    monkeypatch.setattr(attach, "_KNOWN", {})  # another process, which finds the file
+    assert attach.with_measured_costs(joint.program, joint.calls, "cpu") == program
+
+
+def test_a_profiler_at_the_first_call_is_named(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "_KNOWN", {})
+    case = mlp_chain(8, layers=2, width=8)
+    model = ebbflow.fit(case.model, "1MiB")
+    with torch.profiler.profile(), pytest.raises(CaptureError, match="profiler"):
+        model(*case.args)
+    model(*case.args).backward()
+
+
+def test_costs_depend_on_the_thread_count() -> None:
+    one = device_context("cpu")
+    torch.set_num_threads(2)
+    assert device_context("cpu") != one
+
+
+def test_a_catalogue_machine_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(attach, "profile_calls", never)
+    case = gpt(1, GPTConfig(vocabulary=16, length=8, layers=1, width=8, heads=2))
+    # cuBLAS and the proof of the first step hold 22 MiB on a card, whatever the model.
+    plan = ebbflow.plan(case.model, case.args, budget="24MiB", machine="a100-80gb")
+    assert plan.provenance["costs"] == "roofline"
+    assert plan.step_seconds > 0

@@ -1,0 +1,266 @@
+"""The command line: what it prints where, its exit codes, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import ebbflow
+from ebbflow.cli import app
+from ebbflow.cli.interruption import KeepBest
+from ebbflow.cli.max_batch import _limit
+from ebbflow.errors import UsageError
+from ebbflow.planners import Progress
+from ebbflow.report.text.progress import ProgressDisplay
+from ebbflow.step.plan import Plan
+
+# Six ops in a chain and back: small enough that planning takes no time.
+CHAIN = {
+    "graph": {"name": "chain"},
+    "nodes": [{"id": i, "cost_cpu": 1.0 + i, "cost_ram": 100.0, "backward": i > 5} for i in range(12)],
+    "links": [{"source": i, "target": i + 1} for i in range(11)]
+    + [{"source": i, "target": 11 - i} for i in range(6) if i + 1 < 11 - i],
+}
+CASES = """
+    import torch
+    import ebbflow
+    from helper import WIDTH
+    from ebbflow.zoo import mlp_chain
+
+    def chain(batch: int = 16) -> ebbflow.Case:
+        return mlp_chain(batch, layers=8, width=WIDTH)
+
+    def needs_size(batch: int) -> ebbflow.Case:
+        return chain(batch)
+
+    def nothing(batch: int = 1) -> None:
+        return None
+
+    def fails(batch: int = 1) -> ebbflow.Case:
+        raise ZeroDivisionError("the user's own")
+"""
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def last_json(result: Result) -> dict[str, object]:
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    path = tmp_path / "chain.json"
+    path.write_text(json.dumps(CHAIN))
+    return path
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Path:
+    (tmp_path / "helper.py").write_text("WIDTH = 64\n")
+    path = tmp_path / "cases.py"
+    path.write_text(textwrap.dedent(CASES))
+    return path
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"ebbflow {ebbflow.__version__}\n"
+
+
+def test_a_graph_is_planned_and_saved(graph: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    result = run("plan", graph, "--budget", "80%", "--json", "--out", out)
+    data = last_json(result)
+    loaded = Plan.load(out)
+    assert data == json.loads(json.dumps(loaded.summary()))
+    assert data["case"] == "chain"
+    assert loaded.predicted_peak_bytes <= loaded.budget_bytes == 0.8 * loaded.baseline_peak_bytes
+    assert len(result.stdout.splitlines()) == 1, "progress belongs on standard error"
+    assert "planning" in result.stderr
+
+
+def test_a_plan_as_text_says_what_its_status_means(graph: Path) -> None:
+    result = run("plan", graph, "--budget", "100%")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("plan for chain by auto: OPTIMAL\n")
+    assert ebbflow.Status.OPTIMAL.value in result.stdout
+
+
+def test_a_zoo_model_for_a_catalogue_machine() -> None:
+    data = last_json(run("plan", "zoo:mlp_chain", "--budget", "70%", "--size", 8192, "--machine", "t4-16gb", "--json"))
+    assert data["case"] == "mlp_chain-64L-d64-b8192"
+    provenance = data["provenance"]
+    assert isinstance(provenance, dict)
+    assert provenance["machine"] == "t4-16gb"
+    assert provenance["costs"] == "roofline"
+
+
+def test_a_function_of_a_file_that_imports_its_neighbour(cases: Path) -> None:
+    data = last_json(run("plan", f"{cases}:chain", "--budget", "90%", "--size", 256, "--json"))
+    assert data["case"] == "mlp_chain-8L-d64-b256"
+    provenance = data["provenance"]
+    assert isinstance(provenance, dict)
+    assert provenance["costs"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["GRAPH", "--budget", "lots"], ["'lots'", "12GiB"]),
+        (["GRAPH", "--budget", "80%", "--planner", "nobody"], ["'nobody'", "greedy"]),
+        (["GRAPH", "--budget", "1%"], ["too small", "smallest for which a plan was found"]),
+        (["GRAPH", "--budget", "80%", "--machine", "t4-16gb"], ["--machine", "graph file"]),
+        (["GRAPH", "--budget", "80%", "--out", "no/such/folder/plan.json"], ["no folder"]),
+        (["GRAPH", "--budget", "80%", "--out", "."], ["is a folder"]),
+        (["zoo:mlp_chain", "--budget", "80%", "--machine", "abacus"], ["'abacus'", "a100-80gb"]),
+        (["zoo:nobody", "--budget", "80%"], ["'nobody'", "mlp_chain"]),
+        (["zoo:mlp_chain", "--budget", "80%", "--size", "0"], ["--size 0"]),
+        (["nothing", "--budget", "80%"], ["zoo:NAME", "FILE.py:function"]),
+        (["missing.py:case", "--budget", "80%"], ["no file missing.py"]),
+        (["missing.json", "--budget", "80%"], ["cannot be read"]),
+        (["CASES:nobody", "--budget", "80%"], ["'nobody'", "chain, fails, needs_size"]),
+        (["CASES:nothing", "--budget", "80%"], ["NoneType", "ebbflow.Case"]),
+        (["CASES:needs_size", "--budget", "80%"], ["--size N"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    arguments: list[str], words: list[str], graph: Path, cases: Path
+) -> None:
+    result = run("plan", *(a.replace("GRAPH", str(graph)).replace("CASES", str(cases)) for a in arguments))
+    assert result.exit_code == 2
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("ebbflow: ")
+    for word in words:
+        assert word in message
+    assert not result.stdout
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"nodes": []}', '{"schema": "ebbflow-plan/2"}'])
+def test_a_damaged_graph_file_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(text)
+    result = run("plan", path, "--budget", "80%")
+    assert result.exit_code == 2
+    assert "ebbflow: " in result.stderr
+
+
+def test_an_error_in_the_users_function_is_theirs(cases: Path) -> None:
+    result = run("plan", f"{cases}:fails", "--budget", "80%")
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_demo_refuses_too_few_steps_and_a_bad_budget() -> None:
+    assert "--steps 2" in run("demo", "--steps", 2).stderr
+    result = run("demo", "--budget", "half")
+    assert result.exit_code == 2
+    assert "'half'" in result.stderr
+
+
+# -- Ctrl-C -------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_keeps_the_best_and_a_second_one_aborts() -> None:
+    told: list[Progress] = []
+    with KeepBest(told.append) as keeper:
+        keeper.tell(Progress("search", best_overhead=0.5))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert keeper.interrupt.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert told == [Progress("search", best_overhead=0.5)]
+
+
+def test_ctrl_c_aborts_while_there_is_nothing_to_keep() -> None:
+    with KeepBest(lambda _: None) as keeper:
+        keeper.tell(Progress("search"))
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert not keeper.interrupt.interrupted
+
+
+def test_the_time_limit_counts_from_the_planner_on() -> None:
+    keeper = KeepBest(lambda _: None, time_limit_seconds=0.0)
+    assert not keeper.interrupt
+    keeper.tell(Progress("search"))
+    assert keeper.interrupt.expired
+
+
+def test_a_plan_interrupted_by_ctrl_c_is_printed(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C as soon as the planner has found something: it has to stop, and what it found has to come out."""
+
+    class Impatient(KeepBest):
+        def tell(self, progress: Progress) -> None:
+            super().tell(progress)
+            if progress.best_overhead is not None and not self.interrupt.interrupted:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(sys.modules["ebbflow.cli.plan"], "KeepBest", Impatient)
+    data = last_json(run("plan", graph, "--budget", "80%", "--planner", "greedy", "--json"))
+    assert data["status"] == "TIME_LIMIT"
+
+
+# -- progress -----------------------------------------------------------------------------------------------
+
+
+def test_progress_in_words() -> None:
+    assert str(Progress("greedy")) == "greedy"
+    known = str(Progress("local search", best_overhead=0.25, bound=0.1))
+    assert known == "local search: best overhead 25.00 %, bound 10.00 %, gap 15.00 %"
+
+
+def test_plain_progress_is_one_line_per_stage() -> None:
+    stream = StringIO()
+    with ProgressDisplay(stream) as display:
+        display.stage("capturing")
+        for overhead in (0.3, 0.2, 0.1):
+            display(Progress("greedy", overhead))
+    assert [line.split("s  ")[1] for line in stream.getvalue().splitlines()] == [
+        "capturing",
+        "greedy: best overhead 30.00 %",
+    ]
+
+
+def test_progress_on_a_terminal_changes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressDisplay(terminal) as display:
+        display.stage("capturing")
+        display(Progress("greedy", 0.3))
+        time.sleep(0.3)  # rich redraws 12.5 times a second
+    assert "greedy: best overhead 30.00 %" in terminal.getvalue()
+    assert "\x1b[" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("overhead", "words"), [("20", "write 20% if that is meant"), ("lots", "accepted: one-forward")]
+)
+def test_a_limit_of_overhead_that_is_none_is_refused(overhead: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        _limit(overhead)
+
+
+def test_limits_of_overhead() -> None:
+    assert [_limit(each) for each in (None, "one-forward", "20%", "0.2", "150%")] == [
+        None,
+        "one-forward",
+        0.2,
+        0.2,
+        1.5,
+    ]

@@ -1,0 +1,431 @@
+"""The doctor: what it finds in programs, that its bytes add up, what it says, and what it advises."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from typer.testing import CliRunner, Result
+
+import ebbflow
+from ebbflow.cli import app
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.bounds.floor_parts import floor_parts
+from ebbflow.report.records.advice import Advice
+from ebbflow.report.records.diagnosis import Break, Findings, break_of, find, place_of
+from ebbflow.report.text.doctor import write_findings
+from ebbflow.step.occupancy import moment_at
+from ebbflow.step.plan import Plan, Status
+from ebbflow.step.program import Buffer, Op, Program
+from ebbflow.step.simulate import simulate
+from ebbflow.step.unplanned import unplanned_schedule
+from random_schedule import random_schedule
+from strategies import programs
+
+# One of everything: x = up(); y, m = norm(x); z = drop(y); w = mine(z); loss | tangent; and back to two gradients.
+PROGRAM = Program(
+    name="tiny",
+    ops=(
+        Op("up", "aten.mm.default", (), (0,), seconds=2.0, source="net.py:7", module="blocks.0.up"),
+        Op(
+            "norm",
+            "aten.norm.default",
+            (0,),
+            (1, 2),
+            seconds=1.0,
+            repeat="aten.norm.again",
+            once=1,
+            source="net.py:8",
+            module="blocks.0.norm",
+        ),
+        Op("drop", "aten.drop.default", (1,), (3,), seconds=1.0, state_bytes=16, source="net.py:9", module="drop"),
+        Op("up_1", "aten.mm.default", (3,), (4,), seconds=2.0, source="net.py:7", module="blocks.1.up"),
+        Op("mine", "mine.fused.default", (4,), (5,), seconds=1.0, source="net.py:10"),
+        Op("count", "aten.add.Tensor", (), (6,), seconds=1.0, reads_mutated=True, source="net.py:8"),
+        Op("loss", "aten.mean.default", (5,), (7,), seconds=1.0, source="net.py:11"),
+        Op("scatter", "aten.scatter_add.default", (5, 8), (9,), seconds=1.0, rerunnable=False, source="net.py:10"),
+        Op("mm", "aten.mm.default", (3, 9), (10,), seconds=2.0, workspace_bytes=30, source="net.py:7"),
+        Op("flow", "aten.mm.default", (9,), (11,), seconds=2.0, source="net.py:7"),
+        Op("mm_1", "aten.mm.default", (0, 11), (12,), seconds=2.0, source="net.py:7"),
+    ),
+    buffers=(
+        Buffer("up", 1000, 0),
+        Buffer("norm[0]", 1000, 1),
+        Buffer("norm[1]", 10, 1),
+        Buffer("drop", 1000, 2),
+        Buffer("up_1", 500, 3),
+        Buffer("mine", 500, 4),
+        Buffer("count", 8, 5),
+        Buffer("loss", 4, 6),
+        Buffer("tangent", 4, None),
+        Buffer("scatter", 500, 7),
+        Buffer("mm", 200, 8),
+        Buffer("flow", 1000, 9),
+        Buffer("mm_1", 200, 10),
+    ),
+    boundary=7,
+    forward_outputs=(7,),
+    gradients=(10, 12),
+    mutations=(2, 6),
+)
+GOLDEN = """\
+doctor for tiny: the step is one graph
+  step       11 ops (7 forward, 4 backward), 13 buffers
+  peak       3.04 KiB unplanned: 100 B resident, 2.94 KiB above
+  smallest   2.45 KiB, 80.64 % of the peak: the least budget for which a plan was found
+  floor      2.45 KiB, 80.64 % of the peak: no plan gets below; pinned by mm_1 (aten.mm.default) at net.py:7
+  random     1 x drop in drop at net.py:9: 16 B of generator state, so that reruns draw the same numbers
+  run once   1 x scatter_add at net.py:10: 500 B kept until their last reader, since it sums with atomics, so that the last bits may differ; torch.use_deterministic_algorithms(True) makes it repeatable
+  opaque     1 x mine.fused at net.py:10: 500 B made; each is planned as a whole
+  mutations  1 x norm in blocks.*.norm at net.py:8: 10 B copied into parameters and inputs at the boundary
+             1 x add at net.py:8: 8 B copied into parameters and inputs at the boundary
+  rerun as   1 x norm in blocks.*.norm at net.py:8: aten.norm.again, which leaves out what goes to parameters and inputs
+  early      1 x add at net.py:8: read an input that the boundary changes, so run before it only
+  loss       inside the model: the backward starts from scalars
+
+largest buffers of the unplanned step, like modules and lines together (top 4)
+   at once    in all  buffers  to the end  life in ops  what makes them
+  1.46 KiB  1.46 KiB        2                  0 to 10  mm in blocks.*.up at net.py:7
+  1.37 KiB  1.37 KiB        3           2      8 to 11  mm at net.py:7, backward
+    1010 B    1010 B        2                   1 to 6  norm in blocks.*.norm at net.py:8
+    1000 B    1000 B        1                   2 to 8  drop in drop at net.py:9
+
+live at the unplanned peak, 2.94 KiB above, at drop (aten.drop.default) at net.py:9 in drop
+   bytes    share  buffers  what made them
+  1010 B  33.55 %        2  norm in blocks.*.norm at net.py:8
+  1000 B  33.22 %        1  drop in drop at net.py:9
+  1000 B  33.22 %        1  mm in blocks.*.up at net.py:7
+
+the floor, 2.35 KiB above, pinned by mm_1 (aten.mm.default) at net.py:7
+     bytes    share  why it is there under any plan
+       4 B   0.17 %  forward outputs made before it
+     200 B   8.31 %  gradients made before it
+       4 B   0.17 %  gradients of the forward's outputs (tangents)
+  1.95 KiB  83.06 %  what it reads besides
+     200 B   8.31 %  what it makes
+
+what would lower the floor
+  1.95 KiB are what one op reads and makes, 1000 B of it from up (aten.mm.default) at net.py:7: make the batch, the sequences or the images smaller, or split that line
+"""  # noqa: E501
+
+
+def a_plan(program: Program = PROGRAM, resident_bytes: int = 100) -> Plan:
+    """The unplanned step as a plan; its floor is taken for workable."""
+    floor, floor_op = floor_bytes(program)
+    return Plan(
+        program=program,
+        schedule=unplanned_schedule(program),
+        status=Status.OPTIMAL,
+        case=program.name,
+        planner="keep_all",
+        budget_bytes=2**40,
+        resident_bytes=resident_bytes,
+        reserve_bytes=0,
+        floor_bytes=resident_bytes + floor,
+        floor_op=floor_op,
+        smallest_bytes=resident_bytes + floor,
+        bound=None,
+        bound_class="",
+        plan_seconds=0.0,
+    )
+
+
+def text_of(found: Findings) -> str:
+    stream = StringIO()
+    write_findings(found, stream)
+    return stream.getvalue()
+
+
+# -- bytes add up ---------------------------------------------------------------------------------------------
+
+
+@given(programs())
+def test_the_parts_of_the_floor_add_up_to_it(program: Program) -> None:
+    floor = floor_parts(program)
+    assert (floor.bytes, floor.op) == floor_bytes(program)
+    assert sum(each.bytes for each in floor.parts) == floor.bytes
+    named = [b for each in floor.parts for b in each.buffers]
+    assert len(named) == len(set(named)), "no buffer is counted twice"
+    for each in floor.parts:
+        if each.buffers:
+            assert each.bytes == sum(program.buffers[b].bytes for b in each.buffers)
+
+
+@given(programs(), st.integers(0, 99))
+def test_a_moment_holds_what_the_simulator_counts(program: Program, seed: int) -> None:
+    for schedule in (unplanned_schedule(program), random_schedule(program, seed, drop=0.3)):
+        peaks = simulate(program, schedule).peak_bytes
+        assert [moment_at(program, schedule, index).bytes(program) for index in range(len(peaks))] == peaks.tolist()
+
+
+@given(programs())
+def test_the_findings_of_any_program_add_up(program: Program) -> None:
+    found = find(a_plan(program), top=3)
+    peak = found.peak
+    assert peak.above_bytes == found.baseline_peak_bytes - found.resident_bytes
+    assert peak.above_bytes == sum(group.bytes for group in peak.groups) + peak.rest_bytes + peak.other_bytes
+    assert found.floor.above_bytes == sum(found.floor.parts.values())
+    assert text_of(found)
+    json.dumps(found.to_json())
+
+
+# -- what is found and said -----------------------------------------------------------------------------------
+
+
+def test_what_is_found_is_told() -> None:
+    assert text_of(find(a_plan(), top=4)) == GOLDEN
+
+
+def test_like_modules_and_lines_are_one_place() -> None:
+    [group, *_] = find(a_plan()).largest
+    assert (group.place.op, group.place.module, group.place.source) == ("aten.mm.default", "blocks.*.up", "net.py:7")
+    assert (group.live_bytes, group.bytes, group.count, group.pinned) == (1500, 1500, 2, 0)
+    assert (group.first_op, group.last_op) == (0, 10)
+
+
+@given(programs())
+def test_a_place_has_its_most_at_one_time_when_the_unplanned_step_does(program: Program) -> None:
+    schedule = unplanned_schedule(program)
+    found = find(a_plan(program), top=1000)
+    moments = [moment_at(program, schedule, index).buffers for index in range(len(schedule.actions))]
+    for group in found.largest:
+        own = {b for b in range(len(program.buffers)) if place_of(program, b) == group.place}
+        live = [sum(program.buffers[b].bytes for b in own.intersection(moment)) for moment in moments]
+        assert group.live_bytes == max(live)
+
+
+def test_ops_that_may_not_run_again_say_why() -> None:
+    def why(target: str) -> str:
+        op = Op("once", target, (), (0,), rerunnable=False)
+        program = Program("one", (op,), (Buffer("b", 8, 0),), 1, forward_outputs=(0,))
+        return find(a_plan(program)).single_run[0].note
+
+    assert "collective" in why("_c10d_functional.all_reduce.default")
+    assert "use_deterministic_algorithms" in why("aten.index_put.default")
+    assert "effect" in why("mine.logs.default")
+    assert "effect" in why("aten.fill_.Scalar")
+
+
+# -- advice ---------------------------------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    """A head over many classes: its scores are far larger than anything else."""
+
+    def __init__(self, outside: bool = False, returns_scores: bool = False) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 2000)
+        self.outside, self.returns_scores = outside, returns_scores
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:
+        scores = self.head(self.body(x).relu())
+        if self.outside:
+            return scores
+        loss = F.cross_entropy(scores, labels)
+        return (loss, scores) if self.returns_scores else loss
+
+
+class Deep(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.mean()
+
+
+def advice_for(model: nn.Module, *args: torch.Tensor) -> dict[str, Advice]:
+    plan = ebbflow.plan(model, args, budget=2**40, planner="keep_all", machine="t4-16gb")
+    return {advice.rule: advice for advice in find(plan).advice}
+
+
+SCORES = (torch.zeros(512, 16), torch.zeros(512, dtype=torch.int64))
+
+
+def test_scores_that_pin_the_floor_are_to_be_chunked() -> None:
+    advice = advice_for(Scores(), *SCORES)
+    assert advice["loss_in_chunks"].bytes == 3 * 512 * 2000 * 4  # log-softmax, its gradient, the scores' gradient
+    assert "cross entropy" in advice["loss_in_chunks"].text
+    assert "activation" not in advice
+    assert "gradients" not in advice
+
+
+def test_gradients_that_pin_the_floor_leave_room_for_a_larger_batch() -> None:
+    advice = advice_for(Deep(256), torch.zeros(2, 256))
+    assert advice["gradients"].bytes == 4 * (256 * 256 + 256) * 4
+    assert "activation" not in advice
+
+
+def test_one_large_activation_is_named() -> None:
+    advice = advice_for(Deep(16), torch.zeros(4096, 16))
+    assert advice["activation"].bytes >= 2 * 4096 * 16 * 4
+    assert "test_doctor.py" in advice["activation"].text
+    assert "gradients" not in advice
+
+
+def test_a_loss_outside_the_model_belongs_inside() -> None:
+    advice = advice_for(Scores(outside=True), *SCORES)
+    assert advice["loss_outside"].bytes == 512 * 2000 * 4
+    assert "outputs" not in advice
+
+
+def test_scores_that_are_returned_are_held() -> None:
+    advice = advice_for(Scores(returns_scores=True), *SCORES)
+    assert advice["outputs"].bytes == 512 * 2000 * 4 + 512
+    assert "loss_outside" not in advice
+
+
+def test_workspace_and_single_run_results_are_named() -> None:
+    ops = (
+        Op("once", "mine.once.default", (), (0,), rerunnable=False),
+        Op("conv", "aten.convolution.default", (), (1,), workspace_bytes=1000),
+        Op("sum", "aten.sum.default", (0, 1), (2,)),
+    )
+    sizes = [Buffer("once", 300, 0), Buffer("conv", 100, 1), Buffer("sum", 8, 2)]
+    found = find(a_plan(Program("hand", ops, tuple(sizes), 3, forward_outputs=(2,))))
+    assert [(advice.rule, advice.bytes) for advice in found.advice] == [("workspace", 1000), ("single_run", 300)]
+
+
+def test_a_resident_part_above_the_floor_is_said() -> None:
+    assert [advice.rule for advice in find(a_plan(resident_bytes=10**6)).advice] == ["resident", "activation"]
+    assert [advice.rule for advice in find(a_plan(resident_bytes=10)).advice] == ["activation"]
+
+
+def test_where_nothing_dominates_there_is_nothing_to_advise() -> None:
+    op = Op("a", "aten.a.default", (), (0,))
+    found = find(a_plan(Program("empty", (op,), (Buffer("a", 0, 0),), 1), resident_bytes=0))
+    assert found.advice == ()
+    assert text_of(found).endswith("what would lower the floor\n  nothing stands out\n")
+
+
+# -- breaks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            'the step cannot be captured as one graph at File "/a/b/net.py", line 8, in forward: print(x). No; never. '
+            "Ebbflow plans whole steps only: take it out",
+            Break('File "/a/b/net.py", line 8, in forward: print(x). No; never.', "net.py:8", "take it out"),
+        ),
+        ("op index at net.py:9 returns data; mask", Break("op index at net.py:9 returns data", "net.py:9", "mask")),
+        ("nothing in it takes a gradient", Break("nothing in it takes a gradient", "", "")),
+    ],
+)
+def test_a_capture_error_is_taken_apart(message: str, expected: Break) -> None:
+    assert break_of(message) == expected
+
+
+# -- the command ----------------------------------------------------------------------------------------------
+
+CASES = """
+    import torch
+    import ebbflow
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self, broken):
+            super().__init__()
+            self.broken = broken
+            self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x):
+            x = nn.functional.dropout(self.norm(self.layer(x)), 0.5)
+            if self.broken and x.sum() > 0:
+                return x.mean()
+            return x.square().mean()
+
+    def good(batch: int = 4):
+        return ebbflow.Case(Model(False), (torch.randn(batch, 8),))
+
+    def broken(batch: int = 4):
+        return ebbflow.Case(Model(True), (torch.randn(batch, 8),))
+"""
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["doctor", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> Path:
+    path = tmp_path / "doctor_cases.py"
+    path.write_text(textwrap.dedent(CASES))
+    return path
+
+
+def test_a_zoo_model_for_a_machine_as_json() -> None:
+    result = run("zoo:mlp_chain", "--size", 64, "--machine", "a100-80gb", "--top", 3, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 1, "progress belongs on standard error"
+    data = json.loads(result.stdout)
+    assert set(data) == {field.name for field in dataclasses.fields(Findings)} | {"captured", "breaks"}
+    assert data["captured"] is True
+    assert data["breaks"] == []
+    assert len(data["largest"]) == 3
+    assert data["provenance"]["machine"] == "a100-80gb"
+    assert {group["place"]["source"].partition(":")[0] for group in data["largest"]} == {"mlp_chain.py"}
+
+
+def test_dropout_and_batch_norm_are_found(cases: Path) -> None:
+    result = run(f"{cases}:good", "--size", 16)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "doctor for good: the step is one graph"
+    for words in (
+        "  costs      measured for cpu",
+        "  random     1 x bernoulli at doctor_cases.py:13: ",
+        "  opaque     none",
+        "  mutations  1 x add in norm at doctor_cases.py:13: ",
+        "  rerun as   1 x _native_batch_norm_legit_functional in norm at doctor_cases.py:13: ",
+        "  loss       inside the model",
+    ):
+        assert any(line.startswith(words) for line in lines), words
+
+
+def test_a_graph_break_is_a_finding_and_exit_code_2(cases: Path) -> None:
+    result = run(f"{cases}:broken")
+    assert result.exit_code == 2
+    assert "  line       doctor_cases.py:14\n" in result.stdout
+    assert "  to do      " in result.stdout
+    result = run(f"{cases}:broken", "--json")
+    assert result.exit_code == 2
+    data = json.loads(result.stdout)
+    assert set(data) == {"case", "captured", "breaks"}
+    assert data["captured"] is False
+    [found] = data["breaks"]
+    assert found["source"] == "doctor_cases.py:14"
+    assert "x.sum() > 0" in found["reason"]
+    assert found["remedy"]
+
+
+def test_a_graph_file_gives_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "chain.json"
+    nodes = [{"id": i, "cost_cpu": 1.0, "cost_ram": 100.0 * i, "backward": i > 2} for i in range(6)]
+    path.write_text(json.dumps({"nodes": nodes, "links": [{"source": i, "target": i + 1} for i in range(5)]}))
+    result = run(path)
+    assert result.exit_code == 0, result.stderr
+    assert "  opaque     none" in result.stdout
+    [row] = [line for line in result.stdout.splitlines() if "5 to 6" in line]
+    assert row.split() == ["500", "B", "500", "B", "1", "1", "5", "to", "6", "5,", "backward"]
+    assert "  nothing stands out" in result.stdout
+
+
+def test_bad_input_is_one_message_and_exit_code_2() -> None:
+    for arguments in (["zoo:nobody"], ["zoo:gpt", "--machine", "abacus"], ["missing.json"]):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr.splitlines()[-1].startswith("ebbflow: ")
+        assert not result.stdout

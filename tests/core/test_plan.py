@@ -1,0 +1,318 @@
+"""A plan is plain data: it survives its file bit for bit, and no file makes Ebbflow do anything but refuse it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ebbflow.errors import EbbflowError, PlanFileError, PlanMismatch, UsageError
+from ebbflow.step import legality
+from ebbflow.step.occupancy import moment_at
+from ebbflow.step.plan import Plan, Status
+from ebbflow.step.program import Buffer, Op, Program
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.simulate import simulate
+from ebbflow.step.unplanned import unplanned_schedule
+from random_schedule import random_schedule
+from strategies import chain, programs
+
+PROGRAM = Program(
+    name="tiny",
+    ops=(
+        Op("a", "aten.mm", (), (0,), views=("input0",), workspace_bytes=8, seconds=1.0, source="m.py:1", module="one"),
+        Op("d", "aten.drop", (0,), (1, 2), seconds=1.0, state_bytes=16),
+        Op("b", "aten.gelu", (1,), (3,), seconds=2.0),
+        Op("l", "aten.mean", (3,), (4,), seconds=1.0),
+        Op("lb", "aten.mean_backward", (3, 5), (6,), seconds=1.0),
+        Op("bb", "aten.gelu_backward", (1, 2, 6), (7,), seconds=2.0),
+        Op("ab", "aten.mm", (0, 7), (8,), seconds=1.0),
+    ),
+    buffers=(
+        Buffer("a", 100, 0),
+        Buffer("d0", 100, 1),
+        Buffer("d1", 50, 1),
+        Buffer("b", 100, 2),
+        Buffer("l", 4, 3),
+        Buffer("t", 4, None),
+        Buffer("lb", 100, 4),
+        Buffer("bb", 100, 5),
+        Buffer("ab", 40, 6),
+    ),
+    boundary=4,
+    forward_outputs=(4,),
+    gradients=(8,),
+    resident_bytes=64,
+    context={"device": "cpu"},
+)
+
+
+def a_plan(schedule: Schedule | None = None) -> Plan:
+    return Plan(
+        program=PROGRAM,
+        schedule=schedule or Schedule.from_computes(PROGRAM, [0, 1, 2, 3, None, 0, 1, 2, 4, 5, 6]),
+        status=Status.FEASIBLE,
+        case="tiny",
+        planner="hand",
+        budget_bytes=600,
+        resident_bytes=64,
+        reserve_bytes=0,
+        floor_bytes=400,
+        floor_op=5,
+        smallest_bytes=420,
+        bound=0.1,
+        bound_class="order: program, tiers: none",
+        plan_seconds=0.5,
+        provenance={"device": "cpu", "torch": "x"},
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return a_plan().save(tmp_path / "plan.json")
+
+
+def test_a_plan_survives_its_file(path: Path) -> None:
+    plan, again = a_plan(), Plan.load(path)
+    assert again == plan
+    assert again.summary() == plan.summary()
+    assert str(again) == str(plan)
+    assert again.program.fingerprint == plan.program.fingerprint
+
+
+def test_saving_is_atomic(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = path.read_bytes()
+
+    def dies(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(json, "dump", dies)
+    with pytest.raises(OSError, match="disk full"):
+        a_plan().save(path)
+    assert path.read_bytes() == before
+
+
+def test_figures_derive_from_program_and_schedule() -> None:
+    plan, unplanned = a_plan(), a_plan(unplanned_schedule(PROGRAM))
+    assert unplanned.overhead == 0.0
+    assert plan.overhead == pytest.approx(4 / 9)
+    assert plan.gap == pytest.approx(4 / 9 - 0.1)
+    assert plan.predicted_peak_bytes == 64 + simulate(PROGRAM, plan.schedule).above_bytes
+    assert plan.baseline_peak_bytes == unplanned.predicted_peak_bytes
+
+
+def test_the_text_form_is_stable() -> None:
+    assert str(a_plan()).splitlines()[:2] == ["plan for tiny by hand: FEASIBLE", "  budget     600 B"]
+    assert "reruns     3 of 7 ops" in str(a_plan())
+    assert "pinned by bb (aten.gelu_backward)" in str(a_plan())
+    assert "rerun      1x b (aten.gelu): 2.00 s" in a_plan().report()
+
+
+EXPLAINED = """\
+the plan has its peak at lb (aten.mean_backward)
+a: 100 B, made by a (aten.mm) at m.py:1 in one
+  read by    d (aten.drop), ab (aten.mm)
+  unplanned  lives from op 0 to op 6 of 7
+  plan       dropped and made again once: after d for d
+  cost       1.00 s for 1 run of a
+  at peak    live"""
+
+
+@pytest.mark.parametrize("word", ["a", "one", "m.py:1", "m.py", "on"])
+def test_a_buffer_is_explained_by_name_module_or_line(word: str) -> None:
+    assert a_plan().explain(word) == EXPLAINED
+
+
+@pytest.mark.parametrize(
+    ("word", "lines"),
+    [
+        ("b", ["  cost       2.00 s for 1 run of b; 2.00 s for 2 runs before that: a, d"]),
+        ("l", ["  plan       kept until the step ends", "  note       an output of the forward is held"]),
+        ("t", ["t: 4 B, a tangent", "  unplanned  lives from the boundary to the end of the step"]),
+        ("ab", ["  read by    no op", "  at peak    not live", "  note       a gradient exists at the end"]),
+        ("d", ["d0: 100 B", "d1: 50 B", "  note       a rerun of d replays 16 B of generator state"]),
+    ],
+)
+def test_an_explanation_says_what_the_plan_does_and_why(word: str, lines: list[str]) -> None:
+    plan = a_plan(Schedule.from_computes(PROGRAM, [0, 1, 2, 3, None, 0, 1, 2, 4, 5, 6]))
+    told = plan.explain(word).splitlines()
+    for line in lines:
+        assert any(each.startswith(line) for each in told), f"{line!r} is not in {told}"
+
+
+def test_an_op_that_may_not_run_again_or_changes_an_input_is_explained() -> None:
+    ops = list(PROGRAM.ops)
+    ops[0] = replace(ops[0], rerunnable=False)
+    ops[2] = replace(ops[2], reads_mutated=True)
+    program = replace(PROGRAM, ops=tuple(ops), mutations=(), gradients=(8,))
+    plan = replace(a_plan(), program=program, schedule=unplanned_schedule(program))
+    assert "  note       a may not run again, so it is kept until its last reader" in plan.explain("a")
+    assert "  note       b may not run after the boundary, which changes what it reads" in plan.explain("b")
+
+
+def test_many_matches_show_the_largest_and_count_the_rest() -> None:
+    program = chain(12)
+    plan = replace(a_plan(), program=program, schedule=unplanned_schedule(program))
+    text = plan.explain("gelu")
+    assert text.count("made by") == 10
+    assert text.splitlines()[-1].startswith("and 14 smaller ones, 112 B in all")
+
+
+def test_an_unknown_buffer_is_refused_with_what_comes_close() -> None:
+    program = chain(3)
+    plan = replace(a_plan(), program=program, schedule=unplanned_schedule(program))
+    with pytest.raises(UsageError, match=r"'gelu_1'.*'gelu1'"):
+        plan.explain("gelu_1")
+    with pytest.raises(UsageError, match="such as 'a'"):
+        a_plan().explain("nothing of the kind")
+
+
+@given(programs(), st.integers(0, 99))
+def test_what_is_said_to_be_live_at_the_peak_is_what_is_live_there(program: Program, seed: int) -> None:
+    schedule = random_schedule(program, seed, drop=0.3)
+    plan = replace(a_plan(), program=program, schedule=schedule)
+    moment = moment_at(program, schedule, plan.timeline.peak_action)
+    for index, buffer in enumerate(program.buffers):
+        text = plan.explain(buffer.name)
+        assert ("  at peak    live" in text.splitlines()) == (index in moment.buffers)
+
+
+# -- files ----------------------------------------------------------------------------------------------------
+
+
+def load_data(tmp_path: Path, data: object) -> Plan:
+    target = tmp_path / "mutated.json"
+    target.write_text(json.dumps(data))
+    return Plan.load(target)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="cannot be read"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(PlanFileError, match="cannot be read"):
+        Plan.load(tmp_path)
+
+
+def test_every_truncation_is_refused(path: Path) -> None:
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 1, 37):
+        path.write_bytes(whole[:length])
+        with pytest.raises(PlanFileError):
+            Plan.load(path)
+
+
+@given(st.binary(max_size=200))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_bytes_are_refused(tmp_path: Path, data: bytes) -> None:
+    target = tmp_path / "random.json"
+    target.write_bytes(data)
+    with pytest.raises(PlanFileError):
+        Plan.load(target)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": ' * 50_000, "1" * 10_000, "NaN", '"text"', "null"])
+def test_json_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    target = tmp_path / "odd.json"
+    target.write_text(text)
+    with pytest.raises(PlanFileError):
+        Plan.load(target)
+
+
+@pytest.mark.parametrize("schema", ["ebbflow-plan/1", "", None, 1, ["ebbflow-plan/2"]])
+def test_another_schema_is_a_mismatch(tmp_path: Path, schema: object) -> None:
+    with pytest.raises(PlanMismatch, match="ebbflow-plan/2"):
+        load_data(tmp_path, {**a_plan().to_json(), "schema": schema})
+
+
+def test_a_tampered_peak_is_refused(tmp_path: Path) -> None:
+    data = a_plan().to_json()
+    data["predicted_peak_bytes"] -= 1
+    with pytest.raises(PlanFileError, match="peak"):
+        load_data(tmp_path, data)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        [],
+        [["b"]],
+        [["c", 0], ["c", 1], ["c", 2], ["c", 3], ["c", 4], ["b"], ["c", 5], ["c", 6]],
+        [["c", 0], ["f", 0], ["c", 1], ["c", 2], ["c", 3], ["b"], ["c", 4], ["c", 5], ["c", 6]],
+        [["c", 99], ["b"]],
+        [["c", -1], ["b"]],
+        [["c", 10**30], ["b"]],
+        [["x", 1]],
+        [["c"]],
+        ["c"],
+        [None],
+        {"a": 1},
+        3,
+    ],
+)
+def test_an_illegal_schedule_is_refused(tmp_path: Path, schedule: object) -> None:
+    with pytest.raises(PlanFileError):
+        load_data(tmp_path, {**a_plan().to_json(), "schedule": schedule})
+
+
+def test_a_schedule_that_moves_buffers_is_refused_or_carried(tmp_path: Path) -> None:
+    data = a_plan().to_json()
+    position = data["schedule"].index(["b"])
+    data["schedule"][position:position] = [["o", 0, "host"]]
+    with pytest.raises(EbbflowError):
+        load_data(tmp_path, data)
+
+
+HOSTILE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([10**30, -1, 2**63, 1e999, float("nan"), -0.0, 0.0, 1e308]),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+    st.lists(st.integers(-2, 12), max_size=3),
+)
+
+
+def places(data: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of every value inside ``data``."""
+    found: list[tuple[Any, ...]] = []
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        found += [(*prefix, key), *places(value, (*prefix, key))]
+    return found
+
+
+DATA = json.loads(json.dumps(a_plan().to_json()))
+PLACES = places(DATA)
+
+
+@given(st.sampled_from(PLACES), HOSTILE, st.booleans())
+@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_mutation_is_refused_or_is_a_legal_plan(
+    tmp_path: Path, place: tuple[Any, ...], value: object, delete: bool
+) -> None:
+    data = copy.deepcopy(DATA)
+    holder = data
+    for key in place[:-1]:
+        holder = holder[key]
+    if delete:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = value
+    try:
+        plan = load_data(tmp_path, data)
+    except EbbflowError:
+        return
+    assert legality.check(plan.program, plan.schedule) == []
+    assert plan.predicted_peak_bytes == data["predicted_peak_bytes"]
+    assert plan.report()
+    assert plan.program.fingerprint
+    json.dumps(plan.to_json())

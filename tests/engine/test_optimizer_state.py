@@ -1,0 +1,105 @@
+"""The state that an optimizer will hold is foreseen to the byte, and foreseeing it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.errors import UsageError
+from ebbflow.measurement.optimizer_state import future_state_bytes
+from ebbflow.measurement.resident import resident_bytes
+from ebbflow.zoo import mlp_chain
+
+Make = Callable[[object], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),  # type: ignore[arg-type]
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),  # type: ignore[arg-type]
+    "Adam": lambda p: torch.optim.Adam(p),  # type: ignore[arg-type]
+    "Adam with AMSGrad": lambda p: torch.optim.Adam(p, amsgrad=True),  # type: ignore[arg-type]
+    "AdamW": lambda p: torch.optim.AdamW(p),  # type: ignore[arg-type]
+    "Adafactor": lambda p: torch.optim.Adafactor(p),  # type: ignore[arg-type]
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),  # type: ignore[arg-type]
+    "Adagrad": lambda p: torch.optim.Adagrad(p),  # type: ignore[arg-type]
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16))
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return resident_bytes([dict(optimizer.state)[p] for p in optimizer.state])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_foreseen_is_what_comes(name: str) -> None:
+    model = net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = state_bytes(optimizer)
+    foreseen = future_state_bytes(optimizer)
+    assert state_bytes(optimizer) == before
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert state_bytes(optimizer) == before + foreseen
+    if name != "Adagrad":  # which makes its state when it is built
+        assert (foreseen > 0) == (name != "SGD")
+    assert future_state_bytes(optimizer) == 0 or name == "SGD"
+
+
+def test_groups_keep_their_options() -> None:
+    model = net()
+    groups = [
+        {"params": model[0].parameters(), "momentum": 0.9},
+        {"params": model[1].parameters(), "momentum": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    assert future_state_bytes(optimizer) == resident_bytes([model[0]])
+
+
+def test_frozen_parameters_get_no_state() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    foreseen = future_state_bytes(optimizer)
+    for parameter in model[1:].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert state_bytes(optimizer) == foreseen
+
+
+def test_foreseeing_changes_no_parameter_and_no_random_state() -> None:
+    model = net()
+    twin = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    future_state_bytes(torch.optim.Adam(model.parameters()))
+    assert all(torch.equal(a, b) and a.grad is None for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_optimizer_that_cannot_be_foreseen_is_refused_by_name() -> None:
+    class Peculiar(torch.optim.SGD):
+        def __init__(self, params: object, must_have: int) -> None:
+            super().__init__(params, lr=0.1, momentum=must_have)  # type: ignore[arg-type]
+
+    optimizer = Peculiar(net().parameters(), 1)
+    with pytest.raises(UsageError, match="Peculiar"):
+        future_state_bytes(optimizer)
+
+
+def test_plan_and_fit_reserve_the_same() -> None:
+    case = mlp_chain(32, layers=2, width=8)
+    optimizer = torch.optim.AdamW(case.model.parameters())
+    plan = ebbflow.plan(case.model, case.args, budget="1MiB", optimizer=optimizer)
+    ebbflow.fit(case.model, "1MiB", optimizer=optimizer)
+    case.model(*case.args).backward()
+    fitted = ebbflow.plan_of(case.model)
+    assert fitted is not None
+    assert fitted.reserve_bytes == plan.reserve_bytes
+    assert fitted.resident_bytes == plan.resident_bytes
+    assert plan.reserve_bytes > 2 * sum(p.nbytes for p in case.model.parameters())

@@ -1,0 +1,138 @@
+"""Sequences in free order: bytes are the simulator's after any move, plans keep the contract."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.planners import Interrupt, Problem, Status
+from ebbflow.planners.published.fastsa import GREEDY_SHARE, RunSequence, anneal
+from ebbflow.planners.search import sequence as Q
+from ebbflow.planners.search.greedy import greedy
+from ebbflow.planners.search.layout import H_RANDOM
+from ebbflow.step import legality
+from ebbflow.step.program import Buffer, Op, Program
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.simulate import simulate
+from ebbflow.step.unplanned import unplanned_schedule
+from oracle.brute_force import optimal_overhead
+from strategies import chain, programs
+
+GRAPHS = Path(__file__).parents[2].parent / "shared" / "data" / "graphs"
+
+
+def overhead_of(program: Program, schedule: Schedule) -> float:
+    return simulate(program, schedule).seconds / program.seconds - 1.0
+
+
+def unplanned_bytes(program: Program) -> int:
+    return simulate(program, unplanned_schedule(program)).above_bytes
+
+
+def agrees(program: Program, sequence: RunSequence) -> None:
+    schedule = Schedule.from_computes(program, sequence.order())
+    assert not legality.check(program, schedule)
+    assert simulate(program, schedule).above_bytes == sequence.peak_bytes
+    assert overhead_of(program, schedule) == pytest.approx(sequence.overhead, abs=1e-6)
+
+
+@given(program=programs(max_ops=14), seed=st.integers(1, 1 << 30), moves=st.integers(1, 25))
+def test_equals_the_simulator_after_any_move(program: Program, seed: int, moves: int):
+    sequence = RunSequence(program, 1 << 40)
+    sequence.load(unplanned_schedule(program).computes)
+    agrees(program, sequence)
+    sequence.memory[H_RANDOM] = seed * 2 + 1
+    for k in range(1, moves):  # so hot that every move is kept
+        Q.anneal_runs(sequence.memory, k, k + 1, 1 << 40, 1e9, 1e9, 1.0)
+        agrees(program, sequence)
+    order, peak = sequence.order(), sequence.peak_bytes
+    Q.spread(sequence.memory)
+    assert (sequence.order(), sequence.peak_bytes) == (order, peak)
+
+
+@given(program=programs(max_ops=14), seed=st.integers(1, 1 << 30), share=st.floats(0.3, 1.0))
+def test_moves_are_taken_back_exactly(program: Program, seed: int, share: float):
+    sequence = RunSequence(program, int(share * unplanned_bytes(program)))
+    sequence.load(unplanned_schedule(program).computes)
+    sequence.memory[H_RANDOM] = seed * 2 + 1
+    Q.anneal_runs(sequence.memory, 1, 300, 300, 0.1, 1e-4, 1.0)
+    agrees(program, sequence)
+    if sequence.best_overhead < float("inf"):
+        assert sequence.load(sequence.best_order())
+        agrees(program, sequence)
+        assert sequence.overhead == sequence.best_overhead
+
+
+@given(program=programs(max_ops=20), share=st.floats(0.0, 1.0))
+def test_plans_are_legal_within_budget_and_not_worse_than_greedy(program: Program, share: float):
+    problem = Problem(program, int(share * unplanned_bytes(program)), effort=50)
+    answer = anneal(problem)
+    quick = greedy(replace(problem, effort=round(50 * GREEDY_SHARE)))
+    if answer.schedule is None:
+        assert answer.status is Status.INFEASIBLE
+        assert quick.schedule is None
+        return
+    assert not legality.check(program, answer.schedule, problem.above_budget_bytes)
+    if quick.schedule is not None:
+        assert overhead_of(program, answer.schedule) <= overhead_of(program, quick.schedule) + 1e-6
+
+
+@given(program=programs(max_ops=6, max_tangents=1), share=st.floats(0.5, 1.0))
+def test_free_order_is_at_least_as_good_as_the_optimum_in_captured_order(program: Program, share: float):
+    budget = int(share * unplanned_bytes(program))
+    best = optimal_overhead(program, budget)
+    answer = anneal(Problem(program, budget, effort=100))
+    if best is not None and answer.schedule is not None:
+        assert overhead_of(program, answer.schedule) <= best + 1e-6
+
+
+def two_branches() -> Program:
+    """Two wide branches that captured order opens together; one after the other takes half the bytes."""
+    sizes = (10, 10, 1, 1, 1)
+    inputs = ((), (), (0,), (1,), (2, 3))
+    ops = tuple(Op(f"op{k}", "test", reads, (k,), seconds=1.0) for k, reads in enumerate(inputs))
+    buffers = tuple(Buffer(f"b{k}", size, k) for k, size in enumerate(sizes))
+    return Program("branches", ops, buffers, 0, gradients=(4,))
+
+
+def test_reordering_alone_can_do():
+    program = two_branches()
+    answer = anneal(Problem(program, 12, effort=20))
+    assert answer.status is Status.OPTIMAL
+    assert answer.schedule is not None
+    assert overhead_of(program, answer.schedule) == 0.0
+    assert unplanned_bytes(program) > 12
+
+
+def test_plans_are_reproducible():
+    program = chain(12)
+    problem = Problem(program, int(0.4 * unplanned_bytes(program)), effort=200)
+    assert anneal(problem) == anneal(problem)
+
+
+def test_an_interrupt_keeps_the_best_so_far():
+    program = chain(12)
+    interrupt = Interrupt()
+
+    def stop(progress) -> None:
+        if progress.best_overhead is not None:
+            interrupt.set()
+
+    problem = Problem(program, int(0.5 * unplanned_bytes(program)), interrupt=interrupt, progress=stop)
+    answer = anneal(problem)
+    assert answer.status is Status.TIME_LIMIT
+    assert answer.schedule is not None
+
+
+@pytest.mark.skipif(not GRAPHS.is_dir(), reason="published graphs are absent")
+@pytest.mark.parametrize(("share", "at_most"), [(0.9, 0.0), (0.8, 0.003)])
+def test_random_layered_graph_matches_the_published_overhead(share: float, at_most: float):
+    program = Program.from_graph(json.loads((GRAPHS / "random_layered_n100.json").read_text()))
+    answer = anneal(Problem(program, int(share * unplanned_bytes(program))))
+    assert answer.schedule is not None
+    assert overhead_of(program, answer.schedule) <= at_most + 5e-4

@@ -1,0 +1,68 @@
+"""Merged spans of the cut relaxation: nothing new in whole numbers, a bound at least as high in the linear one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ebbflow._api.estimate import capture_ahead
+from ebbflow.planners import Interrupt
+from ebbflow.planners.bounds.cut_bound import _Model, quick_bound
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.search.interval_state import IntervalState
+from ebbflow.planners.search.orders import CapturedOrder, FreeOrder
+from ebbflow.step.program import Program
+from ebbflow.step.simulate import simulate
+from ebbflow.step.unplanned import unplanned_schedule
+from ebbflow.zoo import GPTConfig, gpt
+from strategies import programs
+
+TOLERANCE = 1e-5  # HiGHS' gap; bounds are shares of the step
+PLENTY = 10**12  # of work
+
+
+def solved(model: _Model, *, whole: bool) -> tuple[float, bool]:
+    answer = model.solve(Interrupt(), PLENTY, math.inf, whole=whole)
+    return answer.bound, answer.infeasible
+
+
+@given(program=programs(max_ops=16), share=st.floats(0.3, 0.95), free=st.booleans(), data=st.data())
+def test_merged_spans_keep_the_whole_optimum_and_lift_the_linear_bound(
+    program: Program, share: float, free: bool, data: st.DataObject
+) -> None:
+    budget = int(share * simulate(program, unplanned_schedule(program)).above_bytes)
+    order = FreeOrder(program) if free else CapturedOrder(program)
+    count = len(program.ops)
+    assume(count >= 2)
+    cuts = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=min(4, count))))
+    assume(all(order.comparable(a, b) for a, b in itertools.pairwise(cuts)))
+    plain, merged = (_Model(program, budget, cuts, order) for _ in range(2))
+    assume(not plain.hopeless)
+    merged.merge()
+    assert len(merged.row_lower) >= len(plain.row_lower)
+    whole, infeasible = solved(plain, whole=True)
+    whole_merged, infeasible_merged = solved(merged, whole=True)
+    assert infeasible_merged == infeasible
+    assert infeasible or abs(whole_merged - whole) <= TOLERANCE * (1.0 + whole)
+    linear, _ = solved(plain, whole=False)
+    linear_merged, none_linear = solved(merged, whole=False)
+    assert none_linear or linear_merged >= linear - TOLERANCE
+    assert infeasible or linear_merged <= whole + TOLERANCE
+
+
+def test_more_cuts_lower_the_linear_bound_of_a_transformer_only_where_spans_are_not_merged() -> None:
+    case = gpt(8, GPTConfig(vocabulary=2048, length=128, layers=4, width=64, heads=4, dropout=0.1))
+    program = capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb", name="gpt").program
+    budget = int(1.05 * floor_bytes(program)[0])
+    state = IntervalState(program)
+    worst = max(range(len(program.ops)), key=lambda t: (state.stage_bytes(t), -t))
+    third = (len(program.ops) - 1 - worst) // 3
+    cuts = [worst, worst + third, worst + 2 * third]
+    one = quick_bound(program, budget, Interrupt(), state).bound
+    plain, merged = (_Model(program, budget, cuts, CapturedOrder(program)) for _ in range(2))
+    merged.merge()
+    assert solved(plain, whole=False)[0] < 0.95 * one
+    assert solved(merged, whole=False)[0] >= one - TOLERANCE

@@ -1,0 +1,217 @@
+"""Planners side by side, the frontier, the largest batch: from programs and from models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import ebbflow
+from ebbflow._api.max_batch import interpolated, largest, one_forward
+from ebbflow.cli import app
+from ebbflow.errors import BudgetError, UsageError
+from ebbflow.planning.frontier import Refusal, frontier
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.units import Budget
+from strategies import chain
+
+PROGRAM = chain(12)
+
+
+def outcomes(budgets: list[str], planners: list[str]) -> list[ebbflow.Plan | Refusal]:
+    parsed = [Budget.parse(each) for each in budgets]
+    return list(
+        frontier(PROGRAM, parsed, planners, resident_bytes=0, reserve_bytes=0, options=PlanningOptions(effort=200))
+    )
+
+
+def test_the_frontier_is_monotone_and_refuses_what_is_too_small() -> None:
+    found = outcomes(["100%", "60%", "40%", "80%", "1%"], ["auto", "greedy", "keep_all"])
+    assert [each.budget_bytes for each in found] == sorted(each.budget_bytes for each in found)
+    for planner in ("auto", "greedy"):
+        overheads = [each.overhead for each in found if isinstance(each, ebbflow.Plan) and each.planner == planner]
+        assert len(overheads) == 4
+        assert overheads == sorted(overheads, reverse=True)
+        assert overheads[-1] == 0
+    refused = [(each.planner, each.budget_bytes) for each in found if isinstance(each, Refusal)]
+    assert ("auto", found[0].budget_bytes) in refused
+    assert sum(planner == "keep_all" for planner, _ in refused) == 4
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x).square().mean()
+
+
+def make(batch: int) -> ebbflow.Case:
+    return ebbflow.Case(Blocks(), (torch.ones(batch * 8, 32),), {}, f"blocks-{batch}")
+
+
+def test_sweep_captures_once_and_gives_a_plan_per_budget() -> None:
+    case = make(8)
+    plans = ebbflow.sweep(case.model, case.args, budgets=["1000%", "90%", "80%"], effort=100)
+    assert [plan.overhead for plan in plans] == sorted((plan.overhead for plan in plans), reverse=True)
+    assert len({plan.program.fingerprint for plan in plans}) == 1
+    assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans)
+
+
+def test_sweep_raises_where_nothing_is_workable() -> None:
+    case = make(2)
+    with pytest.raises(BudgetError, match="the smallest for which a plan was found"):
+        ebbflow.sweep(case.model, case.args, budgets=["1KiB", "2KiB"], effort=50)
+    with pytest.raises(UsageError, match="does not exist"):
+        ebbflow.sweep(case.model, case.args, budgets=["1GiB"], planners=["nobody"])
+
+
+@pytest.mark.parametrize("guess", [1, 3, 37, 38, 200])
+@pytest.mark.parametrize("answer", [0, 1, 37, 64])
+def test_the_largest_is_found_from_any_guess(answer: int, guess: int) -> None:
+    asked: list[int] = []
+
+    def fits(batch: int) -> bool:
+        asked.append(batch)
+        return batch <= answer
+
+    assert largest(fits, guess) == answer
+    assert 0 not in asked
+
+
+def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
+    budget = 400_000
+    free = ebbflow.max_batch(make, budget=budget, effort=200)
+    none = ebbflow.max_batch(make, budget=budget, overhead=0.0, effort=200)
+    once = ebbflow.max_batch(make, budget=budget, overhead="one-forward", effort=200)
+    assert none.unplanned_batch == free.unplanned_batch > 0
+    assert none.unplanned_batch <= none.batch <= once.batch <= free.batch
+    assert free.batch > free.unplanned_batch
+    assert free.plan is not None
+    assert free.plan.predicted_peak_bytes <= budget
+    assert dict(free.captured)[free.batch]
+    assert not dict(free.captured)[free.batch + 1]
+    assert once.plan is not None
+    assert once.overhead_limit is not None
+    assert once.plan.overhead <= once.overhead_limit == one_forward(once.plan.program)
+    case = make(free.batch + 1)
+    with pytest.raises(BudgetError):
+        ebbflow.plan(case.model, case.args, budget=budget, effort=200)
+
+
+def test_not_even_one_fits() -> None:
+    found = ebbflow.max_batch(make, budget="20KiB", effort=50)
+    assert (found.batch, found.plan, found.unplanned_batch) == (0, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": "50%"}, "says nothing about a batch"),
+        ({"budget": "1GiB", "overhead": "two-forwards"}, "accepted: a fraction"),
+        ({"budget": "1GiB", "overhead": -0.1}, "accepted: a fraction"),
+        ({"budget": "1GiB", "overhead": 20}, "would be 2000% more time"),
+        ({"budget": "1GiB", "planner": "nobody"}, "does not exist"),
+    ],
+)
+def test_bad_input_to_max_batch_is_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ebbflow.max_batch(make, **arguments)  # type: ignore[arg-type]
+
+
+def test_interpolation_gives_the_step_between() -> None:
+    from ebbflow._api.estimate import capture_ahead
+
+    def step(batch: int):
+        case = make(batch)
+        return capture_ahead(case.model, case.args, machine="v100-16gb")
+
+    between = interpolated(step(2), step(4))
+    assert between is not None
+    assert [b.bytes for b in between(8).program.buffers] == [b.bytes for b in step(8).program.buffers]
+    assert between(8).resident_bytes == step(8).resident_bytes
+
+
+def graph_file(folder: Path) -> Path:
+    nodes = [{"id": k, "cost_cpu": 1, "cost_ram": 10, "backward": k > 4} for k in range(9)]
+    links = [{"source": k, "target": k + 1} for k in range(8)]
+    links += [{"source": 7 - k, "target": k} for k in range(5, 8)]
+    path = folder / "graph.json"
+    path.write_text(json.dumps({"graph": {"name": "small"}, "nodes": nodes, "links": links}))
+    return path
+
+
+def test_compare_prints_a_table_and_a_list(tmp_path: Path) -> None:
+    path = str(graph_file(tmp_path))
+    options = ["--budgets", "100%,70%", "--planners", "auto,keep_all,checkmate"]
+    text = CliRunner().invoke(app, ["compare", path, *options])
+    assert text.exit_code == 0
+    assert "small within" in text.stdout
+    listed = CliRunner().invoke(app, ["compare", path, *options, "--json"])
+    rows = json.loads(listed.stdout.strip().splitlines()[-1])
+    assert {(row["planner"], row["status"]) for row in rows if row["budget_bytes"] < 60} >= {("keep_all", "INFEASIBLE")}
+    keys = "case planner status budget_bytes predicted_peak_bytes measured_peak_bytes overhead measured_overhead"
+    assert set(f"{keys} bound bound_class gap plan_seconds".split()) == set(rows[0])
+
+
+def test_compare_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    path = str(graph_file(tmp_path))
+    run = CliRunner().invoke(app, ["compare", path, "--run"])
+    assert run.exit_code == 2
+    assert "--run cannot apply" in run.stderr
+    elsewhere = CliRunner().invoke(app, ["compare", "zoo:mlp_chain", "--machine", "a100-80gb", "--run"])
+    assert elsewhere.exit_code == 2
+    nobody = CliRunner().invoke(app, ["compare", path, "--planners", "nobody"])
+    assert "does not exist" in nobody.stderr
+    little = CliRunner().invoke(app, ["compare", path, "--budgets", "30%,20%", "--planners", "auto,keep_all"])
+    assert little.exit_code == 2
+    assert little.stdout.count("INFEASIBLE") == 4
+    assert "the smallest for which a plan was found is" in little.stderr
+
+
+def test_compare_runs_plans_on_request() -> None:
+    arguments = ["compare", "zoo:mlp_chain", "--size", "64", "--budgets", "75%", "--planners", "greedy,keep_all"]
+    result = CliRunner().invoke(app, [*arguments, "--effort", "100", "--run", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["planner"]: row for row in json.loads(result.stdout.strip().splitlines()[-1])}
+    assert rows["keep_all"]["measured_peak_bytes"] is None
+    greedy = rows["greedy"]
+    assert abs(greedy["measured_peak_bytes"] - greedy["predicted_peak_bytes"]) <= 1_000
+    assert greedy["measured_peak_bytes"] <= greedy["budget_bytes"]
+    assert greedy["measured_overhead"] > -0.5
+
+
+def test_max_batch_on_the_command_line(tmp_path: Path) -> None:
+    arguments = ["max-batch", "zoo:vgg16", "--budget", "2GiB", "--machine", "v100-16gb", "--effort", "100"]
+    result = CliRunner().invoke(app, [*arguments, "--overhead", "30%", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    assert found["batch"] >= found["unplanned_batch"] > 0
+    assert found["plan"]["overhead"] <= 0.3
+    graph = CliRunner().invoke(app, ["max-batch", str(graph_file(tmp_path)), "--budget", "1GiB"])
+    assert "has a fixed batch" in graph.stderr
+    limit = CliRunner().invoke(app, ["max-batch", "zoo:vgg16", "--budget", "1GiB", "--overhead", "much"])
+    assert "accepted: one-forward" in limit.stderr
+
+
+@pytest.mark.parametrize("planner", ["auto", "greedy", "checkmate", "checkmate_lp", "chain", "anneal", "chen_greedy"])
+def test_a_limit_too_short_for_any_plan_gives_one_all_the_same(planner: str) -> None:
+    options = PlanningOptions(planner=planner, time_limit_seconds=0.0)
+    found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)
+    assert found.status is ebbflow.Status.TIME_LIMIT
+    assert found.predicted_peak_bytes <= found.budget_bytes
+
+
+def test_a_time_limit_does_not_change_what_is_called_workable() -> None:
+    messages: list[str] = []
+    for limit in (None, 0.0):
+        options = PlanningOptions(time_limit_seconds=limit)
+        with pytest.raises(BudgetError) as raised:
+            make_plan(chain(9), Budget.parse("5%"), resident_bytes=0, options=options)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]

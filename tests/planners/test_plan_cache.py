@@ -1,0 +1,186 @@
+"""The plan cache: found again, start points for neighbours, never trusted, never too large."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.planners import Answer, Problem, Status
+from ebbflow.planning.cache import CachedAnswer, PlanCache
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.pipeline import pipeline as planning
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.units import Budget
+from strategies import chain
+
+PROGRAM = chain(24)
+AGAIN = "planned"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "plans"
+
+
+def planned(directory: Path | None, program: Program = PROGRAM, budget: str = "50%", **options: object) -> Plan:
+    cache = None if directory is None else PlanCache(directory)
+    made = PlanningOptions(effort=500, cache=cache, **options)  # type: ignore[arg-type]
+    return make_plan(program, Budget.parse(budget), resident_bytes=0, options=made)
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.json"))
+
+
+def scaled(program: Program, factor: int) -> Program:
+    buffers = tuple(replace(b, bytes=b.bytes * factor) for b in program.buffers)
+    return replace(program, buffers=buffers)
+
+
+def test_a_plan_is_found_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = planned(directory)
+    assert AGAIN not in first.provenance
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("planned anew")
+
+    monkeypatch.setattr(planning, "smallest_of", never)
+    second = planned(directory)
+    assert second.provenance[AGAIN]
+    assert second.schedule == first.schedule
+    assert (second.status, second.bound, second.bound_class) == (first.status, first.bound, first.bound_class)
+    assert (second.smallest_bytes, second.floor_bytes) == (first.smallest_bytes, first.floor_bytes)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"budget": "51%"},
+        {"seed": 1},
+        {"planner": "greedy"},
+        {"program": PROGRAM.with_costs([2.0 * op.seconds + 1 for op in PROGRAM.ops], [0] * len(PROGRAM.ops))},
+        {"program": replace(PROGRAM, held_bytes=1)},
+        {"program": scaled(PROGRAM, 2)},
+    ],
+    ids=["budget", "seed", "planner", "costs", "held bytes", "sizes"],
+)
+def test_whatever_an_answer_depends_on_is_in_its_key(directory: Path, change: dict[str, object]) -> None:
+    planned(directory)
+    assert AGAIN not in planned(directory, **change).provenance  # type: ignore[arg-type]
+    assert len(files(directory)) == 2
+
+
+def test_a_smaller_budgets_plan_starts_the_search(directory: Path) -> None:
+    tight = planned(directory, budget="35%")
+    wide = planned(directory, budget="36%", planner="greedy")
+    assert wide.overhead <= tight.overhead
+
+
+def test_another_size_of_the_same_structure_starts_the_search(directory: Path) -> None:
+    plan = planned(directory)
+    larger = scaled(PROGRAM, 3)
+    near = PlanCache(directory).near(Problem(larger, 3 * (plan.budget_bytes + 1)))
+    assert near == [plan.schedule]
+    assert PlanCache(directory).near(Problem(chain(23), plan.budget_bytes)) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "ebbflow-plans/1"}', "[" * 100_000])
+def test_a_damaged_file_is_planned_anew(directory: Path, text: str) -> None:
+    first = planned(directory)
+    (path,) = files(directory)
+    path.write_text(text)
+    second = planned(directory)
+    assert AGAIN not in second.provenance
+    assert second.schedule == first.schedule
+    assert planned(directory).provenance[AGAIN], "it was written anew"
+
+
+@pytest.mark.parametrize("row", [["c", 10_000], ["f", 0], ["c", -1]], ids=str)
+def test_an_illegal_schedule_is_planned_anew(directory: Path, row: list[object]) -> None:
+    first = planned(directory)
+    (path,) = files(directory)
+    data = json.loads(path.read_text())
+    data["schedule"].insert(1, row)
+    path.write_text(json.dumps(data))
+    second = planned(directory)
+    assert AGAIN not in second.provenance
+    assert second.schedule == first.schedule
+
+
+def test_a_schedule_over_the_budget_is_planned_anew(directory: Path) -> None:
+    planned(directory, budget="80%")
+    planned(directory, budget="40%")
+    wide, tight = sorted(files(directory), key=lambda p: -json.loads(p.read_text())["share"])
+    data = json.loads(tight.read_text())
+    data["schedule"] = json.loads(wide.read_text())["schedule"]
+    tight.write_text(json.dumps(data))
+    again = planned(directory, budget="40%")
+    assert AGAIN not in again.provenance
+    assert again.predicted_peak_bytes <= again.budget_bytes
+
+
+def test_another_problems_entry_under_our_name_is_not_taken(directory: Path) -> None:
+    planned(directory)
+    (path,) = files(directory)
+    data = json.loads(path.read_text())
+    data["key"]["seed"] = "7"
+    path.write_text(json.dumps(data))
+    assert AGAIN not in planned(directory).provenance
+
+
+def test_what_a_clock_or_an_interrupt_ended_is_not_kept(directory: Path) -> None:
+    problem = Problem(PROGRAM, planned(None).budget_bytes)
+    schedule = planned(None).schedule
+    cache = PlanCache(directory)
+    cache.store("auto", problem, CachedAnswer(Answer(Status.TIME_LIMIT, schedule), 1))
+    cache.store("auto", problem, CachedAnswer(Answer(Status.INFEASIBLE, None), 1))
+    assert not directory.exists()
+
+
+def test_what_was_used_longest_ago_goes_first(directory: Path) -> None:
+    plans = [planned(directory, budget=f"{share}%") for share in (80, 70, 60)]
+    size = max(path.stat().st_size for path in files(directory))
+    for age, path in enumerate(files(directory)):
+        os.utime(path, (1000 + age, 1000 + age))
+    used = PlanCache(directory, most_bytes=3 * size)
+    problem = Problem(PROGRAM, plans[0].budget_bytes, effort=500)
+    assert used.load("auto", problem) is not None  # now the youngest
+    before = set(files(directory))
+    other = Problem(PROGRAM, plans[0].budget_bytes, effort=501)
+    used.store("auto", other, CachedAnswer(Answer(Status.FEASIBLE, plans[0].schedule), 1))
+    gone = before - set(files(directory))
+    assert len(gone) == 1
+    assert used.load("auto", problem) is not None
+    assert used.load("auto", other) is not None
+
+
+def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    plan = planned(tmp_path / "file" / "below")
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_second_fit_takes_the_plan_of_the_first(cache_directory: Path) -> None:
+    def step() -> Plan:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)], nn.Linear(32, 1))
+        fitted = ebbflow.fit(model, "70%")
+        fitted(torch.randn(256, 32)).sum().backward()
+        fitted(torch.randn(256, 32)).sum().backward()
+        plan = ebbflow.plan_of(model)
+        assert plan is not None
+        return plan
+
+    first, second = step(), step()
+    assert AGAIN not in first.provenance
+    assert second.provenance[AGAIN]
+    assert second.schedule == first.schedule
