@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import ebbflow
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
 from ebbflow.errors import CaptureError
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
@@ -34,7 +34,7 @@ class Body_(nn.Module):
         return self.body(self, x)
 
 
-def joint_of(model: nn.Module, *args: torch.Tensor) -> Joint:
+def joint_of(model: nn.Module, *args: torch.Tensor) -> Captured:
     return capture(model, args, {}, name="case", granularity_bytes=1, context={"device": "cpu"})
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import ebbflow
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
 from ebbflow.cost import attach
 from ebbflow.cost.cache import CostCache, device_context
@@ -168,13 +168,13 @@ def test_bytes_that_are_no_text_are_ignored(cache: CostCache) -> None:
 
 
 @pytest.fixture
-def joint() -> Joint:
+def joint() -> Captured:
     case = mlp_chain(8, layers=2, width=8)
     return capture(case.model, case.args, {}, name="x", granularity_bytes=1, context={"device": "cpu"})
 
 
 def test_the_second_capture_measures_nothing(
-    joint: Joint, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
+    joint: Captured, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "_KNOWN", {})
     program = attach.with_measured_costs(joint.program, joint.calls, "cpu")

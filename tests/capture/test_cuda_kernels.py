@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ebbflow._api.estimate import capture_ahead, capture_program
 from ebbflow.capture.cuda.attention import Attention, kernel_for
 from ebbflow.capture.cuda.notes import cpu_only_ops
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
 from ebbflow.capture.without_memory import without_memory
 from ebbflow.case import Case
@@ -69,7 +69,7 @@ def joint_of(
     *inputs: tuple[Sequence[int], torch.dtype],
     modules: Callable[[], Sequence[nn.Module]] = tuple,
     capability: tuple[int, int] | None = (8, 0),
-) -> Joint:
+) -> Captured:
     with without_memory():
         step = Step(compute, *modules())
         args = tuple(torch.empty(tuple(shape), dtype=dtype) for shape, dtype in inputs)
@@ -79,7 +79,7 @@ def joint_of(
     )
 
 
-def sizes(joint: Joint, target: object) -> list[int]:
+def sizes(joint: Captured, target: object) -> list[int]:
     """Bytes of the buffers that the only op with this target makes."""
     (op,) = [op for op in joint.program.ops if op.target == str(target)]
     return [joint.program.buffers[b].bytes for b in op.outputs]
@@ -150,7 +150,7 @@ CAPTURED = {
 }
 
 
-def captured_attention(call: Call, capability: tuple[int, int] | None) -> Joint:
+def captured_attention(call: Call, capability: tuple[int, int] | None) -> Captured:
     inputs = [(call.queries, call.dtype), (call.keys, call.dtype), (call.keys, call.dtype)]
     if call.mask is not None:
         inputs.append(((call.queries[-2], call.keys[-2]), call.mask))

@@ -135,7 +135,12 @@ def test_no_steps_are_refused_as_in_eager() -> None:
 def test_autocast_gives_the_types_that_eager_gives(kind: str, one_dnn: bool) -> None:
     call = call_of(kind, num_layers=2)
     with torch.backends.mkldnn.flags(enabled=one_dnn), torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = call.function(*call.arguments)
+        try:
+            expected = call.function(*call.arguments)
+        except RuntimeError as error:
+            if "could not create a primitive" not in str(error):
+                raise
+            pytest.skip("eager has no such kernel on this processor: oneDNN's bfloat16 LSTM needs AVX-512")
         outputs = unrolled(call.function)(*call.arguments)
     for ours, theirs in zip(outputs, expected, strict=True):
         assert ours.dtype == theirs.dtype

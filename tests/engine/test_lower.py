@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
 from ebbflow.lower.emit import MAKES
 from ebbflow.lower.lowering import Lowered, lower
@@ -19,7 +19,7 @@ from random_schedule import random_schedule
 
 
 @pytest.fixture(scope="module")
-def joint() -> Joint:
+def joint() -> Captured:
     case = gpt(2, GPTConfig(vocabulary=16, length=8, layers=1, width=16, heads=2, dropout=0.1))
     return capture(case.model, case.args, {}, name="gpt", granularity_bytes=1, context={"device": "cpu"})
 
@@ -27,7 +27,7 @@ def joint() -> Joint:
 SEEDS = pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
 
 
-def lowered_by(joint: Joint, seed: int | None) -> Lowered:
+def lowered_by(joint: Captured, seed: int | None) -> Lowered:
     program = joint.program
     return lower(joint, unplanned_schedule(program) if seed is None else random_schedule(program, seed, drop=0.05))
 
@@ -42,7 +42,7 @@ def results(graph: fx.GraphModule) -> list[object]:
 
 
 @SEEDS
-def test_placeholders_are_named_as_their_targets_and_come_in_order(joint: Joint, seed: int | None) -> None:
+def test_placeholders_are_named_as_their_targets_and_come_in_order(joint: Captured, seed: int | None) -> None:
     lowered = lowered_by(joint, seed)
     assert len(placeholders(lowered.forward)) == len(joint.primals)
     assert len(placeholders(lowered.backward)) == lowered.saved_count + len(joint.tangents)
@@ -55,7 +55,7 @@ def test_placeholders_are_named_as_their_targets_and_come_in_order(joint: Joint,
 
 
 @SEEDS
-def test_outputs_come_in_the_joint_order(joint: Joint, seed: int | None) -> None:
+def test_outputs_come_in_the_joint_order(joint: Captured, seed: int | None) -> None:
     lowered = lowered_by(joint, seed)
     assert len(results(lowered.forward)) == joint.forward_output_count + lowered.saved_count
     gradients = joint.outputs[joint.forward_output_count :]
@@ -63,7 +63,7 @@ def test_outputs_come_in_the_joint_order(joint: Joint, seed: int | None) -> None
 
 
 @SEEDS
-def test_every_run_is_one_node(joint: Joint, seed: int | None) -> None:
+def test_every_run_is_one_node(joint: Captured, seed: int | None) -> None:
     program = joint.program
     schedule = unplanned_schedule(program) if seed is None else random_schedule(program, seed, drop=0.05)
     lowered = lower(joint, schedule)
@@ -75,7 +75,7 @@ def test_every_run_is_one_node(joint: Joint, seed: int | None) -> None:
 
 
 @SEEDS
-def test_nothing_mutated_is_saved_and_nothing_is_saved_twice(joint: Joint, seed: int | None) -> None:
+def test_nothing_mutated_is_saved_and_nothing_is_saved_twice(joint: Captured, seed: int | None) -> None:
     lowered = lowered_by(joint, seed)
     saved = results(lowered.forward)[joint.forward_output_count :]
     assert len(set(saved)) == len(saved)
@@ -83,19 +83,19 @@ def test_nothing_mutated_is_saved_and_nothing_is_saved_twice(joint: Joint, seed:
 
 
 @SEEDS
-def test_no_unread_element_is_kept(joint: Joint, seed: int | None) -> None:
+def test_no_unread_element_is_kept(joint: Captured, seed: int | None) -> None:
     lowered = lowered_by(joint, seed)
     for graph in (lowered.forward, lowered.backward):
         assert all(n.users for n in graph.graph.nodes if n.target is operator.getitem)
 
 
-def test_the_unplanned_step_reads_no_generator_state(joint: Joint) -> None:
+def test_the_unplanned_step_reads_no_generator_state(joint: Captured) -> None:
     lowered = lowered_by(joint, None)
     targets = {n.target for g in (lowered.forward, lowered.backward) for n in g.graph.nodes}
     assert not targets & {read_state, replay}
 
 
-def test_states_are_read_only_for_what_is_replayed(joint: Joint) -> None:
+def test_states_are_read_only_for_what_is_replayed(joint: Captured) -> None:
     schedule = random_schedule(joint.program, 2, drop=0.05)
     repeated = {
         op
@@ -106,7 +106,7 @@ def test_states_are_read_only_for_what_is_replayed(joint: Joint) -> None:
     assert sum(1 for n in forward if n.target is read_state) == len(repeated)
 
 
-def test_chains_of_views_are_folded(joint: Joint) -> None:
+def test_chains_of_views_are_folded(joint: Captured) -> None:
     views = {torch.ops.aten.view.default, torch.ops.aten.permute.default, torch.ops.aten.transpose.int}
     captured = sum(1 for n in joint.graph.nodes if n.target in views)
     lowered = lowered_by(joint, None)
@@ -114,7 +114,7 @@ def test_chains_of_views_are_folded(joint: Joint) -> None:
     assert kept < captured
 
 
-def test_every_buffer_that_is_made_is_marked(joint: Joint) -> None:
+def test_every_buffer_that_is_made_is_marked(joint: Captured) -> None:
     lowered = lowered_by(joint, None)
     made = [n.meta[MAKES] for g in (lowered.forward, lowered.backward) for n in g.graph.nodes if MAKES in n.meta]
     assert len(set(made)) == len(made)

@@ -16,7 +16,7 @@ import ebbflow
 from ebbflow._api.fit import step_of
 from ebbflow.engine import model as fitted
 from ebbflow.errors import BudgetError
-from ebbflow.planning.pipeline import pipeline as planning
+from ebbflow.planning import pipeline as planning
 from ebbflow.zoo import GPTConfig, gpt
 
 LONGEST = 48
@@ -139,7 +139,7 @@ def test_a_shape_that_no_bucket_serves_is_searched_for(
     plain, limit = copy.deepcopy(text.model), budget_for(text, 0.5)
     model = ebbflow.fit(text.model, limit, effort=EFFORT)
     text.gradients(model, 40)
-    monkeypatch.setattr("ebbflow.buckets.WASTE", -1.0)  # nothing is good enough
+    monkeypatch.setattr("ebbflow.planning.shape_plans.WASTE", -1.0)  # nothing is good enough
     searched.clear()
     assert equal(text.gradients(model, LONGEST), text.gradients(plain, LONGEST))
     assert searched == ["auto"]

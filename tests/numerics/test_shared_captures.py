@@ -13,8 +13,8 @@ from torch import nn
 import ebbflow
 from ebbflow._api.fit import step_of
 from ebbflow.capture.offline import capture
+from ebbflow.engine import compiled
 from ebbflow.engine import model as fitted_module
-from ebbflow.engine import shared
 from ebbflow.engine.shared_calls import MOST_FAILURES, OWN_CAPTURES
 from ebbflow.errors import BudgetError
 from ebbflow.zoo import GPTConfig, gpt
@@ -100,12 +100,12 @@ def own_captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Per captured step that ran or was tried, whether it was to have a capture of its own."""
     made: list[bool] = []
 
-    class Counting(fitted_module.CompiledStep):
+    class Counting(fitted_module.Step):
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-            made.append(self.shared is None)
+            made.append(not self.capture.symbolic)
 
-    monkeypatch.setattr(fitted_module, "CompiledStep", Counting)
+    monkeypatch.setattr(fitted_module, "Step", Counting)
     return made
 
 
@@ -173,7 +173,7 @@ def test_where_the_symbolic_graph_does_not_hold_a_capture_of_its_own_does(
     assert own_captures.count(False) >= 1, "nothing was tried"
     if kind is not Branching:
         assert own_captures.count(False) == MOST_FAILURES
-    monkeypatch.setattr("ebbflow.kinds.OWN_CAPTURES", 100)
+    monkeypatch.setattr("ebbflow.engine.shared_calls.OWN_CAPTURES", 100)
     for length, one in zip(lengths, ours, strict=True):
         assert equal(one, step(alone, tokens(length))), length
 
@@ -216,7 +216,7 @@ def test_a_refused_shape_leaves_the_capture_to_the_others() -> None:
 
 def test_a_graph_that_reads_otherwise_at_other_sizes_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = twins()
-    written: Callable[..., object] = shared.at_sizes
+    written: Callable[..., object] = compiled.at_sizes
     for length in LENGTHS[:6]:
         step(model, tokens(length))
         step(plain, tokens(length))
@@ -228,7 +228,7 @@ def test_a_graph_that_reads_otherwise_at_other_sizes_is_not_used(monkeypatch: py
                 node.meta["val"] = value.t()
         return written(joint, sizes)
 
-    monkeypatch.setattr(shared, "at_sizes", elsewhere)
+    monkeypatch.setattr(compiled, "at_sizes", elsewhere)
     assert equal(step(model, tokens(27)), step(plain, tokens(27)))
     ran = step_of(model)
     assert ran is not None

@@ -13,9 +13,9 @@ from torch import nn
 
 import ebbflow
 from ebbflow.planners import Answer, Problem, Status
+from ebbflow.planning import pipeline as planning
 from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.planning.pipeline import pipeline as planning
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.units import Budget

@@ -13,8 +13,8 @@ from ebbflow.planners import Interrupt, Problem, Status
 from ebbflow.planners.bounds.cut_bound import cut_bound, quick_bound
 from ebbflow.planners.reductions.adapt import fitted_to
 from ebbflow.planners.search.interval_state import IntervalState
+from ebbflow.planning import pipeline as planning
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.planning.pipeline import pipeline as planning
 from ebbflow.planning.shape_plans import WASTE, Buckets
 from ebbflow.step.legality import check
 from ebbflow.step.plan import Plan
@@ -145,7 +145,7 @@ def test_what_is_not_close_to_the_bound_is_searched_for(searches: list[str], mon
     buckets = Buckets()
     budget = unplanned_bytes(PROGRAM) // 2
     planned(buckets, PROGRAM, budget)
-    monkeypatch.setattr("ebbflow.buckets.WASTE", -1.0)  # nothing can be good enough
+    monkeypatch.setattr("ebbflow.planning.shape_plans.WASTE", -1.0)  # nothing can be good enough
     before = len(buckets)
     plan = planned(buckets, longer(PROGRAM, 0.9, 0.1), budget)
     assert not was_fitted(plan)
@@ -166,7 +166,7 @@ def test_a_larger_shape_that_cannot_fit_is_refused_with_its_own_smallest_budget(
 
 
 def test_buckets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.buckets.MOST", 2)
+    monkeypatch.setattr("ebbflow.planning.shape_plans.MOST", 2)
     buckets = Buckets()
     for layers in (8, 9, 10, 11):
         program = chain(layers)

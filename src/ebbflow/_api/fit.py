@@ -1,8 +1,8 @@
 """``fit`` and ``unfit``: the model keeps its identity, its class is swapped for a generated subclass.
 
 The subclass overrides ``forward`` alone, as PyTorch's ``fully_shard`` does, so ``isinstance``, attributes,
-``state_dict`` keys, hooks, optimizers and saving keep working. What Ebbflow knows about the model lives in a
-:class:`~ebbflow.engine.model.Fitted` outside it, held weakly by the model; copies and pickles of it are plain models.
+``state_dict`` keys, hooks, optimizers and saving keep working. What Ebbflow knows about the model lives outside it in a
+:class:`~ebbflow.engine.model.FittedModel`, held weakly by the model; copies and pickles of it are plain models.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ebbflow.engine.model import Fitted
-from ebbflow.engine.step import PlannedStep
+from ebbflow.engine.compiled import Call
+from ebbflow.engine.model import FittedModel
+from ebbflow.engine.spine import train
+from ebbflow.engine.step import Step
 from ebbflow.errors import UsageError
+from ebbflow.measurement.resident import device_of
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import silent
 from ebbflow.planning.cache import PlanCache
@@ -26,12 +29,12 @@ from ebbflow.planning.shape_plans import Buckets
 from ebbflow.step.plan import Plan
 from ebbflow.units import Budget
 
-__all__ = ["fit", "plan_of", "require_module", "step_of", "unfit"]
+__all__ = ["fit", "plan_of", "require_module", "set_budget", "step_of", "unfit"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 
-_FITTED: weakref.WeakKeyDictionary[torch.nn.Module, Fitted] = weakref.WeakKeyDictionary()
+_FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
 
 
 def fit(
@@ -78,9 +81,8 @@ def fit(
     options = PlanningOptions(planner=planner, cache=PlanCache(), buckets=Buckets(), progress=progress)
     if effort is not None:
         options = replace(options, effort=effort)
-    given = budget if isinstance(budget, Plan) else None
-    limit = Budget(bytes=budget.budget_bytes) if isinstance(budget, Plan) else Budget.parse(budget)
-    _FITTED[model] = Fitted(
+    limit, given = _limit_of(budget)
+    _FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
         given_plan=given,
@@ -93,6 +95,32 @@ def fit(
     return model
 
 
+def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
+    """Give a fitted model another budget, from its next training call on; returns the same object.
+
+    Nothing is captured again: a new plan is made for the step that is known.
+
+    Args:
+        model: fitted.
+        budget: as for :func:`fit`.
+
+    Raises:
+        UsageError: if the model is not fitted, or for a budget that is none.
+    """
+    fitted = _FITTED.get(model)
+    if fitted is None:
+        raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first")
+    fitted.set_budget(*_limit_of(budget))
+    return model
+
+
+def _limit_of(budget: str | int | Budget | Plan) -> tuple[Budget, Plan | None]:
+    """The budget, and the plan to run if one was given in its place."""
+    if isinstance(budget, Plan):
+        return Budget(bytes=budget.budget_bytes), budget
+    return Budget.parse(budget), None
+
+
 def unfit(model: ModelT) -> ModelT:
     """Undo :func:`fit`; returns the same object, unplanned again.
 
@@ -102,6 +130,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted = _FITTED.pop(model, None)
     if fitted is None:
         raise UsageError("the model is not fitted")
+    fitted.flights.end()
     _swap_class(model, fitted.plain_class)
     return model
 
@@ -120,7 +149,7 @@ def _swap_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
     model.__class__ = kind
 
 
-def step_of(model: torch.nn.Module) -> PlannedStep | None:
+def step_of(model: torch.nn.Module) -> Step | None:
     """The step that ran last, with its plan and what was verified and measured; ``None`` before the first."""
     fitted = _FITTED.get(model)
     return fitted.last if fitted is not None else None
@@ -146,7 +175,8 @@ def _fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
         fitted = _FITTED.get(self)
         if fitted is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return plain.forward(self, *args, **kwargs)
-        return fitted.run(self, args, kwargs)
+        device = device_of([self])
+        return train(fitted, Call(self, plain.forward, args, kwargs, device, fitted.every_output))
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         _, _, *rest = object.__reduce_ex__(self, max(2, protocol))  # type: ignore[misc]

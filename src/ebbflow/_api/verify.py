@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -9,9 +10,13 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
+from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import is_measured_form
-from ebbflow.engine.compiled import CompiledStep
+from ebbflow.engine.compiled import Call, Capture
+from ebbflow.engine.executable import Executable
+from ebbflow.engine.executor import Unplanned
+from ebbflow.engine.flights import Flight, Flights
 from ebbflow.errors import PlanMismatch
 from ebbflow.measurement.peak import measure
 from ebbflow.measurement.resident import device_of
@@ -113,6 +118,9 @@ class Verifier:
         self._kwargs = dict(kwargs or {})
         self._device = device_of([model, args])
         self._every_output = gradients == "all"
+        forward = type(model).forward
+        self._call = Call(model, forward, self._args, self._kwargs, self._device, self._every_output)
+        self._capture = Capture(device=self._device, name=type(model).__name__)
         self._eager: _Result | None = None
         self._captured: tuple[str, _Result] | None = None
 
@@ -128,9 +136,9 @@ class Verifier:
             if self._eager is None:
                 self._eager = self._run(state, lambda: forward(self._model, *self._args, **self._kwargs))
             if self._captured is None or self._captured[0] != plan.program.fingerprint:
-                in_order = self._run_planned(state, lambda joint: _in_order(plan, joint))
-                self._captured = (plan.program.fingerprint, in_order)
-            planned = self._run_planned(state, lambda joint: _as_given(plan, joint))
+                in_order = replace(plan, schedule=unplanned_schedule(plan.program))
+                self._captured = (plan.program.fingerprint, self._run_planned(state, in_order))
+            planned = self._run_planned(state, plan)
         finally:
             state.restore()
         _, captured = self._captured
@@ -144,21 +152,32 @@ class Verifier:
             budget_above_bytes=plan.budget_bytes - plan.resident_bytes,
         )
 
-    def _run_planned(self, state: _State, planner: Callable[[Joint], Plan]) -> _Result:
-        step = CompiledStep(
-            planner,
-            name=type(self._model).__name__,
-            device=self._device,
-            verify=False,
-            every_output=self._every_output,
-        )
-        forward = type(self._model).forward
+    def _run_planned(self, state: _State, plan: Plan) -> _Result:
+        executable = Executable(self._step(plan), plan, device=self._device, verify=False)
+        flights = Flights()
 
         def call() -> Any:
-            return step(self._model, forward, self._args, self._kwargs)
+            flight = Flight(executable, flights)
+            outputs, detached = self._capture(self._call, flight)
+            flight.take_off(outputs)
+            return guarded(outputs, detached)
 
-        self._run(state, call)  # captures, sets up kernels
+        self._run(state, call)  # sets up kernels
         return self._run(state, call)
+
+    def _step(self, plan: Plan) -> Captured:
+        """The step as it is captured once for all plans.
+
+        Raises:
+            PlanMismatch: if the plan is of another program.
+        """
+        if not self._capture.made:
+            with contextlib.suppress(Unplanned):
+                self._capture(self._call, Flight(None, Flights()))
+        captured = self._capture.at({})
+        if not is_measured_form(plan.program, captured.program):
+            raise PlanMismatch(f"the plan for {plan.case} is of another program than this call; plan anew")
+        return captured
 
     def _run(self, state: _State, call: Callable[[], Any]) -> _Result:
         model = self._model
@@ -174,16 +193,6 @@ class Verifier:
         tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
         tensors["random state"] = torch.cuda.get_rng_state() if self._device == "cuda" else torch.get_rng_state()
         return _Result(tensors, gauge.above_bytes)
-
-
-def _as_given(plan: Plan, joint: Joint) -> Plan:
-    if not is_measured_form(plan.program, joint.program):
-        raise PlanMismatch(f"the plan for {plan.case} is of another program than this call; plan anew")
-    return plan
-
-
-def _in_order(plan: Plan, joint: Joint) -> Plan:
-    return replace(_as_given(plan, joint), schedule=unplanned_schedule(plan.program))
 
 
 class _State:

@@ -27,11 +27,11 @@ from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError
 from ebbflow.step.program import COPY_BACK, Buffer, Op, Program
 
-__all__ = ["Joint", "read_joint"]
+__all__ = ["Captured", "read_joint"]
 
 
 @dataclass(frozen=True)
-class Joint:
+class Captured:
     """A joint graph with its program and the way from one to the other.
 
     Attributes:
@@ -309,7 +309,7 @@ def read_joint(
     granularity_bytes: int,
     context: dict[str, str],
     target: str | None = None,
-) -> Joint:
+) -> Captured:
     """The program of a joint graph from AOTAutograd, without costs.
 
     Args:
@@ -344,7 +344,7 @@ def _read(
     granularity_bytes: int,
     context: dict[str, str],
     target: str | None,
-) -> Joint:
+) -> Captured:
     outputs = tuple(pytree.tree_leaves(next(iter(graph.find_nodes(op="output"))).args))
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
     forward_live = _ancestors(forward_roots)
@@ -388,7 +388,7 @@ def _read(
         resident_bytes=reader.resident_bytes,
         context=context,
     )
-    return Joint(
+    return Captured(
         graph=graph,
         program=program,
         op_nodes=tuple(reader.op_nodes),

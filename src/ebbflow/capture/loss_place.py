@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
 
 __all__ = ["loss_is_outside"]
 
 
-def loss_is_outside(joint: Joint) -> bool:
+def loss_is_outside(joint: Captured) -> bool:
     """Whether an output that takes a gradient is no scalar, so that user code computes the loss from it."""
     return any(node.meta["val"].numel() != 1 for node in joint.tangents)

@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ebbflow.capture.cuda.kernels import rename_stand_ins
-from ebbflow.capture.joint import Joint, read_joint
+from ebbflow.capture.joint import Captured, read_joint
 from ebbflow.capture.trace import compile_step, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
 
 __all__ = ["capture"]
 
 
-class _Captured(EbbflowError):
+class _AtHand(EbbflowError):
     """The joint graph is at hand; nothing has to run."""
 
 
@@ -29,12 +29,12 @@ class _Reader:
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
-        self.joint: Joint | None = None
+        self.joint: Captured | None = None
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> NoReturn:
         rename_stand_ins(joint.graph)
         self.joint = read_joint(joint.graph, forward_output_count, **self._settings)
-        raise _Captured
+        raise _AtHand
 
     def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         raise AssertionError("no graph is compiled after a capture")
@@ -54,7 +54,7 @@ def capture(
     every_output: bool = False,
     here: bool = True,
     cuda: tuple[int, int] | None = None,
-) -> Joint:
+) -> Captured:
     """The joint graph of one training call of ``model``; the model does not run.
 
     Args:
@@ -85,7 +85,7 @@ def capture(
             return loss(plain(module, *args, **kwargs))
 
     errors = translated_errors(model, forward, args, kwargs, here=here, cuda=cuda)
-    with mode, torch.enable_grad(), contextlib.suppress(_Captured), errors:
+    with mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
         step(model, forward, args, kwargs, every_output)
     if reader.joint is None:
         raise CaptureError("the call was not captured: nothing in it takes a gradient")

@@ -137,15 +137,15 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
 
     ``cuda`` is the compute capability of the CUDA device for which a step of CPU tensors is traced, if it is.
 
-    ``donated_buffer`` would forbid ``retain_graph`` and boxed graphs do not need it; AOTAutograd's cache does not
-    know our partitioner; an automatic dynamic shape has no bytes; without ``allow_rnn`` Dynamo refuses the recurrent
+    AOTAutograd's cache does not know our partitioner; an automatic dynamic shape has no bytes; stub graphs save
+    nothing, so nothing is donated and ``retain_graph`` works; without ``allow_rnn`` Dynamo refuses the recurrent
     modules that ``capture/rules/recurrent.py`` unrolls.
     """
     from torch._dynamo import config as dynamo_config
 
     with (
         warnings.catch_warnings(),
-        functorch_config.patch(donated_buffer=False, enable_autograd_cache=False),
+        functorch_config.patch(donated_buffer=True, enable_autograd_cache=False),
         dynamo_config.patch(
             automatic_dynamic_shapes=False,
             assume_static_by_default=True,

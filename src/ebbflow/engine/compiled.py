@@ -1,111 +1,200 @@
-"""A planned step that can be called: capture at the first call, the generated graphs ever after."""
+"""One call of a model, captured: the function of torch.compile that runs it, and the joint graph that it gave.
+
+1. A *capture* is made at the first call. AOTAutograd gets stub graphs (``stubs``) and two indirections
+   (``executor``), so what runs may be planned, and planned anew, at any later time.
+2. A *symbolic* capture has the sizes that change as symbols and serves many shapes. Its joint graph is written out at
+   each shape's sizes (``symbolic.sizes``), and from there on all is as for a capture of its own: read, planned,
+   lowered, proven and verified, with nothing symbolic left.
+3. What torch guards are the conditions under which a capture is the step. A call that breaks one is
+   :class:`StaleCapture`, and nothing has run; another capture has to serve it.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils import _pytree as pytree
 
-from ebbflow.capture.joint import Joint
-from ebbflow.capture.loss import guarded
-from ebbflow.capture.trace import compile_step, forget_step, translated_errors
+from ebbflow.capture.joint import Captured, read_joint
+from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
+from ebbflow.capture.trace import capture_settings, compile_step, forget_step, translated_errors
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.shared import SharedCapture
-from ebbflow.engine.step import PlannedStep
+from ebbflow.engine.executor import departing, run_backward, run_forward
+from ebbflow.engine.flights import Flight
+from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError
-from ebbflow.step.plan import Plan
 
-__all__ = ["ALLOCATOR_GRANULARITY_BYTES", "CompiledStep", "StaleCapture"]
+__all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]
 
 # c10's CUDA allocator hands out multiples of 512 bytes (kMinBlockSize); the CPU's reports what was asked for.
 ALLOCATOR_GRANULARITY_BYTES = {"cpu": 1, "cuda": 512}
+
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
 
 class StaleCapture(CaptureError):
     """The model is not what was captured: an attribute, a mode or a flag that the step depends on has changed."""
 
 
-class CompiledStep:
-    """One input signature of one model: its step and the compiled function that runs it.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One training call.
 
-    Args:
-        planner: from a joint graph to the plan to run; called at the first call, before anything of the model runs.
-        name: of the case.
+    Attributes:
+        module: whose call it is.
+        forward: its class's forward, which takes the module first.
+        args: positional arguments.
+        kwargs: keyword arguments.
         device: ``"cpu"`` or ``"cuda"``.
-        verify: whether the first step is proven and a later one measured.
         every_output: whether outputs beside a scalar loss take gradients too.
-        between: told what user code takes between the two graphs, where the loss is outside (``BetweenGauge``).
-        flights: bytes that forwards keep whose backward has not come; shared by all steps of a model.
-        shared: a symbolic capture that serves this signature too; ``None`` for a capture of its own.
     """
 
-    def __init__(
-        self,
-        planner: Callable[[Joint], Plan],
-        *,
-        name: str,
-        device: str,
-        verify: bool,
-        every_output: bool = False,
-        between: Callable[[int, int], None] | None = None,
-        flights: dict[int, int] | None = None,
-        shared: SharedCapture | None = None,
-    ) -> None:
-        self.step = PlannedStep(
-            planner,
-            name=name,
-            device=device,
-            granularity_bytes=ALLOCATOR_GRANULARITY_BYTES[device],
-            context=device_context(device),
-            verify=verify,
-            between=between,
-            flights=flights if flights is not None else {},
-        )
-        self._every_output = every_output
-        self.shared = shared
-        self._captured = False
-        if shared is None:
-            self._compiled = compile_step(self.step)
-            weakref.finalize(self, forget_step, self._compiled).atexit = False
-        else:
-            self._compiled = shared.running(self.step)
+    module: torch.nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    device: str
+    every_output: bool = False
+
+
+class Capture:
+    """A capture of one model; the :class:`~ebbflow.capture.trace.Partitioner` of its compiled function.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        name: of the case.
+        changing: of a symbolic capture, per tensor argument in the order of ``pytree``, the dimensions that are
+            symbols; ``None`` for a capture of one signature.
+
+    Attributes:
+        made: whether the joint graph is at hand.
+    """
+
+    def __init__(self, *, device: str, name: str, changing: Sequence[tuple[int, ...]] | None = None) -> None:
+        self.device = device
+        self.made = False
+        self._name = name
+        self._changing = changing
+        self._compiled = compile_step(self, symbolic=changing is not None)
+        self._joint: fx.GraphModule | None = None
+        self._output_count = 0
+        self._captured: Captured | None = None
+        weakref.finalize(self, forget_step, self._compiled).atexit = False
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan that runs; ``None`` before the first call."""
-        return self.step.plan
+    def symbolic(self) -> bool:
+        """Whether it serves many shapes."""
+        return self._changing is not None
 
-    def __call__(
-        self, module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run ``forward(module, *args, **kwargs)`` as planned.
+    def __call__(self, call: Call, flight: Flight) -> tuple[Any, list[torch.Tensor]]:
+        """Run ``call`` as ``flight``: what it returns, and what of that was detached (``capture.loss``).
 
         Raises:
-            CaptureError: if it is not one graph, or if the planned graphs were not what ran.
-            BudgetError: if no schedule fits.
+            Unplanned: if the flight has no executable; the joint graph is at hand then, and nothing has run.
             StaleCapture: if the model has changed since the first call; nothing has run.
+            CaptureError: if it is not one graph, or if the planned graphs were not what ran.
         """
-        calls = self.step.forward_calls
-        self.step.before_forward(module)
-        try:
-            if self._captured or (self.shared is not None and self.shared.captured):
-                # The step holds one program: Dynamo must not compile another one into it behind our back.
-                with torch.compiler.set_stance("fail_on_recompile"):
-                    outputs, detached = self._compiled(module, forward, args, kwargs, self._every_output)
+        arguments = (call.module, call.forward, call.args, call.kwargs, call.every_output)
+        with departing(flight):
+            if not self.made:
+                with translated_errors(call.module, call.forward, call.args, call.kwargs, runnable=True):
+                    with self._marked((call.args, call.kwargs)):
+                        outputs, detached = self._compiled(*arguments)
             else:
-                with translated_errors(module, forward, args, kwargs, runnable=True):
-                    outputs, detached = self._compiled(module, forward, args, kwargs, self._every_output)
-                self._captured = True
-                if self.shared is not None:
-                    self.shared.captured = True
-        except BaseException as error:
-            self.step.abandon()
-            if self.step.forward_calls == calls and "fail_on_recompile" in str(error):
-                raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
-            raise
-        if self.step.forward_calls != calls + 1:
+                outputs, detached = self._guarded(arguments, flight)
+        if not flight.ran:
             raise CaptureError("the planned step did not run: this torch build bypassed the compiled function")
-        self.step.after_forward(outputs)
-        return guarded(outputs, detached)
+        return outputs, detached
+
+    def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:
+        # A capture holds one program: Dynamo must not compile another one into it behind our back.
+        with torch.compiler.set_stance("fail_on_recompile"):
+            try:
+                return self._compiled(*arguments)
+            except RuntimeError as error:
+                if not flight.ran and "fail_on_recompile" in str(error):
+                    raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
+                raise
+
+    def at(self, sizes: Mapping[int, int]) -> Captured:
+        """The step as a value, independent of any plan.
+
+        Args:
+            sizes: of a symbolic capture, the inputs that are numbers, by position.
+
+        Raises:
+            NotAtTheseSizes: if the symbolic graph does not say what happens at these sizes.
+            CaptureError: if the step cannot be planned.
+        """
+        assert self._joint is not None
+        if not self.symbolic:
+            if self._captured is None:
+                self._captured = self._read(self._joint)
+            return self._captured
+        names = [node.name for node in self._joint.graph.find_nodes(op="placeholder")]
+        with capture_settings(here=True):
+            return self._read(at_sizes(self._joint, {names[i]: size for i, size in sizes.items()}))
+
+    def _read(self, joint: fx.GraphModule) -> Captured:
+        return read_joint(
+            joint.graph,
+            self._output_count,
+            name=self._name,
+            granularity_bytes=ALLOCATOR_GRANULARITY_BYTES[self.device],
+            context=device_context(self.device),
+        )
+
+    @contextmanager
+    def _marked(self, call: Any) -> Iterator[None]:
+        """While open, Dynamo takes the changing dimensions of a call's tensors as symbols."""
+        if self._changing is None:
+            yield
+            return
+        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+        ours = [(tensor, mark) for tensor in tensors for mark in _MARKS if not hasattr(tensor, mark)]
+        for tensor, dimensions in zip(tensors, self._changing, strict=True):
+            for dimension in dimensions:
+                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+        try:
+            yield
+        finally:
+            for tensor, mark in ours:
+                if hasattr(tensor, mark):
+                    delattr(tensor, mark)
+
+    # -- the partitioner ------------------------------------------------------------------------------------
+
+    def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Keep the joint graph; AOTAutograd goes on with stubs."""
+        if self.symbolic and not size_inputs(joint.graph):
+            raise NotAtTheseSizes("no size of the captured step is left a symbol")
+        graphs = stubs(joint, forward_output_count)
+        self._joint, self._output_count = joint, forward_output_count
+        if not self.symbolic:
+            self._captured = self._read(joint)
+        self.made = True
+        return graphs
+
+    def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Runs the forward of the current flight."""
+        return _boxed(run_forward)
+
+    def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Runs the backward of the flight whose ticket comes first."""
+        return _boxed(run_backward)
+
+
+def _boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``function`` as AOTAutograd wants it: told by ``_boxed_call`` that it takes one list and empties it."""
+
+    def run(args: list[Any]) -> Any:
+        return function(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

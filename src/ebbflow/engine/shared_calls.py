@@ -10,14 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ebbflow.engine.shared import SharedCapture
+from ebbflow.engine.compiled import Capture
 
 __all__ = ["Kinds"]
 
@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 @dataclass
 class _Kind:
     seen: list[Shapes] = field(default_factory=list[Shapes])
-    shared: SharedCapture | None = None
+    shared: Capture | None = None
     changing: tuple[tuple[int, ...], ...] = ()
     failures: int = 0
 
@@ -41,13 +41,16 @@ class Kinds:
     def __init__(self) -> None:
         self._kinds: dict[object, _Kind] = {}
 
-    def capture_for(self, rest: object, args: Any, kwargs: Any) -> SharedCapture | None:
+    def capture_for(
+        self, rest: object, args: Any, kwargs: Any, capture: Callable[[str, tuple[tuple[int, ...], ...]], Capture]
+    ) -> Capture | None:
         """The symbolic capture for a call that was not captured yet; ``None`` if it is to have its own.
 
         Args:
             rest: what its step depends on besides its arguments.
             args: positional arguments.
             kwargs: keyword arguments.
+            capture: from a device and the dimensions that are symbols to a new capture.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -63,15 +66,15 @@ class Kinds:
             if len(kind.seen) <= OWN_CAPTURES:
                 return None
             kind.changing = _changing(kind.seen)
-            kind.shared = SharedCapture(kind.changing) if _serves(kind, shapes) else None
+            kind.shared = capture(tensors[0].device.type, kind.changing) if _serves(kind, shapes) else None
         return kind.shared if _serves(kind, shapes) else None
 
-    def failed(self, shared: SharedCapture) -> None:
+    def failed(self, shared: Capture) -> None:
         """``shared`` did not serve a call (definition 4)."""
         for kind in self._kinds.values():
             if kind.shared is shared:
                 kind.failures += 1
-                if kind.failures >= MOST_FAILURES or not shared.captured:
+                if kind.failures >= MOST_FAILURES or not shared.made:
                     kind.shared = None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.traits import keeps_storage
 from ebbflow.cost.call import extent_of
 
@@ -78,7 +78,7 @@ class Emitter:
         missing: asked for the value of a base node or forward input that this graph has no copy of.
     """
 
-    joint: Joint
+    joint: Captured
     missing: Callable[[fx.Node], fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)
     _copies: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])

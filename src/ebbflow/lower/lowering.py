@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbflow.lower.emit import Emitter
 from ebbflow.lower.targets import read_state, replay
@@ -45,7 +45,7 @@ class Lowered:
 
 @dataclass
 class _Lowering:
-    joint: Joint
+    joint: Captured
     schedule: Schedule
     runs: list[int] = field(default_factory=list[int])
     states: dict[int, fx.Node] = field(default_factory=dict[int, "fx.Node"])
@@ -182,7 +182,7 @@ def _is_element(node: fx.Node) -> bool:
     )
 
 
-def lower(joint: Joint, schedule: Schedule) -> Lowered:
+def lower(joint: Captured, schedule: Schedule) -> Lowered:
     """The two graphs of ``schedule``, which must be legal for ``joint.program`` and move no buffer.
 
     The result is checked by ``proof.prove``, not here.

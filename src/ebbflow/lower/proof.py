@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ebbflow.capture.joint import Joint
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
 from ebbflow.lower.lowering import STATE_OF, Lowered
@@ -39,7 +39,7 @@ class ProofError(AssertionError):
     """A lowered graph is not the program: a fault of ours, never of the user's."""
 
 
-def prove(joint: Joint, lowered: Lowered) -> int:
+def prove(joint: Captured, lowered: Lowered) -> int:
     """Check clauses 1-7; returns the number of nodes proven.
 
     Raises:
@@ -69,7 +69,7 @@ def _results(nodes: Sequence[fx.Node]) -> Sequence[object]:
 
 
 class _Proof:
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Captured) -> None:
         self.joint = joint
         self.claims: dict[fx.Node, fx.Node] = {}
         self.states: dict[fx.Node, int] = {}

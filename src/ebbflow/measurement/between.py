@@ -64,8 +64,8 @@ class BetweenGauge:
             torch.empty(_MARK_BYTES, dtype=torch.uint8)
 
     def end(self) -> None:
-        """The backward has returned, or the step is given up."""
-        if not self.open:
+        """The backward has returned, or the step is given up. Inside of a backward, its end is waited for."""
+        if not self.open or torch._C._current_graph_task_id() != -1:
             return
         self.open = False
         for name, original in self._originals.items():

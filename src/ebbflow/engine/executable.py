@@ -1,0 +1,190 @@
+"""One plan for a captured step, as it runs: its two generated callables, with their proof and their measurement.
+
+1. ``PLANNED``: lowered, statically proven to be the program (``lower.proof``), and not run yet.
+2. ``PROVING``: in the first step that is alone with its plan, every buffer that comes back is held against its
+   fingerprint (``lower.fingerprints``).
+3. ``MEASURING``: in the next undisturbed step, allocations are recorded and the peak is held against prediction and
+   budget.
+4. ``STEADY``: the generated code alone.
+
+A step whose first forward has not been planned is ``CAPTURED``. Without verification ``PLANNED`` is followed by
+``STEADY``.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from ebbflow.capture.joint import Captured
+from ebbflow.errors import BudgetExceeded
+from ebbflow.lower.fingerprints import Fingerprints, with_fingerprints
+from ebbflow.lower.lowering import Lowered, lower
+from ebbflow.lower.proof import prove
+from ebbflow.measurement.peak import StepGauge
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.step.schedule import Boundary, Compute, Free
+from ebbflow.units import format_bytes, format_percent
+
+__all__ = ["Callables", "Executable", "Phase", "executable_numbered"]
+
+# A measured peak that is further from the prediction than this is worth a word (DESIGN: 0.1 % on CPU, 1 % on CUDA).
+_TOLERANCE = {"cpu": 0.001, "cuda": 0.01}
+_SCALARS_BYTES = 64  # tangents of a few scalar losses
+
+_numbers = itertools.count(1)
+_alive: weakref.WeakValueDictionary[int, Executable] = weakref.WeakValueDictionary()
+
+
+class Phase(enum.Enum):
+    """Where a step is; the value says what happens next."""
+
+    CAPTURED = "captured: its first forward has not been planned"
+    PLANNED = "planned: its graphs are proven to be the program, and have not run"
+    PROVING = "proving: what comes back is held against its fingerprints"
+    MEASURING = "measuring: the next undisturbed step's peak is recorded"
+    STEADY = "steady: the generated code runs alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Callables:
+    """Forward and backward as they run: each takes one list of arguments and empties it."""
+
+    forward: Callable[[list[Any]], Any]
+    backward: Callable[[list[Any]], Any]
+
+
+class Executable:
+    """A plan for a captured step, lowered and proven.
+
+    Args:
+        captured: the step.
+        plan: for it.
+        device: ``"cpu"`` or ``"cuda"``.
+        verify: whether its first step is proven and a later one measured.
+
+    Attributes:
+        number: names it, in tickets.
+        device: ``"cpu"`` or ``"cuda"``.
+        needs_bytes: above the step's start, as the plan predicts.
+        phase: definitions 1 to 4.
+        proving: number of the flight that is being proven, or ``None``.
+        verified_buffers: how many came back with their bits in the proven step.
+        measured_above_bytes: of the measured step; ``None`` before.
+    """
+
+    def __init__(self, captured: Captured, plan: Plan, *, device: str, verify: bool) -> None:
+        self.number = next(_numbers)
+        self.phase = Phase.PLANNED
+        self.proving: int | None = None
+        self.verified_buffers = 0
+        self.measured_above_bytes: int | None = None
+        self.device = device
+        self._verify = verify
+        self._output_count = captured.forward_output_count
+        lowered = lower(captured, plan.schedule)
+        prove(captured, lowered)
+        self.fingerprints: Fingerprints | None = None
+        self.checked: Callables | None = None
+        if verify:
+            self.fingerprints = Fingerprints(captured.program)
+            self.checked = _callables(*with_fingerprints(lowered.forward, lowered.backward, self.fingerprints))
+        self.plain = _callables(*_graphs(lowered))
+        self.adopt(plan)
+        _alive[self.number] = self
+
+    def adopt(self, plan: Plan) -> None:
+        """Run for ``plan`` from now on, which has the same schedule: what is resident or the budget has changed."""
+        self.plan = plan
+        self.needs_bytes = plan.timeline.above_bytes
+        self.boundary_bytes = plan.boundary_bytes
+        self.overhead = plan.overhead
+
+    @property
+    def output_count(self) -> int:
+        """How many of the forward's results are the step's own; the rest is saved."""
+        return self._output_count
+
+    def start(self) -> None:
+        """The first forward is about to run."""
+        if self.phase is Phase.PLANNED:
+            self.phase = Phase.PROVING if self._verify else Phase.STEADY
+
+    def proven(self) -> None:
+        """A whole step's buffers came back with their bits."""
+        assert self.fingerprints is not None
+        self.verified_buffers = self.fingerprints.checked
+        self.phase = Phase.MEASURING
+        self.proving = None
+        self.checked = self.fingerprints = None
+
+    def measured(self, gauge: StepGauge) -> None:
+        """Hold a step's peak against budget and prediction.
+
+        Raises:
+            BudgetExceeded: if it went over the budget.
+        """
+        plan = self.plan
+        self.phase = Phase.STEADY
+        self.measured_above_bytes = gauge.above_bytes
+        peak = plan.resident_bytes + gauge.above_bytes
+        where = plan.schedule.actions[plan.timeline.peak_action]
+        op = plan.program.ops[where.op] if isinstance(where, Compute) else "the boundary"
+        if peak > plan.budget_bytes:
+            raise BudgetExceeded(
+                f"the step took {format_bytes(peak)}, its budget is {format_bytes(plan.budget_bytes)}, the plan "
+                f"predicted {format_bytes(plan.predicted_peak_bytes)} at {op}; "
+                "delete Ebbflow's cost cache and report the op if it happens again",
+                budget_bytes=plan.budget_bytes,
+                measured_peak_bytes=peak,
+            )
+        predicted = plan.timeline.above_bytes
+        error = gauge.above_bytes / predicted - 1 if predicted else 0.0
+        if abs(gauge.above_bytes - predicted) > max(_unseen_bytes(plan.program), _TOLERANCE[self.device] * predicted):
+            warnings.warn(
+                f"the step took {format_bytes(gauge.above_bytes)} above its start, {format_percent(error)} off the "
+                f"predicted {format_bytes(predicted)}; the budget holds",
+                stacklevel=2,
+            )
+
+    @property
+    def left_behind_bytes(self) -> int:
+        """Bytes of new values that go once copied back: mutations, and those that no backward op reads."""
+        program, actions = self.plan.program, self.plan.schedule.actions
+        freed = {a.buffer for a in actions[: actions.index(Boundary())] if isinstance(a, Free)}
+        return sum(program.buffers[b].bytes for b in program.copied_back.intersection(freed.union(program.mutations)))
+
+
+def executable_numbered(number: int) -> Executable:
+    """The executable of a ticket. It is alive as long as a forward of it is, or a step has it."""
+    return _alive[number]
+
+
+def _unseen_bytes(program: Program) -> int:
+    """What lies between the two windows of a measurement: tangents, a loss outside, outputs that user code drops."""
+    unseen = max(program.between_bytes, program.late_bytes)
+    if unseen > _SCALARS_BYTES:
+        unseen += sum(program.buffers[b].bytes for b in program.forward_outputs)
+    return unseen
+
+
+def _graphs(lowered: Lowered) -> tuple[fx.GraphModule, fx.GraphModule]:
+    return lowered.forward, lowered.backward
+
+
+def _callables(*graphs: fx.GraphModule) -> Callables:
+    """The graphs' generated code, which takes its arguments as one list and empties it: no frame keeps them."""
+    for module in graphs:
+        module.graph.set_codegen(_BoxedCodeGen())
+        module.recompile()
+    forward, backward = graphs
+    return Callables(forward.forward, backward.forward)

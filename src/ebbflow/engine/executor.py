@@ -1,0 +1,156 @@
+"""What AOTAutograd calls: any captured step's forward and backward, run by the executable that is current.
+
+1. A forward runs as the flight that its thread has opened (:func:`departing`). Without an executable it raises
+   :class:`Unplanned`: the step's guards hold, nothing of the model has run, and somebody has to plan.
+2. A backward runs the executable that its ticket names, whatever is current by then.
+3. One flight of an executable at a time is *proven*: two would share the names of its buffers. A forward that a
+   checkpoint repeats inside of a backward is followed by its own part of that backward, so it may be proven.
+4. A flight is *measured* if no other one of the model is in the air and nobody's hooks or profiler look on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ebbflow.engine.executable import Executable, Phase, executable_numbered
+from ebbflow.engine.flights import Flight, flight_numbered, flights_of
+from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
+from ebbflow.errors import VerificationError
+from ebbflow.measurement.cpu_allocations import profiler_active
+from ebbflow.measurement.peak import StepGauge
+
+__all__ = ["Unplanned", "choose_checks", "departing", "in_backward", "run_backward", "run_forward", "under_hooks"]
+
+
+class Unplanned(Exception):
+    """Definition 1.
+
+    Attributes:
+        sizes: those of the step's flat inputs that are numbers, by position.
+    """
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        super().__init__("no plan is current")
+        self.sizes = sizes
+
+
+class _Departing(threading.local):
+    flight: Flight | None = None
+
+
+_departing = _Departing()
+
+
+@contextmanager
+def departing(flight: Flight) -> Iterator[None]:
+    """While open, a captured step that this thread calls runs as ``flight``."""
+    before, _departing.flight = _departing.flight, flight
+    try:
+        yield
+    finally:
+        _departing.flight = before
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward: a forward that starts there is a checkpoint's repetition."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def under_hooks() -> bool:
+    """Whether saved tensors go through hooks that user code has set as default."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def choose_checks(flight: Flight, device: str) -> None:
+    """Decide what is proven or measured in a step that is about to run (definitions 3 and 4)."""
+    executable = flight.executable
+    assert executable is not None
+    executable.start()
+    repeated = in_backward()
+    if executable.phase is Phase.PROVING:
+        assert executable.fingerprints is not None
+        if repeated or not flights_of(executable):
+            executable.proving = flight.name
+            executable.fingerprints.restart()
+        elif executable.proving == ANY_FLIGHT:
+            executable.proving = None  # its backward could not be told from this one's
+    elif executable.phase is Phase.MEASURING:
+        disturbed = repeated or flight.hooked or bool(flight.home) or _watched(device)
+        flight.gauge = None if disturbed else StepGauge(device)
+
+
+def run_forward(args: list[Any]) -> tuple[Any, ...]:
+    """The outputs of the forward, the ticket, and what is saved; empties ``args``."""
+    flight = _departing.flight
+    assert flight is not None, "a captured step was called from elsewhere"
+    executable = flight.executable
+    if executable is None:
+        raise Unplanned({i: value for i, value in enumerate(args) if isinstance(value, int)})
+    flight.ran = True
+    if flight.proves and executable.checked is not None:
+        results = executable.checked.forward(args)
+    elif flight.gauge is not None:
+        results = _gauged(flight.gauge, executable.plain.forward, args)
+        flight.gauge.forget(executable.left_behind_bytes)
+    else:
+        results = executable.plain.forward(args)
+    count = executable.output_count
+    return (*results[:count], ticket(executable.number, flight.name), *results[count:])
+
+
+def run_backward(args: list[Any]) -> Any:
+    """One gradient per primal, of what the forward saved and the tangents; empties ``args``."""
+    number, name = read_ticket(args.pop(0))
+    executable = executable_numbered(number)
+    flight = _flight(executable, name)
+    gauge = None
+    if flight is not None:
+        flight.land()
+        gauge, flight.gauge = flight.gauge, None
+        if flight.between is not None:
+            flight.between.mark()
+    if executable.proving == name and executable.checked is not None:
+        return _proven(executable, executable.checked.backward, flight, args)
+    if gauge is None or _watched(executable.device):
+        return executable.plain.backward(args)
+    gradients = _gauged(gauge, executable.plain.backward, args)
+    executable.measured(gauge)
+    return gradients
+
+
+def _flight(executable: Executable, name: int) -> Flight | None:
+    """Whose backward this is. Under hooks it can be told only of a single one; the others end with their graphs."""
+    if name != ANY_FLIGHT:
+        return flight_numbered(name)
+    hooked = [each for each in flights_of(executable) if each.hooked]
+    return hooked[0] if len(hooked) == 1 else None
+
+
+def _proven(executable: Executable, backward: Callable[..., Any], flight: Flight | None, args: list[Any]) -> Any:
+    try:
+        gradients = backward(args)
+    except VerificationError:
+        executable.proving = None
+        if flight is not None and flight.restore is not None:
+            flight.restore()
+        raise
+    executable.proven()
+    return gradients
+
+
+def _watched(device: str) -> bool:
+    """Whether somebody's profiler runs; then a later step is measured."""
+    return device == "cpu" and profiler_active()
+
+
+def _gauged(gauge: StepGauge, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    gauge.begin()
+    try:
+        return function(args)
+    finally:
+        gauge.end()

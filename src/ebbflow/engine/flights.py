@@ -1,0 +1,148 @@
+"""Forwards whose backward has not come.
+
+1. A *flight* begins with a forward. It is *in the air* until its backward begins or its autograd node is gone; the
+   node is what knows, since user code may drop the outputs, keep them, or go backward twice (``retain_graph``).
+2. What a flight keeps (``Executable.boundary_bytes``) is resident for whatever starts meanwhile.
+3. A flight that another forward of its model joins is *disturbed*: nothing is measured in it any more, and a failed
+   proof puts nothing back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ebbflow.engine.executable import Executable
+from ebbflow.engine.tickets import ANY_FLIGHT
+from ebbflow.measurement.between import BetweenGauge
+from ebbflow.measurement.peak import StepGauge
+
+__all__ = ["Flight", "Flights", "flight_numbered", "flights_of"]
+
+_numbers = itertools.count(1)  # 0 is tickets.ANY_FLIGHT
+_with_node: dict[int, Flight] = {}  # of all models, those whose autograd node is alive
+
+
+@dataclass(eq=False)
+class Flight:
+    """One forward and its backward.
+
+    Attributes:
+        executable: what runs; ``None`` while a compiled step is asked whether its guards hold.
+        home: the flights of its model.
+        hooked: whether saved-tensor hooks were active, so that its ticket does not name it.
+        ran: whether the forward ran.
+        gauge: records the peak of this step, if it is to be measured.
+        between: measures user code between forward and backward, where that is to be learned.
+        restore: puts buffers and random state back to where they were before the forward.
+        capture: of the step. AOTAutograd compiles a backward when it first comes, also after the model is let go.
+    """
+
+    executable: Executable | None
+    home: Flights
+    hooked: bool = False
+    number: int = field(default_factory=_numbers.__next__)
+    ran: bool = False
+    gauge: StepGauge | None = None
+    between: BetweenGauge | None = None
+    restore: Callable[[], None] | None = None
+    capture: object = None
+
+    @property
+    def name(self) -> int:
+        """What its ticket says."""
+        return ANY_FLIGHT if self.hooked else self.number
+
+    @property
+    def proves(self) -> bool:
+        """Whether its executable is being proven on it."""
+        return self.executable is not None and self.executable.proving == self.name
+
+    def take_off(self, outputs: object) -> None:
+        """The forward has returned ``outputs``: in the air until the backward begins or the graph is gone."""
+        node = _own_node(outputs)
+        if node is None:
+            return
+        _with_node[self.number] = self.home.in_the_air[self.number] = self
+        weakref.finalize(node, _end, self.number).atexit = False
+
+    def land(self) -> None:
+        """Its backward begins."""
+        self.home.in_the_air.pop(self.number, None)
+
+    def disturb(self) -> None:
+        """Definition 3."""
+        self.gauge = self.restore = None
+        self.stop_learning()
+
+    def stop_learning(self) -> None:
+        """What user code takes from here on is not measured."""
+        if self.between is not None:
+            self.between.end()
+            self.between = None
+
+
+class Flights:
+    """The flights of one model that are in the air, by number."""
+
+    def __init__(self) -> None:
+        self.in_the_air: dict[int, Flight] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.in_the_air)
+
+    @property
+    def bytes(self) -> int:
+        """Definition 2."""
+        return sum(each.executable.boundary_bytes for each in self.in_the_air.values() if each.executable is not None)
+
+    def disturb(self) -> None:
+        """A forward of the model starts."""
+        for each in list(self.in_the_air.values()):
+            each.disturb()
+
+    def end(self) -> None:
+        """The model is not fitted any more: what is in the air finishes without being looked at."""
+        self.disturb()
+
+
+def flight_numbered(number: int) -> Flight | None:
+    """The flight of that number, if its node is alive."""
+    return _with_node.get(number)
+
+
+def flights_of(executable: Executable) -> list[Flight]:
+    """All in the air that run ``executable``."""
+    return [
+        each
+        for each in list(_with_node.values())
+        if each.executable is executable and each.number in each.home.in_the_air
+    ]
+
+
+def _end(number: int) -> None:
+    """The node of a flight is gone. Runs wherever the last reference goes, so it must not raise."""
+    flight = _with_node.pop(number, None)
+    if flight is not None:
+        flight.land()
+        flight.stop_learning()
+
+
+def _own_node(outputs: object) -> Any:
+    """The node of the step itself in the graph of what its forward returned: views of its results hang below it."""
+    leaves = pytree.tree_leaves(outputs)
+    nodes: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    seen: set[Any] = set()
+    for node in nodes:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return node
+        if node not in seen:
+            seen.add(node)
+            nodes.extend(below for below, _ in node.next_functions if below is not None)
+    return None

@@ -1,0 +1,65 @@
+"""A plan that the user gave, held against the step at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ebbflow.cost.attach import is_measured_form
+from ebbflow.errors import BudgetError, PlanMismatch
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+
+__all__ = ["given_plan_here"]
+
+
+def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], resident: int, reserve: int) -> Plan:
+    """The user's plan, if it is of this program and fits.
+
+    Args:
+        plan: to run.
+        program: of the step at hand.
+        context: of the device at hand.
+        resident: bytes at the step's start.
+        reserve: bytes kept free for what the proof remembers.
+
+    Raises:
+        PlanMismatch: if it is of another program, device or torch build.
+        BudgetError: if more is resident than it has room for.
+    """
+    differences = [
+        f"{key}: plan {plan.provenance.get(key)!r}, here {value!r}"
+        for key, value in context.items()
+        if key in ("device", "torch") and plan.provenance.get(key) != value
+    ]
+    if not is_measured_form(plan.program, program):
+        differences.append(_program_difference(plan, program))
+    if differences:
+        raise PlanMismatch(
+            f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; plan anew"
+        )
+    moved = replace(plan, resident_bytes=resident, reserve_bytes=reserve)
+    if moved.predicted_peak_bytes + reserve > plan.budget_bytes:
+        raise BudgetError(
+            f"the given plan needs {moved.predicted_peak_bytes + reserve} bytes here, its budget is "
+            f"{plan.budget_bytes}: more is resident ({resident} bytes) than when it was made; "
+            "plan anew with fit(model, budget=...)",
+            budget_bytes=plan.budget_bytes,
+            floor_bytes=plan.floor_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
+            smallest_bytes=plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
+            resident_bytes=resident,
+            pinned_by=str(plan.program.ops[plan.floor_op]),
+        )
+    return moved
+
+
+def _program_difference(plan: Plan, ours: Program) -> str:
+    theirs = plan.program
+    if len(ours.ops) != len(theirs.ops):
+        return f"program: the plan's has {len(theirs.ops)} ops, this one {len(ours.ops)}"
+    for a, b in zip(ours.ops, theirs.ops, strict=True):
+        if (a.target, a.views) != (b.target, b.views):
+            return f"program: the plan's has {b.target}{b.views} where this one has {a.target}{a.views}"
+        if a.signature != b.signature:
+            return f"program: the plan's has {a.signature} where this one has {b.signature}"
+    return "program: buffers differ in size"

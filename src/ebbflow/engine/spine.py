@@ -1,0 +1,106 @@
+"""The way of a training call, from top to bottom: capture, cost, plan, lower, prove, run.
+
+1. A call is first tried on what is there: a captured step whose guards hold, under a plan that holds. That is all that
+   happens in a steady step.
+2. If no captured step's guards hold, the call is *captured*: one joint graph, read as a program.
+3. If no plan holds, one is made, outside of the compiler and before anything of the model runs: the ops get their
+   *costs*, a schedule within the budget is *planned*, *lowered* to two graphs, and these are *proven* to be the
+   program.
+4. Then the step *runs*: its forward now, its backward when autograd comes to it (``executor``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ebbflow.capture.joint import Captured
+from ebbflow.capture.loss import guarded
+from ebbflow.cost.attach import with_measured_costs
+from ebbflow.engine.compiled import Call, StaleCapture
+from ebbflow.engine.executable import Executable
+from ebbflow.engine.executor import Unplanned, choose_checks
+from ebbflow.engine.flights import Flight
+from ebbflow.engine.model import Circumstances, FittedModel
+from ebbflow.engine.snapshot import snapshot
+from ebbflow.engine.step import Step
+from ebbflow.errors import CaptureError
+from ebbflow.planners import Progress
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+
+__all__ = ["train"]
+
+
+def train(model: FittedModel, call: Call) -> Any:
+    """One training call of a fitted model, planned; what its forward returns.
+
+    Raises:
+        CaptureError: if the call is not one graph.
+        BudgetError: if no schedule within the budget was found; nothing of the model has run.
+        PlanMismatch: if the plan that the user gave is not of this step.
+    """
+    now = model.look_around(call)
+    for step in model.steps_for(call, now):
+        try:
+            return _planned(model, step, call, now)
+        except StaleCapture:
+            continue
+        except CaptureError:
+            if not step.capture.symbolic or step.forward_calls:
+                raise
+    raise AssertionError("a fresh capture of a call's own is never stale")
+
+
+def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Any:
+    """``call`` under a plan of ``step`` that holds, or under a new one."""
+    try:
+        return _run(model, step, model.holding(step, now), call, now)
+    except Unplanned as asked:
+        captured = _capture(step, asked)
+    model.keep(step, now)
+    program = _cost(model, captured, now)
+    plan = _plan(model, step, program, now)
+    executable = _lower_and_prove(step, plan)
+    return _run(model, step, executable, call, now)
+
+
+def _capture(step: Step, asked: Unplanned) -> Captured:
+    """The step as a value. Its compiled function has just been called, with nothing to run."""
+    if step.captured is None:
+        step.captured = step.capture.at(asked.sizes)
+    return step.captured
+
+
+def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program:
+    """The program with seconds and workspaces; those of a plan that the user gave are the plan's own."""
+    if model.given_plan is not None:
+        return captured.program
+    model.options.progress(Progress(f"profiling its {len(captured.program.ops)} ops"))
+    return with_measured_costs(captured.program, captured.calls, now.device)
+
+
+def _plan(model: FittedModel, step: Step, program: Program, now: Circumstances) -> Plan:
+    """A schedule within the budget, with what is resident now."""
+    return model.plan_for(step, program, now)
+
+
+def _lower_and_prove(step: Step, plan: Plan) -> Executable:
+    """The plan's two graphs, each node of which is one of the captured step's."""
+    return step.made_for(plan)
+
+
+def _run(model: FittedModel, step: Step, executable: Executable | None, call: Call, now: Circumstances) -> Any:
+    """The forward of ``call``; raises ``Unplanned`` where there is no executable and the capture's guards hold."""
+    flight = Flight(executable, model.flights, hooked=now.hooked, capture=step.capture)
+    if executable is not None:
+        alone = not model.flights
+        model.flights.disturb()
+        choose_checks(flight, now.device)
+        if flight.proves and alone:
+            flight.restore = snapshot(call.module, now.device)
+    outputs, detached = step.capture(call, flight)
+    assert executable is not None
+    step.ran(executable)
+    flight.take_off(outputs)
+    model.ran(step, flight, now)
+    return guarded(outputs, detached)
