@@ -16,8 +16,9 @@ import torch
 import ebbflow
 from ebbflow._api.fit import step_of
 from ebbflow.engine.shared_calls import OWN_CAPTURES
+from ebbflow.planners.search.smallest import forget_smallest
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.planning.pipeline import pipeline as planning
+from ebbflow.step.provenance import Planned
 from ebbflow.zoo import GPTConfig, gpt
 from ebbflow.zoo.hf import hf_t5
 from harness.record import Row, at_most, holds
@@ -116,7 +117,7 @@ def _train(subject: _Subject, lengths: list[int], budget: int) -> dict[str, Any]
     return {
         "shapes": len(lengths),
         "recomputing": len(planned),
-        "searches": sum(plan.provenance.get("planned") != planning.FITTED for plan in plans),
+        "searches": sum(plan.provenance.planned is not Planned.ADAPTED for plan in plans),
         "own_capture_call_seconds": mean(first_seconds[1:OWN_CAPTURES]),
         "symbolic_capture_call_seconds": max(first_seconds[OWN_CAPTURES:], default=0.0),
         "shared_capture_call_seconds": mean(sorted(first_seconds[OWN_CAPTURES:])[:-1] or [0.0]),
@@ -131,7 +132,7 @@ def _train(subject: _Subject, lengths: list[int], budget: int) -> dict[str, Any]
 
 def _anew(plan: ebbflow.Plan) -> ebbflow.Plan:
     """The plan that a search finds for the same program and budget, as a process that knows nothing would."""
-    planning.forget_smallest()
+    forget_smallest()
     return make_plan(
         plan.program,
         ebbflow.Budget(bytes=plan.budget_bytes),

@@ -34,6 +34,8 @@ NO_TORCH = {"errors", "units", "names", "files", "step", "planners", "planning",
 
 LATE = {
     ("step/plan.py", "ebbflow.report.text.explain"): "a plan's text belongs to the renderers; it is asked for by name",
+    ("step/plan.py", "ebbflow.report.text.plan"): "likewise",
+    ("step/plan.py", "ebbflow.report.html.plan"): "likewise",
 }
 """Imports inside functions that go up on purpose."""
 

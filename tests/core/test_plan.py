@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,10 +17,12 @@ from hypothesis import strategies as st
 
 from ebbflow.errors import EbbflowError, PlanFileError, PlanMismatch, UsageError
 from ebbflow.step import legality
+from ebbflow.step.machine import Link, Machine, machine_named
 from ebbflow.step.occupancy import moment_at
 from ebbflow.step.plan import Plan, Status
 from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Schedule
+from ebbflow.step.provenance import Costs, Planned, Provenance
+from ebbflow.step.schedule import Compute, Free, Offload, Reload, Schedule
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from random_schedule import random_schedule
@@ -69,7 +74,7 @@ def a_plan(schedule: Schedule | None = None) -> Plan:
         bound=0.1,
         bound_class="order: program, tiers: none",
         plan_seconds=0.5,
-        provenance={"device": "cpu", "torch": "x"},
+        provenance=Provenance(device="cpu", torch="x"),
     )
 
 
@@ -112,6 +117,130 @@ def test_the_text_form_is_stable() -> None:
     assert "reruns     3 of 7 ops" in str(a_plan())
     assert "pinned by bb (aten.gelu_backward)" in str(a_plan())
     assert "rerun      1x b (aten.gelu): 2.00 s" in a_plan().report()
+
+
+TEXT = """\
+plan for tiny by hand: FEASIBLE
+  budget     600 B
+  peak       522 B predicted, 100.00 % of the unplanned 522 B
+  resident   64 B, reserve 0 B
+  overhead   44.44 % predicted (13.00 s against 9.00 s), bound 10.00 % (order: program, tiers: none), gap 34.44 %
+  reruns     3 of 7 ops
+  smallest   420 B, floor 400 B pinned by bb (aten.gelu_backward)"""
+
+
+def test_the_text_form_has_a_line_per_fact() -> None:
+    assert str(a_plan()) == TEXT
+
+
+# -- a value --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_debugger_shows_is_one_line() -> None:
+    assert repr(a_plan()) == "<Plan of tiny by hand: peak 522 B of 600 B, overhead 44.44 %, FEASIBLE>"
+
+
+def test_equal_plans_have_equal_hashes_and_others_differ() -> None:
+    plan = a_plan()
+    assert a_plan() == plan
+    assert len({plan, a_plan(), replace(plan)}) == 1
+    others = [
+        a_plan(unplanned_schedule(PROGRAM)),
+        replace(plan, case="other"),
+        replace(plan, budget_bytes=601),
+        replace(plan, resident_bytes=65),
+        replace(plan, program=replace(PROGRAM, forward_outputs=(3, 4))),
+    ]
+    assert len({plan, *others}) == 1 + len(others)
+    costly = replace(plan, program=PROGRAM.with_costs([3.0] * 7, [0] * 7))
+    for other in (*others, costly, replace(plan, plan_seconds=1.0), replace(plan, machine=machine_named("cpu"))):
+        assert other != plan
+    assert plan != "plan"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+def test_a_copy_is_the_same_plan(copied: Callable[[Plan], Plan], used: bool) -> None:
+    plan = moving_plan() if used else a_plan()
+    before = (plan.report(), plan.fingerprint) if used else None
+    again = copied(plan)
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert before is None or (again.report(), again.fingerprint) == before
+    assert again.timeline.live_bytes.tolist() == plan.timeline.live_bytes.tolist()
+
+
+def test_a_notebook_shows_a_table_and_no_markup_of_the_model() -> None:
+    hostile = "<script>alert('1')</script>"
+    plan = replace(a_plan(), case=hostile, planner=hostile, bound_class=hostile)
+    text = plan._repr_html_()
+    root = ElementTree.fromstring(text)
+    assert {each.tag for each in root.iter()} == {"table", "caption", "tbody", "tr", "th", "td"}
+    assert [each.text for each in root.iter("th")] == ["budget", "peak", "resident", "overhead", "reruns", "smallest"]
+    cells = [each.text or "" for each in root.iter("td")]
+    assert cells[0] == "600 B"
+    assert hostile in cells[3]
+    caption = root.find("caption")
+    assert caption is not None
+    assert caption.text == f"{hostile} by {hostile}: FEASIBLE"
+
+
+# -- a machine ------------------------------------------------------------------------------------------------
+
+HOST = Machine("odd", "cuda", 2**20, {"float32": 1e9}, 1e9, 0.0, 1, {"host": Link("host", 2**30, 50.0, 25.0, 0.5)})
+
+
+def moving_plan(machine: Machine | None = HOST) -> Plan:
+    """Buffer a goes to the host after d and comes back right before the op that reads it."""
+    actions = list(unplanned_schedule(PROGRAM).actions)
+    out = actions.index(Compute(1)) + 1
+    actions[out:out] = [Offload(0, "host"), Free(0)]
+    actions.insert(actions.index(Compute(6)), Reload(0))
+    return replace(a_plan(Schedule(tuple(actions))), machine=machine)
+
+
+def test_a_plan_that_moves_buffers_is_simulated_on_its_machine() -> None:
+    """100 B take 2 s out and 4 s in at these rates, and half a second each time before that."""
+    plan = moving_plan()
+    assert legality.check(plan.program, plan.schedule) == []
+    ends: dict[object, float] = {}
+    for action, end in zip(plan.schedule.actions, plan.timeline.end_seconds.tolist(), strict=True):
+        ends.setdefault(action, end)
+    assert ends[Offload(0, "host")] == 2.0 + 2.5
+    assert ends[Free(0)] == 4.5
+    assert ends[Reload(0)] == 4.5 + 2.0 + 1.0 + 1.0 + 2.0 + 4.5
+    assert plan.step_seconds == 15.0 + 1.0
+    assert plan.timeline.tier_bytes["host"].max() == 100
+    assert plan.report()
+    with pytest.raises(KeyError, match="no link to tier 'host'"):
+        assert moving_plan(None).timeline
+
+
+def test_a_plan_that_moves_buffers_survives_its_file(tmp_path: Path) -> None:
+    plan = moving_plan()
+    again = Plan.load(plan.save(tmp_path / "moving.json"))
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.machine == HOST
+    assert again.step_seconds == plan.step_seconds
+
+
+def test_a_file_that_moves_buffers_and_names_no_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError, match="no link to tier 'host'"):
+        load_data(tmp_path, {**moving_plan().to_json(), "machine": None})
+
+
+def test_a_file_of_the_schema_before_has_no_machine(tmp_path: Path) -> None:
+    data = a_plan().to_json()
+    del data["machine"]
+    data["schema"] = "ebbflow-plan/2"
+    data["provenance"] |= {"threads": "2", "planned": "before, kept in the plan cache", "moves": "12"}
+    plan = load_data(tmp_path, data)
+    assert plan.machine is None
+    assert plan.provenance == Provenance(
+        device="cpu", torch="x", threads=2, planned=Planned.CACHED, notes={"moves": "12"}
+    )
+    assert plan.to_json()["schema"] == "ebbflow-plan/3"
 
 
 EXPLAINED = """\
@@ -224,9 +353,9 @@ def test_json_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         Plan.load(target)
 
 
-@pytest.mark.parametrize("schema", ["ebbflow-plan/1", "", None, 1, ["ebbflow-plan/2"]])
+@pytest.mark.parametrize("schema", ["ebbflow-plan/1", "", None, 1, ["ebbflow-plan/3"]])
 def test_another_schema_is_a_mismatch(tmp_path: Path, schema: object) -> None:
-    with pytest.raises(PlanMismatch, match="ebbflow-plan/2"):
+    with pytest.raises(PlanMismatch, match="'ebbflow-plan/3' and 'ebbflow-plan/2'"):
         load_data(tmp_path, {**a_plan().to_json(), "schema": schema})
 
 
@@ -290,16 +419,22 @@ def places(data: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-DATA = json.loads(json.dumps(a_plan().to_json()))
-PLACES = places(DATA)
+def as_saved(plan: Plan) -> Any:
+    return json.loads(json.dumps(plan.to_json()))
+
+
+PROVEN = replace(a_plan(), provenance=Provenance(threads=2, costs=Costs.MEASURED, memory_bytes=4, notes={"a": "b"}))
+DATA = [as_saved(PROVEN), as_saved(moving_plan())]
+PLACES = [(which, place) for which, data in enumerate(DATA) for place in places(data)]
 
 
 @given(st.sampled_from(PLACES), HOSTILE, st.booleans())
 @settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mutation_is_refused_or_is_a_legal_plan(
-    tmp_path: Path, place: tuple[Any, ...], value: object, delete: bool
+    tmp_path: Path, at: tuple[int, tuple[Any, ...]], value: object, delete: bool
 ) -> None:
-    data = copy.deepcopy(DATA)
+    which, place = at
+    data = copy.deepcopy(DATA[which])
     holder = data
     for key in place[:-1]:
         holder = holder[key]
@@ -314,5 +449,7 @@ def test_any_mutation_is_refused_or_is_a_legal_plan(
     assert legality.check(plan.program, plan.schedule) == []
     assert plan.predicted_peak_bytes == data["predicted_peak_bytes"]
     assert plan.report()
-    assert plan.program.fingerprint
+    assert repr(plan)
+    assert plan._repr_html_()
+    assert plan.fingerprint
     json.dumps(plan.to_json())

@@ -183,7 +183,7 @@ def test_a_plan_of_another_shape_is_refused(model: Tracked) -> None:
 @pytest.mark.parametrize(("fact", "value"), [("torch", "1.0"), ("device", "cuda")])
 def test_a_plan_of_another_build_or_device_is_refused(model: Tracked, fact: str, value: str) -> None:
     plan = ebbflow.plan(model, (X,), budget="1MiB")
-    ebbflow.fit(model, replace(plan, provenance={**plan.provenance, fact: value}))
+    ebbflow.fit(model, replace(plan, provenance=replace(plan.provenance, **{fact: value})))
     with pytest.raises(PlanMismatch, match=f"{fact}: plan '{value}', here '"):
         model(X)
 

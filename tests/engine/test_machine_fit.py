@@ -62,7 +62,7 @@ def test_no_machine_of_the_catalogue_holds_it(step: AheadStep) -> None:
 def test_a_plan_larger_than_its_machine_says_so(step: AheadStep) -> None:
     plan = step.plan(Budget.parse("1GiB"), PlanningOptions(effort=0))
     assert "t4-16gb has 10.00 MiB: this plan does NOT fit it" in text_of(plan)
-    room = {**plan.provenance, "memory_bytes": str(plan.predicted_peak_bytes + 2**20)}
+    room = replace(plan.provenance, memory_bytes=plan.predicted_peak_bytes + 2**20)
     assert "1.00 MiB more than the peak" in text_of(replace(plan, provenance=room))
 
 

@@ -47,7 +47,7 @@ def test_planned_step_is_the_same_step(name: str, dropout: float, share: float) 
         unplanned.program,
         Budget(bytes=unplanned.resident_bytes + above),
         resident_bytes=unplanned.resident_bytes,
-        options=PlanningOptions(effort=2_000, provenance=dict(unplanned.provenance)),
+        options=PlanningOptions(effort=2_000, provenance=unplanned.provenance),
     )
     result = ebbflow.verify(case.model, case.args, {}, plan)
     assert result.differences == ()

@@ -52,7 +52,7 @@ class Study:
 
     def _within(self, above_bytes: int) -> ebbflow.Plan:
         resident = self.unplanned.resident_bytes
-        options = PlanningOptions(effort=EFFORT, provenance=dict(self.unplanned.provenance))
+        options = PlanningOptions(effort=EFFORT, provenance=self.unplanned.provenance)
         return make_plan(
             self.unplanned.program, Budget(bytes=resident + above_bytes), resident_bytes=resident, options=options
         )

@@ -18,11 +18,11 @@ from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.provenance import Planned
 from ebbflow.units import Budget
 from strategies import chain
 
 PROGRAM = chain(24)
-AGAIN = "planned"
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def scaled(program: Program, factor: int) -> Program:
 
 def test_a_plan_is_found_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = planned(directory)
-    assert AGAIN not in first.provenance
+    assert first.provenance.planned is Planned.SEARCHED
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("planned anew")
 
     monkeypatch.setattr(planning, "smallest_of", never)
     second = planned(directory)
-    assert second.provenance[AGAIN]
+    assert second.provenance.planned is Planned.CACHED
     assert second.schedule == first.schedule
     assert (second.status, second.bound, second.bound_class) == (first.status, first.bound, first.bound_class)
     assert (second.smallest_bytes, second.floor_bytes) == (first.smallest_bytes, first.floor_bytes)
@@ -74,7 +74,7 @@ def test_a_plan_is_found_again(directory: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_whatever_an_answer_depends_on_is_in_its_key(directory: Path, change: dict[str, object]) -> None:
     planned(directory)
-    assert AGAIN not in planned(directory, **change).provenance  # type: ignore[arg-type]
+    assert planned(directory, **change).provenance.planned is Planned.SEARCHED  # type: ignore[arg-type]
     assert len(files(directory)) == 2
 
 
@@ -98,9 +98,9 @@ def test_a_damaged_file_is_planned_anew(directory: Path, text: str) -> None:
     (path,) = files(directory)
     path.write_text(text)
     second = planned(directory)
-    assert AGAIN not in second.provenance
+    assert second.provenance.planned is Planned.SEARCHED
     assert second.schedule == first.schedule
-    assert planned(directory).provenance[AGAIN], "it was written anew"
+    assert planned(directory).provenance.planned is Planned.CACHED, "it was written anew"
 
 
 @pytest.mark.parametrize("row", [["c", 10_000], ["f", 0], ["c", -1]], ids=str)
@@ -111,7 +111,7 @@ def test_an_illegal_schedule_is_planned_anew(directory: Path, row: list[object])
     data["schedule"].insert(1, row)
     path.write_text(json.dumps(data))
     second = planned(directory)
-    assert AGAIN not in second.provenance
+    assert second.provenance.planned is Planned.SEARCHED
     assert second.schedule == first.schedule
 
 
@@ -123,7 +123,7 @@ def test_a_schedule_over_the_budget_is_planned_anew(directory: Path) -> None:
     data["schedule"] = json.loads(wide.read_text())["schedule"]
     tight.write_text(json.dumps(data))
     again = planned(directory, budget="40%")
-    assert AGAIN not in again.provenance
+    assert again.provenance.planned is Planned.SEARCHED
     assert again.predicted_peak_bytes <= again.budget_bytes
 
 
@@ -133,7 +133,7 @@ def test_another_problems_entry_under_our_name_is_not_taken(directory: Path) -> 
     data = json.loads(path.read_text())
     data["key"]["seed"] = "7"
     path.write_text(json.dumps(data))
-    assert AGAIN not in planned(directory).provenance
+    assert planned(directory).provenance.planned is Planned.SEARCHED
 
 
 def test_what_a_clock_or_an_interrupt_ended_is_not_kept(directory: Path) -> None:
@@ -181,6 +181,6 @@ def test_a_second_fit_takes_the_plan_of_the_first(cache_directory: Path) -> None
         return plan
 
     first, second = step(), step()
-    assert AGAIN not in first.provenance
-    assert second.provenance[AGAIN]
+    assert first.provenance.planned is Planned.SEARCHED
+    assert second.provenance.planned is Planned.CACHED
     assert second.schedule == first.schedule

@@ -19,6 +19,7 @@ from ebbflow.planning.shape_plans import WASTE, Buckets
 from ebbflow.step.legality import check
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.provenance import Planned
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.units import Budget
@@ -26,7 +27,6 @@ from strategies import chain, programs
 
 EFFORT = 4_000
 PROGRAM = chain(24)
-FITTED = "for another shape, fitted to this one"
 
 
 def longer(program: Program, factor: float, spread: float = 0.0) -> Program:
@@ -53,7 +53,7 @@ def planned(buckets: Buckets, program: Program, budget: int, planner: str = "aut
 
 
 def was_fitted(plan: Plan) -> bool:
-    return plan.provenance.get("planned") == FITTED
+    return plan.provenance.planned is Planned.ADAPTED
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ebbflow._api.fit import require_module
-from ebbflow.capture.cuda.notes import cuda_notes
+from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
 from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.capture.offline import capture
 from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
@@ -27,6 +27,7 @@ from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
 from ebbflow.step.machine import Machine, is_elsewhere, machine_named
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.provenance import Costs, LossPlace, Provenance
 from ebbflow.units import Budget
 
 __all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
@@ -169,14 +170,14 @@ class AheadStep:
         resident_bytes: at a step's start, optimizer state that is to come among them.
         reserve_bytes: kept free inside every budget.
         machine: planned for; ``None`` is the device at hand.
-        provenance: facts for the plans.
+        provenance: where costs are from, for the plans.
     """
 
     program: Program
     resident_bytes: int
     reserve_bytes: int
     machine: Machine | None = None
-    provenance: dict[str, str] = field(default_factory=dict[str, str])
+    provenance: Provenance = field(default_factory=Provenance)
 
     def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
         """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does."""
@@ -202,7 +203,7 @@ class AheadStep:
         )
 
     def _options(self, options: PlanningOptions) -> PlanningOptions:
-        return replace(options, machine=self.machine, provenance={**self.provenance, **options.provenance})
+        return replace(options, machine=self.machine, provenance=self.provenance)
 
 
 def capture_ahead(
@@ -258,7 +259,7 @@ def capture_program(
     loss: Callable[[Any], Any] | None = None,
     every_output: bool = False,
     name: str = "",
-) -> tuple[Program, dict[str, str]]:
+) -> tuple[Program, Provenance]:
     """The program of one training call with costs, and facts on where the costs are from.
 
     Args:
@@ -290,17 +291,18 @@ def capture_program(
         here=not is_elsewhere(machine),
         cuda=cuda,
     )
-    outside = {"loss": "outside the model: what it takes is not counted"} if loss_is_outside(joint) else {}
+    loss_place = LossPlace.OUTSIDE if loss_is_outside(joint) else None
     if not is_elsewhere(machine):
         program = with_measured_costs(joint.program, joint.calls, device)
-        return program, {"machine": device, "costs": "measured", **outside}
+        return program, Provenance(machine=device, costs=Costs.MEASURED, loss=loss_place)
     assert machine is not None
-    provenance = {
-        "machine": machine.name,
-        "costs": "roofline",
-        **({"memory_bytes": str(machine.memory_bytes)} if machine.memory_bytes else {}),
-        "estimate": f"captured on {device}; fit re-captures on the real device",
-        **(cuda_notes(joint.program, machine) if cuda is not None else {}),
-        **outside,
-    }
+    provenance = Provenance(
+        machine=machine.name,
+        costs=Costs.ROOFLINE,
+        memory_bytes=machine.memory_bytes or None,
+        estimate=f"captured on {device}; fit re-captures on the real device",
+        mapped=ops_as_on_cuda(joint.program, machine) if cuda is not None else "",
+        workspace=workspace_on_cuda(joint.program, machine) if cuda is not None else "",
+        loss=loss_place,
+    )
     return with_roofline_costs(joint.program, joint.calls, machine), provenance

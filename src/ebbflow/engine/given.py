@@ -28,9 +28,9 @@ def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], re
         BudgetError: if more is resident than it has room for.
     """
     differences = [
-        f"{key}: plan {plan.provenance.get(key)!r}, here {value!r}"
-        for key, value in context.items()
-        if key in ("device", "torch") and plan.provenance.get(key) != value
+        f"{key}: plan {theirs or None!r}, here {context[key]!r}"
+        for key, theirs in (("device", plan.provenance.device), ("torch", plan.provenance.torch))
+        if theirs != context[key]
     ]
     if not is_measured_form(plan.program, program):
         differences.append(_program_difference(plan, program))

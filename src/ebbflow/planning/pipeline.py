@@ -18,12 +18,13 @@ from ebbflow.step.legality import check
 from ebbflow.step.machine import Machine, catalogue
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.provenance import Planned, Provenance
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of, simulate
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.units import Budget, format_bytes, format_percent
 
-__all__ = ["CACHED", "DEFAULT_EFFORT", "FITTED", "PlanningOptions", "make_plan"]
+__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +45,12 @@ class PlanningOptions:
     """Set by Ctrl-C; the best plan so far is kept."""
     progress: Callable[[Progress], None] = field(default=silent)
     """Called with what is known while planning."""
-    provenance: dict[str, str] = field(default_factory=dict[str, str])
-    """Facts to record in the plan."""
+    provenance: Provenance = field(default_factory=Provenance)
+    """What is known of where the program comes from, to be kept in the plan."""
     cache: PlanCache | None = None
     """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
     buckets: Buckets | None = None
     """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
-
-
-CACHED = "before, kept in the plan cache"
-FITTED = "for another shape, fitted to this one"
-"""What a plan's provenance says under ``planned`` where nothing was searched for."""
 
 
 def make_plan(
@@ -100,12 +96,10 @@ def make_plan(
         interrupt=interrupt,
         progress=options.progress,
     )
-    known, whence = _known(problem, options)
-    provenance = options.provenance
+    known, planned = _known(problem, options)
     smallest: Schedule | None = None
     if known is not None:
         answer, smallest_above = known.answer, known.smallest_above_bytes
-        provenance = {**provenance, "planned": whence}
     else:
         near = [] if options.cache is None else options.cache.near(problem)
         problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(program, each))))
@@ -134,10 +128,10 @@ def make_plan(
             machine=options.machine,
         )
     # A planner may get below what the search for the smallest reached.
-    smallest_above = min(smallest_above, simulate(program, answer.schedule).above_bytes)
+    smallest_above = min(smallest_above, simulate(program, answer.schedule, options.machine).above_bytes)
     if options.cache is not None and known is None:
         options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
-    if options.buckets is not None and whence != FITTED:
+    if options.buckets is not None and planned is not Planned.ADAPTED:
         options.buckets.learn(options.planner, problem, answer, smallest)
     options.progress(Progress("planned", overhead_of(program, answer.schedule), answer.bound))
     return Plan(
@@ -155,23 +149,23 @@ def make_plan(
         bound=answer.bound,
         bound_class=answer.bound_class,
         plan_seconds=time.perf_counter() - begin,
-        provenance={
-            **program.context,
-            **provenance,
-            **answer.notes,
-            "effort": str(options.effort),
-            "seed": str(options.seed),
-        },
+        provenance=replace(
+            Provenance.from_dict({**program.context, **options.provenance, **answer.notes}),
+            planned=planned,
+            effort=options.effort,
+            seed=options.seed,
+        ),
+        machine=options.machine,
     )
 
 
-def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, str]:
-    """What needs no search, and where it comes from: this very problem's answer, or that of a bucket."""
+def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, Planned]:
+    """What needs no search, and how it was found: this very problem's answer, or that of a bucket."""
     cached = None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
     if cached is not None:
-        return cached, CACHED
+        return cached, Planned.CACHED
     fitted = None if options.buckets is None else options.buckets.answer(options.planner, problem)
-    return fitted, "" if fitted is None else FITTED
+    return fitted, Planned.SEARCHED if fitted is None else Planned.ADAPTED
 
 
 def _smallest_known(problem: Problem, options: PlanningOptions) -> tuple[int, Schedule] | None:

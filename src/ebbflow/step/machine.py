@@ -6,8 +6,10 @@ device at hand. A plan made for a catalogue machine is an estimate and says so.
 
 from __future__ import annotations
 
+import math
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -16,6 +18,9 @@ from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 
 __all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "machine_named"]
+
+_LEAST_RATE = 1e-3  # per second; with MOST_SECONDS (``program``) in mind, what a file says stays finite when added up
+_MOST_DELAY = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,58 @@ class Machine:
     def flops_for(self, dtype: str) -> float:
         """Peak arithmetic per second for ``dtype``; float32's where the catalogue has none."""
         return self.flops.get(dtype, self.flops["float32"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; :meth:`from_json` reads it back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Machine:
+        """The machine that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError: if ``data`` is no machine.
+        """
+        return Machine(
+            name=str(data["name"]),
+            device=str(data["device"]),
+            memory_bytes=_whole(data["memory_bytes"]),
+            flops={str(dtype): _rate(rate) for dtype, rate in data["flops"].items()},
+            bytes_per_second=_rate(data["bytes_per_second"]),
+            launch_seconds=_delay(data["launch_seconds"]),
+            granularity_bytes=max(_whole(data["granularity_bytes"]), 1),
+            links={str(tier): _link(tier, link) for tier, link in data["links"].items()},
+            sources={str(key): str(text) for key, text in data["sources"].items()},
+            capability=str(data["capability"]),
+        )
+
+
+def _link(tier: str, data: Mapping[str, Any]) -> Link:
+    return Link(
+        tier=tier,
+        capacity_bytes=_whole(data["capacity_bytes"]),
+        out_bytes_per_second=_rate(data["out_bytes_per_second"]),
+        in_bytes_per_second=_rate(data["in_bytes_per_second"]),
+        latency_seconds=_delay(data["latency_seconds"]),
+    )
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes")
+    return value
+
+
+def _rate(value: object) -> float:
+    if not isinstance(value, int | float) or not _LEAST_RATE <= value < math.inf:
+        raise ValueError(f"{value!r} is no rate per second")
+    return value
+
+
+def _delay(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 <= value <= _MOST_DELAY:
+        raise ValueError(f"{value!r} is no delay in seconds")
+    return value
 
 
 def _machine(name: str, row: dict[str, Any]) -> Machine:

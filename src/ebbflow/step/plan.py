@@ -6,8 +6,8 @@ one executes nothing: the schedule is checked for legality and simulated anew, a
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,20 +16,22 @@ from typing import Any, TypeGuard
 from ebbflow.errors import PlanFileError, PlanMismatch
 from ebbflow.files import write_json
 from ebbflow.step.legality import check
+from ebbflow.step.machine import Machine
 from ebbflow.step.program import Program
-from ebbflow.step.schedule import Boundary, Compute, Schedule
+from ebbflow.step.provenance import Provenance
+from ebbflow.step.schedule import Boundary, Offload, Schedule
 from ebbflow.step.simulate import Timeline, simulate
 from ebbflow.step.status import Status
 from ebbflow.step.unplanned import unplanned_schedule
-from ebbflow.units import format_bytes, format_percent, format_seconds
 
 __all__ = ["SCHEMA", "Plan", "Status"]
 
-SCHEMA = "ebbflow-plan/2"
+SCHEMA = "ebbflow-plan/3"
+_READABLE = (SCHEMA, "ebbflow-plan/2")  # the earlier one holds no machine
 _LARGEST_FILE_BYTES = 2**30  # a 50,000-op plan takes about 30 MiB; anything near this is no plan of ours
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What to run, what it will take, and how good it is.
 
@@ -48,7 +50,8 @@ class Plan:
         bound: proven lower bound on the overhead at this budget, or ``None``.
         bound_class: the class of schedules for which ``bound`` holds.
         plan_seconds: what planning took, capture and costs not included.
-        provenance: device, threads, torch build, machine, effort, seed and the like.
+        provenance: device, threads, torch build, costs, effort, seed and the like.
+        machine: planned for, with its links to slower memory; ``None`` is the device at hand.
     """
 
     program: Program
@@ -65,12 +68,13 @@ class Plan:
     bound: float | None
     bound_class: str
     plan_seconds: float
-    provenance: Mapping[str, str] = field(default_factory=dict[str, str])
+    provenance: Provenance = field(default_factory=Provenance)
+    machine: Machine | None = None
 
     @cached_property
     def timeline(self) -> Timeline:
         """Bytes and seconds of every action."""
-        return simulate(self.program, self.schedule)
+        return simulate(self.program, self.schedule, self.machine)
 
     @cached_property
     def baseline(self) -> Timeline:
@@ -113,48 +117,48 @@ class Plan:
         """Overhead minus bound, within the bound's class; ``None`` without a bound."""
         return None if self.bound is None else self.overhead - self.bound
 
-    # -- text -----------------------------------------------------------------------------------------------
+    # -- identity -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of what is run, of what computes it and of the bytes that were asked for; no costs, no provenance.
+
+        Equal plans have equal fingerprints. Plans that differ in costs or origin alone may share one.
+        """
+        sizes = (self.budget_bytes, self.resident_bytes, self.reserve_bytes)
+        digest = hashlib.sha256(repr((self.program.fingerprint, self.case, self.planner, *sizes)).encode())
+        for column in self.schedule.columns:
+            digest.update(column.tobytes())
+        digest.update(repr([each.tier for each in self.schedule.actions if isinstance(each, Offload)]).encode())
+        return digest.hexdigest()[:32]
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    # -- text: the renderers' (report/), which stand above this record ----------------------------------------
+
+    def __repr__(self) -> str:
+        from ebbflow.report.text.plan import line_of
+
+        return line_of(self)
 
     def __str__(self) -> str:
         """The plan in a stable text form."""
-        share = self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
-        again = sum(int(n) - 1 for n in self.timeline.runs if n > 1)
-        bound = "none" if self.bound is None else f"{format_percent(self.bound)} ({self.bound_class})"
-        gap = "" if self.gap is None else f", gap {format_percent(self.gap)}"
-        pin = self.program.ops[self.floor_op] if 0 <= self.floor_op < len(self.program.ops) else "nothing"
-        return "\n".join(
-            [
-                f"plan for {self.case} by {self.planner}: {self.status.name}",
-                f"  budget     {format_bytes(self.budget_bytes)}",
-                f"  peak       {format_bytes(self.predicted_peak_bytes)} predicted, {format_percent(share)} of the "
-                f"unplanned {format_bytes(self.baseline_peak_bytes)}",
-                f"  resident   {format_bytes(self.resident_bytes)}, reserve {format_bytes(self.reserve_bytes)}",
-                f"  overhead   {format_percent(self.overhead)} predicted ({format_seconds(self.step_seconds)} "
-                f"against {format_seconds(self.baseline_seconds)}), bound {bound}{gap}",
-                f"  reruns     {again} of {len(self.program.ops)} ops",
-                f"  smallest   {format_bytes(self.smallest_bytes)}, floor {format_bytes(self.floor_bytes)} "
-                f"pinned by {pin}",
-            ]
-        )
+        from ebbflow.report.text.plan import text_of
+
+        return text_of(self)
+
+    def _repr_html_(self) -> str:
+        """The plan as a table, for notebooks."""
+        from ebbflow.report.html.plan import html_of
+
+        return html_of(self)
 
     def report(self) -> str:
         """The plan as text, with the buffers that are recomputed most and the op at the peak."""
-        lines = [str(self)]
-        action = self.schedule.actions[self.timeline.peak_action] if self.schedule.actions else None
-        if isinstance(action, Compute):
-            lines.append(f"  peak at    {self.program.ops[action.op]}")
-        ranked = sorted(
-            range(len(self.program.ops)), key=lambda i: -(int(self.timeline.runs[i]) - 1) * self._seconds(i)
-        )
-        for index in ranked[:5]:
-            extra = int(self.timeline.runs[index]) - 1
-            if extra > 0:
-                seconds = format_seconds(extra * self._seconds(index))
-                lines.append(f"  rerun      {extra}x {self.program.ops[index]}: {seconds}")
-        return "\n".join(lines)
+        from ebbflow.report.text.plan import report_of
 
-    def _seconds(self, op: int) -> float:
-        return self.program.ops[op].seconds
+        return report_of(self)
 
     def explain(self, tensor: str) -> str:
         """What happens to one buffer: its size, where it is from, when it is made, dropped and made again, and why.
@@ -165,7 +169,7 @@ class Plan:
         Raises:
             UsageError: if no buffer matches, with what comes close.
         """
-        from ebbflow.report.text.explain import explain  # text is the renderers'; they stand above this record
+        from ebbflow.report.text.explain import explain
 
         return explain(self.program, self.schedule, self.timeline, tensor)
 
@@ -192,7 +196,7 @@ class Plan:
             "gap": self.gap,
             "plan_seconds": self.plan_seconds,
             "ops": len(self.program.ops),
-            "provenance": dict(self.provenance),
+            "provenance": self.provenance.as_dict(),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -201,6 +205,7 @@ class Plan:
             "schema": SCHEMA,
             **self.summary(),
             "floor_op": self.floor_op,
+            "machine": None if self.machine is None else self.machine.to_json(),
             "program": self.program.to_json(),
             "schedule": self.schedule.to_json(),
         }
@@ -234,8 +239,9 @@ class Plan:
             raise PlanFileError(f"{path} is not a whole plan file ({error}); make it anew with Plan.save") from error
         if not _is_object(data) or "schema" not in data:
             raise PlanFileError(f"{path} is no plan file; make one with Plan.save or `ebbflow plan --out`")
-        if data["schema"] != SCHEMA:
-            raise PlanMismatch(f"{path} has schema {data['schema']!r}, this version reads {SCHEMA!r}; plan anew")
+        if data["schema"] not in _READABLE:
+            readable = " and ".join(map(repr, _READABLE))
+            raise PlanMismatch(f"{path} has schema {data['schema']!r}, this version reads {readable}; plan anew")
         return _from_json(data, str(path))
 
 
@@ -260,7 +266,8 @@ def _from_json(data: dict[str, Any], path: str) -> Plan:
             bound=None if data["bound"] is None else float(data["bound"]),
             bound_class=str(data["bound_class"]),
             plan_seconds=float(data["plan_seconds"]),
-            provenance={str(k): str(v) for k, v in data["provenance"].items()},
+            provenance=Provenance.from_dict(data["provenance"]),
+            machine=None if data.get("machine") is None else Machine.from_json(data["machine"]),
         )
         violations = check(plan.program, plan.schedule)
         recorded = int(data["predicted_peak_bytes"])

@@ -9,7 +9,7 @@ from ebbflow.step.machine import Machine
 from ebbflow.step.program import Program
 from ebbflow.units import format_bytes
 
-__all__ = ["cpu_only_ops", "cuda_notes"]
+__all__ = ["cpu_only_ops", "ops_as_on_cuda", "workspace_on_cuda"]
 
 # Ops that a CPU never has, in words.
 _MAPPED = {
@@ -29,18 +29,21 @@ def cpu_only_ops(program: Program) -> list[str]:
     return [op.target for op in program.ops if any(part in op.target for part in _CPU_FORMS)]
 
 
-def cuda_notes(program: Program, machine: Machine) -> dict[str, str]:
-    """Facts for a plan's provenance: what became what, and which workspaces are in its bytes."""
+def ops_as_on_cuda(program: Program, machine: Machine) -> str:
+    """What became what."""
     counts = Counter(op.target for op in program.ops)
     mapped = [f"{words} ({counts[target]})" for target, words in _MAPPED.items() if counts[target]]
     kept = Counter(cpu_only_ops(program))
     keep = ", ".join(f"{target} ({count})" for target, count in sorted(kept.items()))
     capability = ".".join(map(str, machine.compute_capability))
-    missing = sum(counts[target] for target in NOT_COUNTED)
-    cublas = cublas_bytes(program, machine)
-    return {
-        "mapped": f"traced as on CUDA {capability}: {', '.join(mapped) or 'no call differs'}; "
-        + (f"{sum(kept.values())} ops keep their CPU form: {keep}" if kept else "0 ops keep their CPU form"),
-        "workspace": f"{format_bytes(cublas)} of cuBLAS resident; attention, embedding and indexing counted per op; "
-        f"cuDNN's not ({missing} convolutions)",
-    }
+    told = f"{sum(kept.values())} ops keep their CPU form: {keep}" if kept else "0 ops keep their CPU form"
+    return f"traced as on CUDA {capability}: {', '.join(mapped) or 'no call differs'}; {told}"
+
+
+def workspace_on_cuda(program: Program, machine: Machine) -> str:
+    """Which workspaces are in a plan's bytes."""
+    missing = sum(op.target in NOT_COUNTED for op in program.ops)
+    return (
+        f"{format_bytes(cublas_bytes(program, machine))} of cuBLAS resident; attention, embedding and indexing "
+        f"counted per op; cuDNN's not ({missing} convolutions)"
+    )

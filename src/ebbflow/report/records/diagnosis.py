@@ -26,6 +26,7 @@ from ebbflow.report.records.advice import SCALAR_BYTES, Advice, advise
 from ebbflow.step.occupancy import Moment, moment_at
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import COPY_BACK, Op, Program
+from ebbflow.step.provenance import LossPlace, Provenance
 from ebbflow.step.unplanned import unplanned_schedule
 
 __all__ = ["Break", "BufferGroup", "Findings", "FloorPin", "OpGroup", "Peak", "Place", "break_of", "find", "place_of"]
@@ -199,11 +200,11 @@ class Findings:
     peak: Peak
     floor: FloorPin
     advice: tuple[Advice, ...]
-    provenance: dict[str, str]
+    provenance: Provenance
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, keys as the attributes."""
-        return asdict(self)
+        return {**asdict(self), "provenance": self.provenance.as_dict()}
 
 
 def find(plan: Plan, top: int = 10) -> Findings:
@@ -237,7 +238,7 @@ def find(plan: Plan, top: int = 10) -> Findings:
         mutations=_ops((o for o in program.ops if mutations.intersection(o.outputs)), partial(made, among=mutations)),
         mutation_bytes=sum(program.buffers[b].bytes for b in mutations),
         tangent_bytes=sum(tangents),
-        loss_outside="loss" in plan.provenance or max(tangents, default=0) > SCALAR_BYTES,
+        loss_outside=plan.provenance.loss is LossPlace.OUTSIDE or max(tangents, default=0) > SCALAR_BYTES,
         largest=_groups(program, range(len(program.buffers)))[:top],
         peak=_peak(program, moment_at(program, unplanned_schedule(program), plan.baseline.peak_action), top),
         floor=FloorPin(
@@ -247,7 +248,7 @@ def find(plan: Plan, top: int = 10) -> Findings:
             parts={each.part.value: each.bytes for each in floor.parts},
         ),
         advice=advise(program, floor, plan.resident_bytes),
-        provenance=dict(plan.provenance),
+        provenance=plan.provenance,
     )
 
 

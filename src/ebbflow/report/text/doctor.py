@@ -46,13 +46,12 @@ def _facts(found: Findings) -> list[str]:
         _fact("smallest", f"{_with_share(found.smallest_bytes, peak)}: the least budget for which a plan was found"),
         _fact("floor", f"{_with_share(found.floor_bytes, peak)}: no plan gets below; pinned by {found.floor.at}"),
     ]
-    if "costs" in found.provenance:
-        lines.append(
-            _fact("costs", f"{found.provenance['costs']} for {found.provenance.get('machine', 'this machine')}")
-        )
-    for key in ("estimate", "mapped", "workspace"):
-        if key in found.provenance:
-            lines.append(_fact(key, found.provenance[key]))
+    source = found.provenance
+    if source.costs is not None:
+        lines.append(_fact("costs", f"{source.costs.value} for {source.machine or 'this machine'}"))
+    for key, text in (("estimate", source.estimate), ("mapped", source.mapped), ("workspace", source.workspace)):
+        if text:
+            lines.append(_fact(key, text))
     for key, groups, text in (
         ("random", found.random, "{bytes} of generator state, so that reruns draw the same numbers"),
         ("run once", found.single_run, "{bytes} kept until their last reader, since {note}"),

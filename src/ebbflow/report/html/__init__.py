@@ -1,0 +1,1 @@
+"""Renderers to HTML: each takes a data record and gives markup that needs nothing else."""
