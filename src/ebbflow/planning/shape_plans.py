@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 from ebbflow.planners.base import Answer, Problem
 from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.reductions.adapt import fitted_to, gap_of
 from ebbflow.planning.cache import CachedAnswer, share_of, structure_of
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
@@ -62,6 +61,8 @@ class Buckets:
             planner: other than the default one, a user wants that planner's plans and no others.
             problem: what is asked.
         """
+        from ebbflow.planners.reductions.adapt import fitted_to  # with numba: not before something is planned
+
         program = problem.program
         structure = structure_of(program)
         if planner != PLANNER or not self._seen.get(structure, set[str]()) - {program.fingerprint}:
@@ -104,6 +105,8 @@ class Buckets:
             answer: with a schedule.
             smallest: the schedule of least peak that was found beside it, if one was looked for.
         """
+        from ebbflow.planners.reductions.adapt import gap_of
+
         program, schedule = problem.program, answer.schedule
         assert schedule is not None
         structure = structure_of(program)

@@ -1,18 +1,23 @@
-"""The least peak for which a schedule is found: descend from the unplanned step as far as repairing works."""
+"""The least peak for which a schedule is found: descend from the unplanned step as far as repairing works.
+
+Every plan asks for it, so this module is imported with the public functions: numba, which takes half a second to load,
+is not, before a descent begins.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
 from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.reductions.shrink import stand_in_of
-from ebbflow.planners.search import local_search
-from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.step.arrays import flat
 from ebbflow.step.program import Program, analysis
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import simulate
+
+if TYPE_CHECKING:
+    from ebbflow.planners.search.interval_state import IntervalState
 
 __all__ = ["forget_smallest", "least_memory", "smallest_of", "smallest_schedule"]
 
@@ -36,6 +41,9 @@ def smallest_schedule(
     Returns:
         Bytes above the step's start, and the schedule.
     """
+    from ebbflow.planners.reductions.shrink import stand_in_of
+    from ebbflow.planners.search.interval_state import IntervalState
+
     state = IntervalState(program)
     floor, _ = floor_bytes(program)
     interrupt = interrupt or Interrupt()
@@ -64,6 +72,8 @@ def _descended(state: IntervalState, effort: int, interrupt: Interrupt, *, early
     A rerun long before its use, or moves at random, give every block another pattern: what a few blocks can hold, more
     of them cannot. On other programs now the one reaches less, now the other.
     """
+    from ebbflow.planners.search import local_search
+
     program = state.program
     floor, _ = floor_bytes(program)
     state.load([])

@@ -1,0 +1,70 @@
+"""The registry knows where each planner is, without importing any; what is heavy is loaded when planning starts."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ebbflow.planners
+from ebbflow.planners import planner_named, planner_names
+from ebbflow.planners.base import HOMES, missing_extra
+
+ROOT = Path(ebbflow.planners.__file__).parent
+HEAVY = ("numba", "llvmlite", "highspy", "ortools")
+
+
+def registered() -> dict[str, str]:
+    """Per name given to ``@planner`` in a source file of the package, its module."""
+    found: dict[str, str] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        module = ".".join(("ebbflow.planners", *path.relative_to(ROOT).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "planner":
+                    assert isinstance(call.args[0], ast.Constant), f"{module}: {node.name} has no literal name"
+                    name = str(call.args[0].value)
+                    assert name not in found, f"two planners are named {name}"
+                    found[name] = module
+    return found
+
+
+def test_every_planner_has_its_line_in_homes() -> None:
+    assert registered() == HOMES, "add a line to HOMES in planners/base.py for each @planner"
+    assert list(HOMES) == sorted(HOMES)
+
+
+@pytest.mark.parametrize("name", sorted(HOMES))
+def test_a_planner_is_found_where_homes_says(name: str) -> None:
+    assert name in planner_names()
+    if not missing_extra(name):
+        assert callable(planner_named(name))
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Which heavy modules a fresh interpreter has after ``statement``."""
+    code = f"import sys\n{statement}\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import ebbflow.planners; ebbflow.planners.planner_names()",
+        "from ebbflow.planners.base import require_planner; require_planner('auto')",
+        "import ebbflow.planning.frontier, ebbflow.planning.shape_plans, ebbflow.step.plan, ebbflow.report.text.plan",
+        "import ebbflow; [getattr(ebbflow, name) for name in ebbflow.__all__]",
+    ],
+    ids=["planners", "a name checked", "planning", "every public name"],
+)
+def test_nothing_heavy_is_loaded_before_planning_starts(statement: str) -> None:
+    assert loaded_by(statement) == set()
+
+
+def test_a_planner_loads_what_it_needs() -> None:
+    """The check above can fail."""
+    assert "numba" in loaded_by("from ebbflow.planners import planner_named; planner_named('greedy')")
