@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.planners import Problem, Status, planner_named
-from ebbflow.planners.search.orders import FreeOrder, precedences, reorder
+from ebbflow.planners.reductions.reorder import reorder
+from ebbflow.planners.search.orders import FreeOrder, precedences
 from ebbflow.step import legality
 from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.step.schedule import Schedule

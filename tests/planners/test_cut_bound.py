@@ -42,7 +42,7 @@ def test_merged_spans_keep_the_whole_optimum_and_lift_the_linear_bound(
     plain, merged = (_Model(program, budget, cuts, order) for _ in range(2))
     assume(not plain.hopeless)
     merged.merge()
-    assert len(merged.row_lower) >= len(plain.row_lower)
+    assert merged.model.rows >= plain.model.rows
     whole, infeasible = solved(plain, whole=True)
     whole_merged, infeasible_merged = solved(merged, whole=True)
     assert infeasible_merged == infeasible

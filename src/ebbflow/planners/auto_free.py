@@ -17,9 +17,10 @@ from ebbflow.planners.auto import portfolio
 from ebbflow.planners.base import FREE_ORDER, Answer, Problem, Status, planner
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.fastsa import HOT, OVER, WARM, RunSequence, search
+from ebbflow.planners.reductions.reorder import reorder
 from ebbflow.planners.search.greedy import PROVEN, Found, assert_within, start_from
-from ebbflow.planners.search.interval_state import IntervalState, reruns_of
-from ebbflow.planners.search.orders import FreeOrder, Reordered, first_runs, reorder
+from ebbflow.planners.search.interval_state import IntervalState
+from ebbflow.planners.search.orders import FreeOrder, first_runs
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of, simulate
@@ -72,10 +73,11 @@ def auto_free(problem: Problem) -> Answer:
     moves = problem.effort * max(1.0, len(program.ops) / FULL_OPS)
     order = None if best.proven else _best_order(best, moves)
     if not best.proven and not problem.interrupt:
-        moved = reorder(program, order or unplanned_schedule(program).computes)
-        answer = _planned(replace(problem, program=moved.program, seeds=_seeds(best, moved)), moved.program)
+        known = () if best.schedule is None else (best.schedule,)
+        moved = reorder(program, order or unplanned_schedule(program).computes).reduce(replace(problem, seeds=known))
+        answer = _planned(moved.problem, moved.problem.program)
         best.bound = max(best.bound, answer.bound or 0.0)
-        best.offer(moved.back(answer.schedule) if answer.schedule is not None else None)
+        best.offer(moved.lift(answer.schedule) if answer.schedule is not None else None)
     if not best.proven and best.schedule is not None and not problem.interrupt:
         sequence = RunSequence(program, problem.above_budget_bytes)
         if sequence.load(best.schedule.computes):
@@ -107,23 +109,15 @@ def _best_order(best: _Best, moves: float) -> list[int | None] | None:
         schedule = _scheduled(program, sequence)
         best.offer(schedule)
         order = first_runs(sequence.order() if schedule is None else schedule.computes)
-        moved = reorder(program, order)
-        found = Found(replace(problem, program=moved.program))
+        moved = reorder(program, order).reduce(replace(problem, seeds=()))
+        found = Found(moved.problem)
         peak = found.state.peak_bytes
         if start_from(found, []) and found.reruns is not None:
             found.state.load(found.reruns)
-            best.offer(moved.back(found.state.to_schedule()))
+            best.offer(moved.lift(found.state.to_schedule()))
         if (found.overhead, peak) < least:
             chosen, least = order, (found.overhead, peak)
     return chosen
-
-
-def _seeds(best: _Best, moved: Reordered) -> tuple[Schedule, ...]:
-    """The best schedule for the reordered program, if its first runs are in that order."""
-    if best.schedule is None:
-        return ()
-    schedule = Schedule.from_computes(moved.program, moved.there(best.schedule.computes))
-    return (schedule,) if reruns_of(moved.program, schedule) is not None else ()
 
 
 def _scheduled(program: Program, sequence: RunSequence) -> Schedule | None:

@@ -9,13 +9,14 @@ optimum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ebbflow.planners.reductions.repeats import Fellows
+from ebbflow.planners.solvers.highs import Basis
 
-__all__ = ["Basis", "Names", "Start"]
+__all__ = ["CutBasis", "Names", "Start"]
 
 
 @dataclass(frozen=True)
@@ -34,52 +35,45 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Basis:
+class CutBasis:
     """That of a relaxation with one cut.
 
     Attributes:
         cut: its stage.
         names: its columns and rows.
-        columns: HiGHS' status of each.
-        rows: HiGHS' status of each.
+        basis: of them.
     """
 
     cut: int
     names: Names
-    columns: Sequence[Any]
-    rows: Sequence[Any]
+    basis: Basis
 
 
 @dataclass(frozen=True)
 class Start:
     """The basis of a program that stands for a large one, and who stands for whom."""
 
-    basis: Basis
+    small: CutBasis
     fellows: Fellows
 
-    def carried(self, cut: int, names: Names) -> Any:
-        """A basis for the large program's relaxation, as HiGHS takes it; ``None`` if it has another cut.
+    def carried(self, cut: int, names: Names) -> Basis | None:
+        """A basis for the large program's relaxation; ``None`` if it has another cut.
 
         A column without a fellow is at its lower bound, a row without one is loose. HiGHS mends a singular basis.
         """
-        import highspy  # imported where used: a native library of some megabytes
-
-        op, buffer, theirs = self.fellows.op, self.fellows.buffer, self.basis.names
-        if op[cut] != self.basis.cut:
+        op, buffer, theirs, basis = self.fellows.op, self.fellows.buffer, self.small.names, self.small.basis
+        if op[cut] != self.small.cut:
             return None
-        columns = [highspy.HighsBasisStatus.kLower] * (len(names.keep) + len(names.rerun))
+        columns: list[Any] = [None] * (len(names.keep) + len(names.rerun))
         for b, index in names.keep.items():
             if (fellow := theirs.keep.get(buffer[b])) is not None:
-                columns[index] = self.basis.columns[fellow]
+                columns[index] = basis.columns[fellow]
         for i, index in names.rerun.items():
             if (fellow := theirs.rerun.get(op[i])) is not None:
-                columns[index] = self.basis.columns[fellow]
-        rows = [highspy.HighsBasisStatus.kBasic] * len(names.row)
+                columns[index] = basis.columns[fellow]
+        rows: list[Any] = [None] * len(names.row)
         for (i, b), index in names.row.items():
             fellow = theirs.row.get((op[i] if i >= 0 else i, buffer[b] if b >= 0 else b))
             if fellow is not None:
-                rows[index] = self.basis.rows[fellow]
-        found = highspy.HighsBasis()
-        found.col_status, found.row_status = columns, rows
-        found.valid = found.alien = True
-        return found
+                rows[index] = basis.rows[fellow]
+        return Basis(columns, rows)

@@ -34,15 +34,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ebbflow.planners.base import LARGE_OPS, Interrupt
-from ebbflow.planners.bounds.cut_basis import Basis, Names, Start
+from ebbflow.planners.bounds.cut_basis import CutBasis, Names, Start
 from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.planners.search.orders import CapturedOrder
+from ebbflow.planners.solvers.highs import Model, solve
 from ebbflow.step.program import Program
 
 __all__ = ["CutBound", "cut_bound", "cut_bounds", "quick_bound"]
@@ -76,7 +76,7 @@ class CutBound:
     cuts: int
     reruns: list[tuple[int, int]] | None = None
     work: int = 0
-    basis: Basis | None = None
+    basis: CutBasis | None = None
 
 
 def cut_bounds(
@@ -152,7 +152,7 @@ class _Solved:
     infeasible: bool
     reruns: list[tuple[int, int]] | None
     work: int = 0
-    basis: Basis | None = None
+    basis: CutBasis | None = None
 
 
 class _Model:
@@ -163,16 +163,10 @@ class _Model:
         self.order = order
         self.cuts = cuts
         self.budget = budget
-        self.cost: list[float] = []
-        self.lower: list[float] = []
+        self.model = Model()  # every column from 0, or 1 where the cut op reads the buffer, to 1
         self.keep: list[dict[int, int]] = []  # per cut: buffer -> column
         self.rerun: list[dict[int, int]] = []  # per cut: op -> column
         self.row: list[dict[tuple[int, int], int]] = [{} for _ in cuts]  # per cut: row of blocks 3 and 4
-        self.row_start: list[int] = [0]
-        self.row_column: list[int] = []
-        self.row_value: list[float] = []
-        self.row_lower: list[float] = []
-        self.row_upper: list[float] = []
         self.hopeless = False
         self._columns()
         for j in range(len(cuts)):
@@ -212,16 +206,12 @@ class _Model:
             rerun: dict[int, int] = {}
             while open_buffers:
                 b = open_buffers.pop()
-                keep[b] = len(self.cost)
-                self.cost.append(0.0)
-                self.lower.append(float(b in program.ops[self.cuts[j]].inputs))
+                keep[b] = self.model.column(lower=float(b in program.ops[self.cuts[j]].inputs), integer=True)
                 producer = program.buffers[b].producer
                 assert producer is not None
                 if producer in rerun or not self._may_rerun(j, producer):
                     continue
-                rerun[producer] = len(self.cost)
-                self.cost.append(program.ops[producer].seconds * unit)
-                self.lower.append(0.0)
+                rerun[producer] = self.model.column(program.ops[producer].seconds * unit, integer=True)
                 fresh = {c for c in program.ops[producer].inputs if self._old(j, c)} - wanted
                 wanted |= fresh
                 open_buffers.extend(fresh)
@@ -229,12 +219,9 @@ class _Model:
         self.keep = [keep for keep, _ in reversed(columns)]
         self.rerun = [rerun for _, rerun in reversed(columns)]
 
-    def _row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
-        self.row_column.extend(column for column, _ in terms)
-        self.row_value.extend(value for _, value in terms)
-        self.row_start.append(len(self.row_column))
-        self.row_lower.append(lower)
-        self.row_upper.append(upper)
+    def _row(self, block: str, terms: list[tuple[int, float]], lower: float, upper: float) -> int:
+        self.model.sparse_row(block, [column for column, _ in terms], [value for _, value in terms], lower, upper)
+        return self.model.rows - 1
 
     def _bytes_row(self, j: int) -> None:
         """Block 3, in units of the bytes left for choice, so that the solver's tolerance is relative."""
@@ -252,10 +239,10 @@ class _Model:
             self.hopeless = True
             return
         unit = max(left, 1)
-        terms = [(c, size[b].bytes / unit) for b, c in self.keep[j].items() if not self.lower[c]]
+        terms = [(c, size[b].bytes / unit) for b, c in self.keep[j].items() if not self.model.lower[c]]
         terms += [(c, program.ops[i].state_bytes / unit) for i, c in self.rerun[j].items() if program.ops[i].random]
-        self.row[j][-1, -1] = len(self.row_lower)
-        self._row([(c, value) for c, value in terms if value > 0], -math.inf, left / unit + 1e-9)
+        terms = [(c, value) for c, value in terms if value > 0]
+        self.row[j][-1, -1] = self._row("bytes", terms, -math.inf, left / unit + 1e-9)
 
     def _served(self, j: int, b: int) -> list[tuple[int, float]]:
         producer = self.program.buffers[b].producer
@@ -268,24 +255,23 @@ class _Model:
         """Block 4."""
         ops = self.program.ops
         for b in {b for k in self._span(j) for b in ops[k].inputs if self._old(j, b)}:
-            self.row[j][-1, b] = len(self.row_lower)
-            self._row(self._served(j, b), 1.0, math.inf)
+            self.row[j][-1, b] = self._row("reads", self._served(j, b), 1.0, math.inf)
         for i, column in self.rerun[j].items():
             for b in ops[i].inputs:
                 if self._old(j, b):
-                    self.row[j][i, b] = len(self.row_lower)
-                    self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
+                    terms = [*self._served(j, b), (column, -1.0)]
+                    self.row[j][i, b] = self._row("reads", terms, 0.0, math.inf)
 
     def _carry_rows(self, j: int) -> None:
         """Block 5."""
         for b, column in self.keep[j + 1].items():
             if self._old(j, b):
-                self._row([*self._served(j, b), (column, -1.0)], 0.0, math.inf)
+                self._row("carry", [*self._served(j, b), (column, -1.0)], 0.0, math.inf)
 
     @property
     def may_merge(self) -> bool:
         """Whether merging spans is worth its rows."""
-        return 1 < len(self.cuts) <= MERGED_CUTS and len(self.row_lower) <= MERGED_ROWS
+        return 1 < len(self.cuts) <= MERGED_CUTS and self.model.rows <= MERGED_ROWS
 
     def merge(self) -> None:
         """Add block 6, for all spans that follow each other."""
@@ -303,30 +289,28 @@ class _Model:
             terms = [(self.keep[first][b], 1.0)] if b in self.keep[first] else []
             if producer is not None and any(producer in self.rerun[j] for j in spans):
                 if producer not in rerun:
-                    rerun[producer] = len(self.cost)
-                    self.cost.append(0.0)
-                    self.lower.append(0.0)
+                    rerun[producer] = self.model.column(integer=True)
                 terms.append((rerun[producer], 1.0))
             return terms
 
         ops = [k for j in spans for k in ([self.cuts[j]] if j > first else []) + list(self._span(j))]
         reads = {b for k in ops for b in self.program.ops[k].inputs if self._old(first, b)}
         for b in reads:
-            self._row(served(b), 1.0, math.inf)
+            self._row("merged", served(b), 1.0, math.inf)
         if end < len(self.cuts):
             for b, column in self.keep[end].items():
                 if self._old(first, b):
-                    self._row([*served(b), (column, -1.0)], 0.0, math.inf)
+                    self._row("merged", [*served(b), (column, -1.0)], 0.0, math.inf)
         waiting = list(rerun)
         while waiting:
             i = waiting.pop()
             known = len(rerun)
             for b in self.program.ops[i].inputs:
                 if self._old(first, b):
-                    self._row([*served(b), (rerun[i], -1.0)], 0.0, math.inf)
+                    self._row("merged", [*served(b), (rerun[i], -1.0)], 0.0, math.inf)
             waiting.extend(list(rerun)[known:])
             any_of_them = [(self.rerun[j][i], 1.0) for j in spans if i in self.rerun[j]]
-            self._row([*any_of_them, (rerun[i], -1.0)], 0.0, math.inf)
+            self._row("merged", [*any_of_them, (rerun[i], -1.0)], 0.0, math.inf)
 
     @property
     def names(self) -> Names:
@@ -343,67 +327,28 @@ class _Model:
         """
         if self.hopeless:
             return _Solved(0.0, True, None)
-        if not self.cost:
+        if not self.model.cost:
             return _Solved(0.0, False, [])
-        import highspy  # imported where used: a native library of some megabytes
-
         whole = whole and len(self.program.ops) < LARGE_OPS
-        weight = max(len(self.row_lower), LEAST_ROWS if len(self.cuts) > 1 else 1)
-        asked = 0
-        solver = highspy.Highs()
-        solver.silent()
-        for name, value in {"threads": 1, "time_limit": SECONDS, "mip_rel_gap": 1e-5}.items():
-            solver.setOptionValue(name, value)
-        if not whole:  # from the slack basis the dual simplex takes less time than presolve alone
-            solver.setOptionValue("presolve", "off")
-
-        def stop(event: highspy.HighsCallbackEvent) -> None:
-            if interrupt:
-                event.interrupt()
-
-        def stop_tree(event: highspy.HighsCallbackEvent) -> None:
-            nonlocal asked
-            asked += 1
-            if interrupt or asked * weight > work or event.data_out.mip_dual_bound > enough * PERCENT:
-                event.interrupt()
-
-        solver.cbMipInterrupt.subscribe(stop_tree)
-        for signal in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
-            signal.subscribe(stop)
-        solver.passModel(self._lp(highspy, whole))
-        if start is not None and not whole and (carried := start.carried(self.cuts[0], self.names)) is not None:
-            solver.setBasis(carried)  # if it is refused, the solver begins as without
-        solver.run()
-        status, info = solver.getModelStatus(), solver.getInfo()
-        if status == highspy.HighsModelStatus.kInfeasible:
+        weight = max(self.model.rows, LEAST_ROWS if len(self.cuts) > 1 else 1)
+        # From the slack basis the dual simplex takes less time than presolve alone.
+        presolve = {} if whole else {"presolve": "off"}
+        solved = solve(
+            self.model,
+            interrupt,
+            relaxed=not whole,
+            options={"time_limit": SECONDS, "mip_rel_gap": 1e-5, **presolve},
+            most_checks=work // weight,
+            enough=enough * PERCENT,
+            basis=start.carried(self.cuts[0], self.names) if start is not None and not whole else None,
+            wants_basis=not whole and len(self.cuts) == 1,
+        )
+        if solved.infeasible:
             return _Solved(0.0, True, None)
-        if whole:
-            bound = info.mip_dual_bound
-        else:
-            bound = info.objective_function_value if status == highspy.HighsModelStatus.kOptimal else 0.0
-        bound = max(bound - SAFETY, 0.0) / PERCENT if math.isfinite(bound) else 0.0
-        known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        reruns = self._realise(np.asarray(solver.getSolution().col_value)) if known else None
-        basis = None
-        if not whole and len(self.cuts) == 1:
-            found = solver.getBasis()
-            basis = Basis(self.cuts[0], self.names, list(found.col_status), list(found.row_status))
-        return _Solved(bound, False, reruns, max(asked, 1) * weight, basis)
-
-    def _lp(self, highspy: Any, whole: bool) -> Any:
-        lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(self.cost), len(self.row_lower)
-        lp.col_cost_ = np.array(self.cost)
-        lp.col_lower_, lp.col_upper_ = np.array(self.lower), np.ones(len(self.cost))
-        lp.row_lower_, lp.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.array(self.row_start, np.int32)
-        lp.a_matrix_.index_ = np.array(self.row_column, np.int32)
-        lp.a_matrix_.value_ = np.array(self.row_value)
-        if whole:
-            integer = highspy.HighsVarType.kInteger
-            lp.integrality_ = [integer] * len(self.cost)
-        return lp
+        bound = max(solved.bound - SAFETY, 0.0) / PERCENT
+        reruns = None if solved.values is None else self._realise(solved.values)
+        basis = None if solved.basis is None else CutBasis(self.cuts[0], self.names, solved.basis)
+        return _Solved(bound, False, reruns, max(solved.checks, 1) * weight, basis)
 
     def _realise(self, value: NDArray[np.float64]) -> list[tuple[int, int]]:
         """Reruns of a solution, each right before its first use in its span."""

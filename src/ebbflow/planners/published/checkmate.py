@@ -82,7 +82,7 @@ def _overhead(percent: float) -> float | None:
 
 def _answer(problem: Problem, found: Found, stages: StageModel, solved: Solved, *, cut_short: bool) -> Answer:
     """The better of the solver's plan and the start, after the simulator has agreed to it."""
-    notes = {"solver": f"HiGHS: {solved.status}", "rows": str(sum(stages.model.blocks.values()))}
+    notes = {"solver": f"HiGHS: {solved.status}", "rows": str(stages.model.rows)}
     notes["columns"] = str(len(stages.model.cost))
     if solved.infeasible and found.reruns is None:
         return Answer(Status.INFEASIBLE, None, bound_class=BOUND_CLASS, notes=notes)

@@ -48,6 +48,7 @@ from dataclasses import dataclass, replace
 
 from ebbflow.planners.base import PROGRAM_ORDER, Answer, Planner, Problem, Status
 from ebbflow.planners.keep_all import keep_all
+from ebbflow.planners.reductions.base import Reduced
 from ebbflow.planners.search.greedy import assert_within
 from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.step.schedule import Offload, Reload, Schedule
@@ -70,6 +71,10 @@ class Coarse:
     members: tuple[tuple[int, ...], ...]
     fine: Program
     keeps_optimum: bool
+
+    def reduce(self, problem: Problem) -> Reduced[Schedule]:
+        """The problem of the coarse program within the same bytes; seeds of the fine one cannot be grouped."""
+        return Reduced(replace(problem, program=self.program, seeds=()), self.lift)
 
     def lift(self, schedule: Schedule) -> Schedule:
         """The schedule of the fine program for one of the coarse program (definition 3).
@@ -135,14 +140,15 @@ def planned_coarse(planner: Planner, problem: Problem, reduction: Coarse) -> Ans
     """
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
-    answer = planner(replace(problem, program=reduction.program, seeds=()))
+    reduced = reduction.reduce(problem)
+    answer = planner(reduced.problem)
     notes = answer.notes | {"coarse ops": str(len(reduction.program.ops))}
     bound_class = answer.bound_class
     if bound_class and not (reduction.keeps_optimum and bound_class == PROGRAM_ORDER):
         bound_class += ", ops: grouped"
     if answer.schedule is None:
         return replace(answer, bound_class=bound_class, notes=notes)
-    schedule = reduction.lift(answer.schedule)
+    schedule = reduced.lift(answer.schedule)
     assert_within(problem, schedule)
     return replace(answer, schedule=schedule, bound_class=bound_class, notes=notes)
 

@@ -49,9 +49,9 @@ def coarse_starts(problem: Problem, effort: int) -> Iterator[Reruns]:
     for coarse in levels(problem):
         if problem.interrupt:
             return
-        above = replace(problem, program=coarse.program, effort=effort, seeds=(), progress=silent)
-        schedule = greedy(above).schedule
+        reduced = coarse.reduce(replace(problem, effort=effort, progress=silent))
+        schedule = greedy(reduced.problem).schedule
         if schedule is not None:
-            reruns = reruns_of(problem.program, coarse.lift(schedule))
+            reruns = reruns_of(problem.program, reduced.lift(schedule))
             if reruns is not None:
                 yield reruns

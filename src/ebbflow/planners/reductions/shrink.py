@@ -8,13 +8,15 @@ however many blocks there are. No bound is carried.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ebbflow.planners.base import LARGE_OPS
+from ebbflow.planners.base import LARGE_OPS, Problem
+from ebbflow.planners.reductions.base import Reduced
 from ebbflow.planners.reductions.repeats import Fellows, Repeats, Tiled, carry, fellows, find_repeats, with_blocks
 from ebbflow.planners.search.interval_state import reruns_of
 from ebbflow.step.program import Program, analysis
 from ebbflow.step.schedule import Schedule
+from ebbflow.step.unplanned import unplanned_bytes
 
 __all__ = ["StandIn", "stand_in_of"]
 
@@ -41,7 +43,13 @@ class StandIn:
         """The small program."""
         return self.small.program
 
-    def carried(self, schedule: Schedule) -> Iterator[list[tuple[int, int]]]:
+    def reduce(self, problem: Problem) -> Reduced[Iterator[list[tuple[int, int]]]]:
+        """The problem of the small program, with a budget that takes as much of each of its blocks; without seeds."""
+        wanted = unplanned_bytes(problem.program) - problem.above_budget_bytes
+        budget = unplanned_bytes(self.program) - wanted * self.small.repeats.blocks // self.whole.blocks
+        return Reduced(replace(problem, program=self.program, above_budget_bytes=budget, seeds=()), self.lift)
+
+    def lift(self, schedule: Schedule) -> Iterator[list[tuple[int, int]]]:
         """Reruns ``(op, stage)`` of the large program from a schedule of the small one, in each way there is.
 
         1. Blocks in the middle are stretched: each stands for several neighbours. Right where blocks are independent.

@@ -17,7 +17,6 @@ from ebbflow.planners.reductions.shrink import StandIn
 from ebbflow.planners.search.greedy import Found, Reruns, start_from
 from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.step.schedule import Schedule
-from ebbflow.step.unplanned import unplanned_bytes
 
 __all__ = ["linear_start", "quick_plan", "start_from_stand_in", "start_quickly"]
 
@@ -52,22 +51,17 @@ def start_from_stand_in(found: Found, small: StandIn, plan: Plan) -> None:
 
 def linear_start(problem: Problem, small: StandIn) -> Start | None:
     """Where the linear relaxation of a large program begins: at the optimum of its stand-in's."""
-    budget = _budget(problem, small, 0)
-    basis = quick_bound(small.program, budget, problem.interrupt, IntervalState(small.program)).basis
+    asked = small.reduce(problem).problem
+    basis = quick_bound(asked.program, asked.above_budget_bytes, problem.interrupt, IntervalState(asked.program)).basis
     return None if basis is None else Start(basis, small.fellows())
 
 
 def _carried(found: Found, small: StandIn, plan: Plan, excess: int) -> list[Reruns]:
     """Reruns from a plan of the stand-in, for so many bytes less than the budget of the large program."""
-    problem, budget = found.problem, _budget(found.problem, small, excess)
-    schedule = plan(replace(problem, program=small.program, above_budget_bytes=budget, seeds=(), progress=silent))
-    return [] if schedule is None else list(small.carried(schedule))
-
-
-def _budget(problem: Problem, small: StandIn, excess: int) -> int:
-    """The stand-in's budget that takes as much of each of its blocks as the problem's takes, and a share of excess."""
-    wanted = unplanned_bytes(problem.program) - problem.above_budget_bytes + excess
-    return unplanned_bytes(small.program) - wanted * small.small.repeats.blocks // small.whole.blocks
+    tighter = found.problem.above_budget_bytes - excess
+    reduced = small.reduce(replace(found.problem, above_budget_bytes=tighter, progress=silent))
+    schedule = plan(reduced.problem)
+    return [] if schedule is None else list(reduced.lift(schedule))
 
 
 def _start(found: Found, carried: list[Reruns]) -> None:

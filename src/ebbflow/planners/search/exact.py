@@ -31,7 +31,7 @@ def start_from_model(found: Found, work: int) -> None:
         return
     found.tell("exact model")
     stages = StageModel(problem.program, problem.above_budget_bytes, interrupt=problem.interrupt)
-    rows = sum(stages.model.blocks.values())
+    rows = stages.model.rows
     if stages.hopeless or stages.unfinished or rows > ROWS:
         return
     solved = solve(
@@ -39,7 +39,7 @@ def start_from_model(found: Found, work: int) -> None:
         problem.interrupt,
         start=None if found.reruns is None else stages.start(found.reruns),
         options={"mip_rel_gap": GAP},
-        asked=work // max(rows, LEAST_ROWS),
+        most_checks=work // max(rows, LEAST_ROWS),
     )
     if solved.values is not None:
         start_from(found, stages.reruns(solved.values))

@@ -1,64 +1,21 @@
-"""Orders of first runs: which are legal, what comes before what in all of them, and a program in another one."""
+"""Orders of first runs: which are legal, and what comes before what in all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ebbflow.step.program import Program
-from ebbflow.step.schedule import Schedule
 
-__all__ = ["CapturedOrder", "FreeOrder", "Reordered", "first_runs", "precedences", "reorder"]
+__all__ = ["CapturedOrder", "FreeOrder", "Order", "first_runs", "precedences"]
 
 Order = Sequence[int | None]
-
-
-@dataclass(frozen=True)
-class Reordered:
-    """A program in another order.
-
-    Attributes:
-        original: the program as captured.
-        program: the same ops and buffers (by the same indices of buffers) in the new order.
-        new: per op of the original, its index in the new program.
-    """
-
-    original: Program
-    program: Program
-    new: tuple[int, ...]
-
-    def back(self, schedule: Schedule) -> Schedule:
-        """A schedule of the reordered program as one of the original."""
-        old = {index: op for op, index in enumerate(self.new)}
-        order = [None if op is None else old[op] for op in schedule.computes]
-        return Schedule.from_computes(self.original, order)
-
-    def there(self, order: Order) -> list[int | None]:
-        """An order of runs of the original as one of the reordered program."""
-        return [None if op is None else self.new[op] for op in order]
 
 
 def first_runs(order: Order) -> list[int | None]:
     """An order of runs without its reruns."""
     seen: set[int | None] = set()
     return [op for op in order if not (op in seen or seen.add(op))]
-
-
-def reorder(program: Program, order: Order) -> Reordered:
-    """``program`` with its first runs in ``order``.
-
-    Args:
-        program: any.
-        order: every op once and ``None`` at the boundary, as clauses 1 and 2 of legality allow.
-    """
-    ops = [op for op in order if op is not None]
-    new = [0] * len(ops)
-    for index, op in enumerate(ops):
-        new[op] = index
-    buffers = tuple(b if b.producer is None else replace(b, producer=new[b.producer]) for b in program.buffers)
-    moved = replace(program, ops=tuple(program.ops[op] for op in ops), buffers=buffers, boundary=order.index(None))
-    return Reordered(program, moved, tuple(new))
 
 
 def precedences(program: Program) -> list[tuple[int, int]]:

@@ -50,7 +50,7 @@ def smallest_schedule(
     peaks = [(state.peak_bytes, state.reruns)]
     if (small := stand_in_of(program)) is not None:
         for moves in (min(FEW_MOVES, effort), effort):
-            for carried in small.carried(_descended(IntervalState(small.program), moves, interrupt, early=False)):
+            for carried in small.lift(_descended(IntervalState(small.program), moves, interrupt, early=False)):
                 state.load(carried)
                 peaks.append((state.peak_bytes, carried))
             if min(peaks)[0] <= NEAR_ENOUGH * floor:

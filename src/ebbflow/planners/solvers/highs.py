@@ -1,13 +1,13 @@
 """A linear or mixed-integer program as sparse arrays, built block by block, and HiGHS as it is used here.
 
-One thread, interruptible, no output. HiGHS' tolerances are absolute, so callers scale: costs to percent of the
-step, bytes to the bytes that are left for choice.
+The one place that knows HiGHS. One thread, interruptible, no output. HiGHS' tolerances are absolute, so callers
+scale: costs to percent of the step, bytes to the bytes that are left for choice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ebbflow.planners.base import Interrupt
 
-__all__ = ["Model", "Solved", "solve"]
+__all__ = ["Basis", "Model", "Solved", "solve"]
 
 Terms = Iterable[tuple[int, float]]
 
@@ -57,12 +57,28 @@ class Model:
         merged: dict[int, float] = {}
         for column, value in terms:
             merged[column] = merged.get(column, 0.0) + value
+        self.sparse_row(block, merged.keys(), merged.values(), lower, upper)
+
+    def sparse_row(
+        self,
+        block: str,
+        columns: Collection[int],
+        values: Iterable[float],
+        lower: float = -math.inf,
+        upper: float = math.inf,
+    ) -> None:
+        """A new row; each column appears once."""
         self.blocks[block] = self.blocks.get(block, 0) + 1
-        self._column.extend(merged)
-        self._value.extend(merged.values())
+        self._column.extend(columns)
+        self._value.extend(values)
         self._start.append(len(self._column))
         self._row_lower.append(lower)
         self._row_upper.append(upper)
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self._row_lower)
 
     def for_highs(self, highspy: Any, *, relaxed: bool) -> Any:
         """The model as HiGHS takes it; without integrality if ``relaxed``."""
@@ -82,6 +98,28 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Basis:
+    """Which columns and rows are basic, and at which bound the others are.
+
+    Attributes:
+        columns: HiGHS' status of each; ``None`` stands for that in the basis of all slacks, the lower bound.
+        rows: HiGHS' status of each; ``None`` likewise, basic.
+    """
+
+    columns: Sequence[Any]
+    rows: Sequence[Any]
+
+    def for_highs(self, highspy: Any) -> Any:
+        """The basis as HiGHS takes it; a singular one is mended there."""
+        lower, basic = highspy.HighsBasisStatus.kLower, highspy.HighsBasisStatus.kBasic
+        found = highspy.HighsBasis()
+        found.col_status = [lower if status is None else status for status in self.columns]
+        found.row_status = [basic if status is None else status for status in self.rows]
+        found.valid = found.alien = True
+        return found
+
+
+@dataclass(frozen=True)
 class Solved:
     """What the solver says.
 
@@ -91,6 +129,8 @@ class Solved:
         optimal: whether it proved that its solution is one.
         bound: proven lower bound on the objective; ``-inf`` if none is known.
         values: per column, of the best solution; ``None`` if it found none.
+        checks: how often branch and bound has asked whether to go on.
+        basis: the last one, of a linear program.
     """
 
     status: str
@@ -98,6 +138,8 @@ class Solved:
     optimal: bool
     bound: float
     values: NDArray[np.float64] | None
+    checks: int = 0
+    basis: Basis | None = None
 
 
 def solve(
@@ -108,7 +150,10 @@ def solve(
     start: Mapping[int, float] | None = None,
     options: Mapping[str, Any] | None = None,
     tell: Callable[[float, float], None] | None = None,
-    asked: float = math.inf,
+    most_checks: float = math.inf,
+    enough: float = math.inf,
+    basis: Basis | None = None,
+    wants_basis: bool = False,
 ) -> Solved:
     """The least objective of ``model``.
 
@@ -119,7 +164,11 @@ def solve(
         start: values of some columns of a solution to begin with.
         options: of HiGHS.
         tell: called with the objective of the best solution and the bound as they change.
-        asked: how often branch and bound may ask whether to go on: a limit that is the same on every machine.
+        most_checks: how often branch and bound may ask whether to go on (after every node, round of cutting planes and
+            dive): a limit that is the same on every machine.
+        enough: a bound above it is not looked for.
+        basis: of a linear program, with which the simplex method begins; one that is refused changes nothing.
+        wants_basis: whether the answer is to have the last basis.
     """
     import highspy  # imported where used: a native library of some megabytes
 
@@ -138,21 +187,25 @@ def solve(
         if tell is not None:
             tell(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
 
+    checks = 0
+
     def stop_tree(event: Any) -> None:
-        nonlocal asked
-        asked -= 1
-        if interrupt or asked < 0:
+        nonlocal checks
+        checks += 1
+        if interrupt or checks > most_checks or event.data_out.mip_dual_bound > enough:
             event.interrupt()
 
     solver.cbMipInterrupt.subscribe(stop_tree)
     for signal in (solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
         signal.subscribe(stop)
-    for signal in (solver.cbMipImprovingSolution, solver.cbMipLogging):
+    for signal in (solver.cbMipImprovingSolution, solver.cbMipLogging) if tell is not None else ():
         signal.subscribe(report)
     solver.passModel(model.for_highs(highspy, relaxed=relaxed))
     if start:
         columns = np.array(list(start), np.int32)
         solver.setSolution(len(columns), columns, np.array(list(start.values())))
+    if basis is not None:
+        solver.setBasis(basis.for_highs(highspy))
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
     optimal = status == highspy.HighsModelStatus.kOptimal
@@ -167,4 +220,11 @@ def solve(
         optimal=optimal,
         bound=bound if math.isfinite(bound) else -math.inf,
         values=np.asarray(solver.getSolution().col_value) if known else None,
+        checks=checks,
+        basis=_basis_of(solver) if wants_basis else None,
     )
+
+
+def _basis_of(solver: Any) -> Basis:
+    found = solver.getBasis()
+    return Basis(list(found.col_status), list(found.row_status))
