@@ -20,10 +20,10 @@ from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.published.chen import sqrt_checkpoints
 from ebbflow.planners.published.min_cut import CHEAP, HEAVY, Flow, saved_buffers
 from ebbflow.planners.published.per_block import blocks_of
-from ebbflow.planners.published.revolve import forward_steps_again, wish_with_slots
-from ebbflow.planners.published.segments import articulation_points, segments_between, separators, wish_of_segments
+from ebbflow.planners.published.revolve import forward_steps_again, residents_with_slots
+from ebbflow.planners.published.segments import articulation_points, residents_of_segments, segments_between, separators
 from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.reruns_from_kept import reruns_of_wish
+from ebbflow.planners.search.reruns_from_kept import reruns_for_residents
 from ebbflow.step import legality
 from ebbflow.step.program import Buffer, Op
 from ebbflow.step.simulate import simulate
@@ -189,7 +189,7 @@ def test_reruns_are_those_of_what_is_held_by_definition(program: Program, data: 
                 found.add(b)
         return found
 
-    assert reruns_of_wish(program, wish_of_segments(program, segment)) == reruns_of_wish(program, held)
+    assert reruns_for_residents(program, residents_of_segments(program, segment)) == reruns_for_residents(program, held)
 
 
 # -- chen -------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_sqrt_takes_the_memory_of_about_two_times_the_root():
         program = chain(layers)
         segments = segments_between(program, sqrt_checkpoints(separators(program)))
         state = IntervalState(program)
-        state.load(reruns_of_wish(program, wish_of_segments(program, segments)))
+        state.load(reruns_for_residents(program, residents_of_segments(program, segments)))
         ops = 2 * layers
         gradients = layers
         assert state.peak_bytes <= 8 * (2 * math.isqrt(ops) + 6) + gradients
@@ -395,7 +395,7 @@ def test_steps_again_obey_the_recurrence():
 def test_a_uniform_chain_reruns_as_often_as_published(steps: int):
     program = uniform(steps)
     for slots in range(1, steps):
-        reruns = reruns_of_wish(program, wish_with_slots(program, slots))
+        reruns = reruns_for_residents(program, residents_with_slots(program, slots))
         # The loss is the last step of the forward: nothing is read across its end, and it is never reversed.
         counted = Counter(program.ops[o].name for o, _ in reruns)
         assert set(counted) <= {f"step{k}" for k in range(1, steps + 1)}
@@ -406,7 +406,7 @@ def test_the_most_slots_that_fit_are_taken():
     program = uniform(20)
     state = IntervalState(program)
     for slots in (2, 3, 5, 8):
-        state.load(reruns_of_wish(program, wish_with_slots(program, slots)))
+        state.load(reruns_for_residents(program, residents_with_slots(program, slots)))
         answer = planner_named("revolve")(Problem(program, state.peak_bytes))
         assert answer.notes["setting"].startswith(f"{slots} slots")
         assert overhead_of(program, answer) == pytest.approx(state.overhead)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.reruns_from_kept import last_rerun_stage, reruns_of_wish
+from ebbflow.planners.search.reruns_from_kept import last_rerun_stage, reruns_for_residents
 from ebbflow.step import legality
 from ebbflow.step.program import Program
 from strategies import chain, programs
@@ -16,14 +16,14 @@ from strategies import chain, programs
 
 def test_keeping_everything_reruns_nothing() -> None:
     program = chain(4)
-    assert reruns_of_wish(program, lambda t: range(len(program.buffers))) == []
+    assert reruns_for_residents(program, lambda t: range(len(program.buffers))) == []
 
 
 def test_what_is_dropped_over_the_boundary_runs_again_where_it_is_read() -> None:
     program = chain(4)
     linears = {op.outputs[0] for op in program.ops if op.name.startswith("linear")}
     everything = set(range(len(program.buffers)))
-    reruns = reruns_of_wish(program, lambda t: everything - linears if t > program.boundary else everything)
+    reruns = reruns_for_residents(program, lambda t: everything - linears if t > program.boundary else everything)
     named = [(program.ops[o].name, program.ops[t].name) for o, t in reruns]
     # The op at the boundary itself still finds its linear; those after it do not, and need nothing but a gelu.
     assert named == [(f"linear{k}", f"gelu_backward{k}") for k in (2, 1, 0)]
@@ -33,7 +33,7 @@ def test_what_is_dropped_over_the_boundary_runs_again_where_it_is_read() -> None
 def test_reruns_are_legal_and_the_fewest(program: Program, data: st.DataObject) -> None:
     stage = st.sets(st.sampled_from(range(len(program.buffers))))
     wishes = data.draw(st.lists(stage, min_size=len(program.ops), max_size=len(program.ops)))
-    reruns = reruns_of_wish(program, lambda t: wishes[t])
+    reruns = reruns_for_residents(program, lambda t: wishes[t])
     state = IntervalState(program)
     state.load(reruns)
     assert state.reruns == reruns, "one of them may not run where it stands"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ebbflow.errors import BudgetError
 from ebbflow.planners import Interrupt, Problem, Status
 from ebbflow.planners.bounds.cut_bound import cut_bound, quick_bound
-from ebbflow.planners.reductions.adapt import fitted_to
+from ebbflow.planners.reductions.adapt import adapted_to
 from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.planning import pipeline as planning
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
@@ -181,7 +181,7 @@ def test_a_fitted_plan_is_legal_within_the_budget_and_no_better_than_the_bound(
     other = longer(program, eighths / 4, spread)
     budget = data.draw(st.integers(1, max(unplanned_bytes(other), 1)))
     seed = data.draw(st.sampled_from([unplanned_schedule(program), _tight(program)]))
-    answer = fitted_to(Problem(other, budget, effort=200, seeds=(seed,)), most_gap=10.0)
+    answer = adapted_to(Problem(other, budget, effort=200, seeds=(seed,)), most_gap=10.0)
     if answer is None:
         return
     assert answer.schedule is not None

@@ -61,7 +61,7 @@ class Buckets:
             planner: other than the default one, a user wants that planner's plans and no others.
             problem: what is asked.
         """
-        from ebbflow.planners.reductions.adapt import fitted_to  # with numba: not before something is planned
+        from ebbflow.planners.reductions.adapt import adapted_to  # with numba: not before something is planned
 
         program = problem.program
         structure = structure_of(program)
@@ -71,7 +71,7 @@ class Buckets:
         alike = [each for each in self._buckets if each.structure == structure]
         near = sorted(alike, key=lambda each: abs(each.depth - depth))[:NEAREST]
         most_gap = WASTE + max((each.left_open for each in near), default=0.0)
-        found = fitted_to(replace(problem, seeds=tuple(each.schedule for each in near)), most_gap)
+        found = adapted_to(replace(problem, seeds=tuple(each.schedule for each in near)), most_gap)
         if found is None or found.schedule is None:
             return None
         if near:

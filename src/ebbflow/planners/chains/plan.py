@@ -23,7 +23,7 @@ from ebbflow.planners.chains.find import Path
 from ebbflow.planners.chains.table import NO_PLAN, PathTable, Steps, finest
 from ebbflow.planners.search.greedy import PROVEN, Found, start_from
 from ebbflow.planners.search.jit import Ints
-from ebbflow.planners.search.reruns_from_kept import Wish, reruns_of_wish
+from ebbflow.planners.search.reruns_from_kept import Residents, reruns_for_residents
 from ebbflow.step.program import Program
 
 __all__ = ["path_reruns", "start_from_paths"]
@@ -61,7 +61,7 @@ def path_reruns(program: Program, budget: int, path: Path) -> list[tuple[int, in
     table = None if steps is None else PathTable(steps)
     if table is None or table.least >= NO_PLAN:
         return None
-    return reruns_of_wish(program, _wish(program, path, lives, table))
+    return reruns_for_residents(program, _residents(program, path, lives, table))
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _others(program: Program, path: Path, lives: _Lives) -> Ints:
     return change.cumsum()[: end + 1] + read
 
 
-def _wish(program: Program, path: Path, lives: _Lives, table: PathTable) -> Wish:
+def _residents(program: Program, path: Path, lives: _Lives, table: PathTable) -> Residents:
     """What is held, per stage. What a step's reversal is to hold is made where it is asked for, not before."""
     while_reversing: list[list[int]] = [[] for _ in path.steps]
     top = len(path.steps) - 1
@@ -180,12 +180,12 @@ def _wish(program: Program, path: Path, lives: _Lives, table: PathTable) -> Wish
             each.append(path.steps[step][-1])
     reversed_at = _reversed_at(path, len(program.ops))
 
-    def wish(t: int) -> list[int]:
+    def residents(t: int) -> list[int]:
         alive = (lives.born < t) & (t <= lives.last)
         held = alive & ((lives.again < t) | (t <= lives.dropped) | ~lives.droppable)
         return [*np.flatnonzero(held).tolist(), *while_reversing[reversed_at[t]]]
 
-    return wish
+    return residents
 
 
 def _reversed_at(path: Path, stages: int) -> list[int]:

@@ -25,7 +25,7 @@ from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.checkmate import BOUND_CLASS, SAFETY, SECONDS
 from ebbflow.planners.search import local_search
 from ebbflow.planners.search.greedy import Found, Reruns, checked
-from ebbflow.planners.search.reruns_from_kept import reruns_of_wish
+from ebbflow.planners.search.reruns_from_kept import reruns_for_residents
 from ebbflow.planners.solvers.highs import solve
 
 __all__ = ["checkmate_lp", "checkmate_lp_pure"]
@@ -96,11 +96,11 @@ def _relaxed(stages: StageModel, interrupt: Interrupt) -> tuple[NDArray[np.float
 def _roundings(stages: StageModel, values: NDArray[np.float64]) -> Iterator[Reruns]:
     """The reruns of every threshold."""
     for threshold in THRESHOLDS:
-        wish: dict[int, list[int]] = defaultdict(list)
+        held: dict[int, list[int]] = defaultdict(list)
         for (t, b), column in stages.held.items():
             if values[column] > threshold:
-                wish[t].append(b)
-        yield reruns_of_wish(stages.program, lambda t, wish=wish: wish[t])
+                held[t].append(b)
+        yield reruns_for_residents(stages.program, lambda t, held=held: held[t])
 
 
 def _offer(found: dict[str, Found], reruns: Reruns) -> None:

@@ -28,9 +28,9 @@ from ebbflow.planners.published.segments import (
     Rank,
     Trials,
     articulation_points,
+    residents_of_segments,
     segments_between,
     separators,
-    wish_of_segments,
 )
 from ebbflow.step.program import Program
 
@@ -99,7 +99,7 @@ def _sqrt(problem: Problem, candidates: Sequence[int]) -> Answer:
     if not problem.interrupt:
         checkpoints = sqrt_checkpoints(candidates)
         segments = segments_between(problem.program, checkpoints)
-        trials.measure(f"{len(checkpoints)} checkpoints", wish_of_segments(problem.program, segments))
+        trials.measure(f"{len(checkpoints)} checkpoints", residents_of_segments(problem.program, segments))
     return trials.answer()
 
 
@@ -145,9 +145,9 @@ class _SizeSearch:
         checkpoints = self._checkpoints(size)
         if checkpoints not in self._known:
             segments = segments_between(self.problem.program, checkpoints)
-            wish = wish_of_segments(self.problem.program, segments)
+            residents = residents_of_segments(self.problem.program, segments)
             setting = f"segments above {size} bytes, {len(checkpoints)} checkpoints"
-            self._known[checkpoints] = self.trials.measure(setting, wish)
+            self._known[checkpoints] = self.trials.measure(setting, residents)
         return self._known[checkpoints]
 
     def _checkpoints(self, size: int) -> tuple[int, ...]:

@@ -32,8 +32,8 @@ from collections.abc import Callable, Collection
 
 from ebbflow.planners.base import Answer, Problem, Status, planner
 from ebbflow.planners.keep_all import keep_all
-from ebbflow.planners.published.segments import Trials, wish_since
-from ebbflow.planners.search.reruns_from_kept import Wish
+from ebbflow.planners.published.segments import Trials, residents_since
+from ebbflow.planners.search.reruns_from_kept import Residents
 from ebbflow.step.program import Op, Program
 
 __all__ = ["Flow", "min_cut", "saved_buffers"]
@@ -77,7 +77,7 @@ def min_cut(problem: Problem) -> Answer:
         if problem.interrupt:
             break
         saved = saved_buffers(problem.program, banned)
-        trials.measure(f"{level}: {len(saved)} saved", _wish(problem.program, saved))
+        trials.measure(f"{level}: {len(saved)} saved", _residents(problem.program, saved))
     return trials.answer()
 
 
@@ -240,7 +240,7 @@ def _name(op: Op) -> str:
     return "" if _is_foreign(op) else op.target.split(".")[1]
 
 
-def _wish(program: Program, saved: Collection[int]) -> Wish:
+def _residents(program: Program, saved: Collection[int]) -> Residents:
     """What is held: saved buffers always, others from where they are first needed (definition 4)."""
     late = len(program.ops) + 1
     since = [0] * len(program.buffers)
@@ -257,4 +257,4 @@ def _wish(program: Program, saved: Collection[int]) -> Wish:
             for made in program.ops[producer].outputs:
                 since[made] = min(since[made], t + 1)
             needed.extend(program.ops[producer].inputs)
-    return wish_since(program, since)
+    return residents_since(program, since)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from ebbflow.planners.base import Answer, Problem, Status, planner
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.chen import sqrt_checkpoints
-from ebbflow.planners.published.segments import Trials, articulation_points, segments_between, wish_of_segments
+from ebbflow.planners.published.segments import Trials, articulation_points, residents_of_segments, segments_between
 from ebbflow.step.program import Program
 
 __all__ = ["blocks_of", "per_block"]
@@ -44,7 +44,7 @@ def per_block(problem: Problem) -> Answer:
 
     def fits(first: int) -> bool:
         segments = [number if number < first else -1 for number in block]
-        over, _ = trials.measure(f"{first} of {count} blocks", wish_of_segments(program, segments, kept))
+        over, _ = trials.measure(f"{first} of {count} blocks", residents_of_segments(program, segments, kept))
         return not over
 
     stride = -(-count // STRIDES)

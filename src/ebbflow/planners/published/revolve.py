@@ -27,11 +27,11 @@ from functools import lru_cache
 
 from ebbflow.planners.base import Answer, Problem, Status, planner
 from ebbflow.planners.keep_all import keep_all
-from ebbflow.planners.published.segments import Trials, last_forward_reads, separators, wish_since
-from ebbflow.planners.search.reruns_from_kept import Wish
+from ebbflow.planners.published.segments import Trials, last_forward_reads, residents_since, separators
+from ebbflow.planners.search.reruns_from_kept import Residents
 from ebbflow.step.program import Program
 
-__all__ = ["forward_steps_again", "revolve", "slots_when_reversing", "wish_with_slots"]
+__all__ = ["forward_steps_again", "residents_with_slots", "revolve", "slots_when_reversing"]
 
 DENSE = 16  # up to this many slots every number is tried, beyond it one in ten
 
@@ -46,7 +46,7 @@ def revolve(problem: Problem) -> Answer:
     for slots in _slot_numbers(steps):
         if problem.interrupt:
             break
-        over, _ = trials.measure(f"{slots} slots, {steps} steps", wish_with_slots(problem.program, slots))
+        over, _ = trials.measure(f"{slots} slots, {steps} steps", residents_with_slots(problem.program, slots))
         if not over:
             break
     return trials.answer()
@@ -141,7 +141,7 @@ def _first_backward_read(program: Program, buffers: Sequence[int]) -> int:
     return min((r for b in buffers for r in program.readers[b] if r >= program.boundary), default=len(program.ops))
 
 
-def wish_with_slots(program: Program, slots: int) -> Wish:
+def residents_with_slots(program: Program, slots: int) -> Residents:
     """What is held with so many slots, state 0 in one of them."""
     chain = _chain_of(program)
     steps = len(chain.states)
@@ -151,13 +151,13 @@ def wish_with_slots(program: Program, slots: int) -> Wish:
             since[b] = chain.reversed_at[step] + 1
     in_slots = slots_when_reversing(steps, slots)
     reached = _reached(chain, len(program.ops))
-    records = wish_since(program, since)
+    records = residents_since(program, since)
 
-    def wish(t: int) -> list[int]:
+    def residents(t: int) -> list[int]:
         states = (b for i in in_slots[reached[t]] for b in chain.states[i - 1]) if steps else ()
         return [*records(t), *states]
 
-    return wish
+    return residents
 
 
 def _reached(chain: _Chain, stages: int) -> list[int]:

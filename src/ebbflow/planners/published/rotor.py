@@ -1,6 +1,6 @@
 """The optimal dynamic program for chains of unequal steps (Beaumont et al., 2019: rotor, arXiv 1911.13214).
 
-Definitions (forward, backward and wishes as in ``published.segments`` and ``search.reruns_from_kept``):
+Definitions (forward, backward and residents as in ``published.segments`` and ``search.reruns_from_kept``):
 1. The forward is cut after an op if at most a few buffers made up to it are read by later forward ops. *Step* ``i``
    is what lies between two cuts, *state* ``i`` the buffers that are read across its end.
 2. The *record* of a step is what it makes and the backward reads. Reversing it begins in the stage where the backward
@@ -25,12 +25,12 @@ import numpy as np
 from ebbflow.planners.base import Answer, Problem, Status, planner
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.chain_table import NO_PLAN, Steps, Table
-from ebbflow.planners.published.segments import last_forward_reads, wish_since
+from ebbflow.planners.published.segments import last_forward_reads, residents_since
 from ebbflow.planners.search import local_search
 from ebbflow.planners.search.greedy import Found, checked
 from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.planners.search.jit import Ints
-from ebbflow.planners.search.reruns_from_kept import Wish, reruns_of_wish
+from ebbflow.planners.search.reruns_from_kept import Residents, reruns_for_residents
 from ebbflow.step.program import Program
 
 __all__ = ["chain"]
@@ -227,10 +227,10 @@ def _reversal_of(starts: Sequence[int], stages: int) -> list[int]:
     return reached
 
 
-def _wish(program: Program, chain: _Chain, held: Sequence[tuple[int, int, int, int]]) -> Wish:
+def _residents(program: Program, chain: _Chain, held: Sequence[tuple[int, int, int, int]]) -> Residents:
     """What a plan of the table holds, per stage."""
-    records = wish_since(program, chain.since)
-    # What is to be there when a reversal begins is wished for one stage later: the reversal's first stage makes it.
+    records = residents_since(program, chain.since)
+    # What is to be there when a reversal begins is resident one stage later: the reversal's first stage makes it.
     reached = [len(chain.states) - 1, *_reversal_of(chain.reversed_at, len(program.ops))]
     while_reversing: list[set[int]] = [set() for _ in chain.states]
     for step, option, first, last in held:
@@ -238,10 +238,10 @@ def _wish(program: Program, chain: _Chain, held: Sequence[tuple[int, int, int, i
         for each in while_reversing[first : last + 1]:
             each.update(kept)
 
-    def wish(t: int) -> list[int]:
+    def residents(t: int) -> list[int]:
         return sorted({*records(t), *while_reversing[reached[t]]})
 
-    return wish
+    return residents
 
 
 @planner("chain")
@@ -270,7 +270,9 @@ def _search(found: Found, cuts: Sequence[int]) -> None:
     smallest, high = low, units
 
     def fits(memory: int) -> bool:
-        return _measure(found, reruns_of_wish(problem.program, _wish(problem.program, laid, table.held(memory))))
+        return _measure(
+            found, reruns_for_residents(problem.program, _residents(problem.program, laid, table.held(memory)))
+        )
 
     while low < high and not problem.interrupt:
         middle = (low + high + 1) // 2

@@ -24,7 +24,7 @@ import numpy as np
 
 from ebbflow.planners.base import Answer, Problem
 from ebbflow.planners.search.greedy import Found, checked
-from ebbflow.planners.search.reruns_from_kept import Wish, reruns_of_wish
+from ebbflow.planners.search.reruns_from_kept import Residents, reruns_for_residents
 from ebbflow.step.program import Program
 
 __all__ = [
@@ -32,10 +32,10 @@ __all__ = [
     "Trials",
     "articulation_points",
     "last_forward_reads",
+    "residents_of_segments",
+    "residents_since",
     "segments_between",
     "separators",
-    "wish_of_segments",
-    "wish_since",
 ]
 
 Rank = tuple[bool, float]
@@ -53,18 +53,18 @@ class Trials:
         self._found = Found(problem)
         self._setting = ""
 
-    def measure(self, setting: str, wish: Wish) -> Rank:
-        """Measure the plan of a wish and keep it if it fits and is the cheapest.
+    def measure(self, setting: str, residents: Residents) -> Rank:
+        """Measure the plan for residents and keep it if it fits and is the cheapest.
 
         Args:
             setting: what the baseline was set to, for the plan's provenance.
-            wish: what is held, per stage.
+            residents: what is held, per stage.
 
         Returns:
             Whether it is over the budget, and its overhead or, if it is over, its peak: the least rank is the best.
         """
         found, state = self._found, self._found.state
-        state.load(reruns_of_wish(self.problem.program, wish))
+        state.load(reruns_for_residents(self.problem.program, residents))
         before = found.overhead
         fits = found.offer()
         if found.overhead < before:
@@ -160,7 +160,7 @@ def segments_between(program: Program, checkpoints: Collection[int]) -> list[int
     return segment
 
 
-def wish_of_segments(program: Program, segment: Sequence[int], kept: Collection[int] = ()) -> Wish:
+def residents_of_segments(program: Program, segment: Sequence[int], kept: Collection[int] = ()) -> Residents:
     """What is held when segments are dropped (definition 3).
 
     Args:
@@ -178,10 +178,10 @@ def wish_of_segments(program: Program, segment: Sequence[int], kept: Collection[
         again = min(reads, default=len(program.ops)) + 1
         for b in buffers:
             since[b] = again
-    return wish_since(program, since)
+    return residents_since(program, since)
 
 
-def wish_since(program: Program, since: Sequence[int]) -> Wish:
+def residents_since(program: Program, since: Sequence[int]) -> Residents:
     """What is held: every buffer up to its last read in the forward, and again from a stage on.
 
     Args:
@@ -193,11 +193,11 @@ def wish_since(program: Program, since: Sequence[int]) -> Wish:
     dropped = np.array(last_forward_reads(program))
     last = np.array(_last_uses(program))
 
-    def wish(t: int) -> list[int]:
+    def residents(t: int) -> list[int]:
         held = (born < t) & (t <= last) & ((again <= t) | (t <= dropped))
         return np.flatnonzero(held).tolist()
 
-    return wish
+    return residents
 
 
 def _last_uses(program: Program) -> list[int]:

@@ -19,13 +19,13 @@ from ebbflow.planners.bounds.cut_bound import quick_bound
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.search.greedy import Found, checked, seeds_of, start_from
 
-__all__ = ["fitted_to", "gap_of"]
+__all__ = ["adapted_to", "gap_of"]
 
 EFFORT_SHARE = 10  # a search has this many times the effort
 TURNS = (4, 1)  # one part in so many of that effort is annealed in each turn
 
 
-def fitted_to(problem: Problem, most_gap: float) -> Answer | None:
+def adapted_to(problem: Problem, most_gap: float) -> Answer | None:
     """The best of ``problem.seeds`` fitted to its program and budget; ``None`` if that is not good enough.
 
     Args:

@@ -1,13 +1,13 @@
 """From what is kept between stages to the fewest reruns that serve it (Checkmate, §4.6 and §5.2: R from S).
 
 Definitions:
-1. A *wish* says for every stage ``t`` (``interval_kernels``, definition 1) which buffers are to be resident when it
+1. *Residents* say for every stage ``t`` (``interval_kernels``, definition 1) which buffers are to be resident when it
    begins, besides those that have to be: pinned ones, and those that may not be made again there and are still read.
-2. The *reruns* of a wish are, per stage, the least set that lets the stage's op read its inputs and the next stage
-   find what it wishes for: whatever is missing is made again in the stage, with all that it reads in turn. For a
-   given wish no schedule that honours it runs fewer ops.
+2. The *reruns* for residents are, per stage, the least set that lets the stage's op read its inputs and the next stage
+   find its residents: whatever is missing is made again in the stage, with all that it reads in turn. No schedule
+   with the same residents runs fewer ops.
 
-What is kept without being wished for (an interval ends at its last read) costs nothing here: the interval state
+What is kept besides (an interval ends at its last read) costs nothing here: the interval state
 measures it.
 """
 
@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable
 
 from ebbflow.step.program import Program
 
-__all__ = ["Wish", "last_rerun_stage", "reruns_of_wish"]
+__all__ = ["Residents", "last_rerun_stage", "reruns_for_residents"]
 
-Wish = Callable[[int], Iterable[int]]
+Residents = Callable[[int], Iterable[int]]
+"""Definition 1: per stage, buffers."""
 
 
 def last_rerun_stage(program: Program, op: int) -> int:
@@ -29,20 +30,20 @@ def last_rerun_stage(program: Program, op: int) -> int:
     return program.boundary - 1 if program.ops[op].reads_mutated else len(program.ops) - 1
 
 
-def reruns_of_wish(program: Program, wish: Wish) -> list[tuple[int, int]]:
-    """The reruns ``(op, stage)`` of a wish, ascending by stage, then op (definition 2).
+def reruns_for_residents(program: Program, residents: Residents) -> list[tuple[int, int]]:
+    """The reruns ``(op, stage)`` for residents, ascending by stage, then op (definition 2).
 
     Args:
         program: any.
-        wish: per stage, the buffers to be resident when it begins; those made later are ignored.
+        residents: per stage, the buffers to be resident when it begins; those made later are ignored.
     """
     ops, buffers, pinned = program.ops, program.buffers, program.pinned
     limit = [last_rerun_stage(program, o) for o in range(len(ops))]
     last_read = [max(readers, default=-1) for readers in program.readers]
     reruns: list[tuple[int, int]] = []
-    here = _old(program, wish(0), 0)
+    here = _old(program, residents(0), 0)
     for t in range(len(ops)):
-        following = _old(program, wish(t + 1), t + 1) if t + 1 < len(ops) else frozenset[int]()
+        following = _old(program, residents(t + 1), t + 1) if t + 1 < len(ops) else frozenset[int]()
         must: set[int] = set()
         stack = list(ops[t].inputs)
         stack += [b for b in following - here if buffers[b].producer != t and last_read[b] > t]
@@ -51,7 +52,7 @@ def reruns_of_wish(program: Program, wish: Wish) -> list[tuple[int, int]]:
             o = buffers[b].producer
             if o is None or b in pinned or b in here or o in must:
                 continue
-            if t > limit[o]:  # its last production is held, wished for or not
+            if t > limit[o]:  # its last production is held, a resident or not
                 continue
             must.add(o)
             stack.extend(ops[o].inputs)
@@ -60,7 +61,7 @@ def reruns_of_wish(program: Program, wish: Wish) -> list[tuple[int, int]]:
     return reruns
 
 
-def _old(program: Program, wished: Iterable[int], t: int) -> frozenset[int]:
-    """Of ``wished``, what was made before stage ``t``."""
-    made = ((b, program.buffers[b].producer) for b in wished)
+def _old(program: Program, buffers: Iterable[int], t: int) -> frozenset[int]:
+    """Of ``buffers``, what was made before stage ``t``."""
+    made = ((b, program.buffers[b].producer) for b in buffers)
     return frozenset(b for b, o in made if o is not None and o < t)
