@@ -38,7 +38,6 @@ from ebbflow.step.schedule import Schedule
 __all__ = ["ExactReduction", "Reduced", "Reduction", "StartReduction"]
 
 Lifted = TypeVar("Lifted")
-Lifted_co = TypeVar("Lifted_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Reduced(Generic[Lifted]):
     lift: Callable[[Schedule], Lifted]
 
 
-class Reduction(Protocol[Lifted_co]):
+class Reduction(Protocol[Lifted]):
     """A program that stands for another one."""
 
     @property
@@ -62,11 +61,11 @@ class Reduction(Protocol[Lifted_co]):
         """The reduced program."""
         ...
 
-    def reduce(self, problem: Problem) -> Reduced[Lifted_co]:
+    def reduce(self, problem: Problem) -> Reduced[Lifted]:
         """What to plan instead of ``problem``, which is one of the whole (definition 2)."""
         ...
 
-    def lift(self, schedule: Schedule) -> Lifted_co:
+    def lift(self, schedule: Schedule) -> Lifted:
         """What a schedule of the reduced program is in the whole (definitions 3 and 4)."""
         ...
 
