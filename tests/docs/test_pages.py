@@ -15,7 +15,7 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 # A path in backticks: one word that ends as a source file does. ``FILE.py`` and the like stand for the reader's own.
 PATH = re.compile(r"`([\w./*-]+\.(?:py|md|toml|txt|yml))(?::\w+)?`")
 DECISION = re.compile(
-    r"# (\d{4}): [^\n]+\n\n> - \*\*Decision:\*\* [^\n]+\n> - \*\*Why:\*\* [^\n]+\n> - \*\*Consequence:\*\* [^\n]+\n\n## "
+    r"# (\d{4}): .+\n\n> - \*\*Decision:\*\* .+\n> - \*\*Why:\*\* .+\n> - \*\*Consequence:\*\* .+\n\n## "
 )
 
 EVERYTHING = [*PAGES, *RECORDS, *NOTES]
