@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from pages import NOTES, PAGES, RECORDS, ROOT, all_blocks, name_of, prose, read
 
+import ebbflow
+from ebbflow.planners import planner_names
+
 README_WORDS = 1200
 SOURCE = ROOT / "src" / "ebbflow"
 
@@ -75,3 +78,14 @@ def test_the_layout_has_a_row_for_every_folder_and_module() -> None:
     named = {name.rstrip("/") for row in rows for name in re.findall(r"`([\w/]+)`", row)}
     there = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert there <= named
+
+
+def test_every_planner_has_a_row() -> None:
+    rows = [line for line in prose(ROOT / "docs" / "planners.md").splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named >= set(planner_names())
+
+
+def test_every_error_has_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", prose(ROOT / "docs" / "errors.md"), re.MULTILINE)
+    assert {*rows, "EbbflowError"} >= set(ebbflow.errors.__all__)
