@@ -20,6 +20,7 @@ import pytest
 from pages import ROOT, Block, all_blocks, prose, read
 from typer.testing import CliRunner
 
+import ebbflow
 from ebbflow.cli import app
 
 BLOCKS = all_blocks()
@@ -72,13 +73,22 @@ def test_python_block_prints_what_the_page_shows(block: Block, folder: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.text.partition("\n")[0][2:])
-def test_console_block_prints_what_the_page_shows(block: Block, folder: Path) -> None:
+def test_console_block_prints_what_the_page_shows(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has imported torch already."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a case's folder is added to it
     commands = re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]
     for command in commands:
         line, _, output = command.partition("\n")
         program, *arguments = shlex.split(line)
         assert program == "ebbflow"
-        assert words(run([sys.executable, "-m", "ebbflow.cli", *arguments], folder)) == words(output)
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        assert words(done.stdout) == words(output)
+
+
+def test_the_command_line_runs_as_a_module(tmp_path: Path) -> None:
+    assert run([sys.executable, "-m", "ebbflow.cli", "--version"], tmp_path) == f"ebbflow {ebbflow.__version__}\n"
 
 
 def test_commands_of_sh_blocks_are_tested_elsewhere() -> None:
