@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo        train a language model under half of its peak, same bits, and print the proof"
-	@echo "make test        lint, check types, run all tests and the README's own code"
+	@echo "make test        lint, check types, run all tests and the code of README and docs"
 	@echo "make benchmarks  list the benchmarks and how to run them"
 	@echo "make clean       remove .venv and all caches"
 

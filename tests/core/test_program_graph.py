@@ -146,7 +146,7 @@ def test_the_graphs_own_order_goes_before_the_files() -> None:
 
 @pytest.mark.parametrize(
     ("order", "reason"),
-    [("0123", "no list"), ([0, 9], "names node 9, which is not"), ([1, 0, 1], "names node 1 twice")],
+    [("0123", "not a list"), ([0, 9], "names node 9, which is not"), ([1, 0, 1], "names node 1 twice")],
 )
 def test_an_order_that_is_none_is_refused(order: object, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):

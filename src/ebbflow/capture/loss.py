@@ -68,9 +68,9 @@ class _TakesNoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise CaptureError(
-            f"a gradient arrived for an output of shape {ctx.shape} that is no loss: the forward returns a scalar "
-            "loss beside it, so the step was planned without a gradient through it. No gradient of this step was "
-            'handed out. Use ebbflow.fit(..., gradients="all") to plan with gradients through every output'
+            f"a gradient arrived for an output of shape {ctx.shape} that is not the loss. The forward returns a scalar "
+            "loss beside it, so the step was planned without a gradient through this output, and no gradient of the "
+            'step was handed out. Use ebbflow.fit(..., gradients="all") to plan for gradients through every output'
         )
 
 

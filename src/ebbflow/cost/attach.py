@@ -41,8 +41,8 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
     if missing:
         if device == "cpu" and profiler_active():
             raise CaptureError(
-                "the step's ops have to be measured once, which a running profiler (or ebbflow.measure) does not "
-                "allow; run the first step outside of it"
+                "the ops of a new step are timed once, which is not possible while a profiler or ebbflow.measure is "
+                "running; run the first step outside of it"
             )
         try:
             measured = profile_calls(missing, device)

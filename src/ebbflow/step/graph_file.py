@@ -94,7 +94,7 @@ def _rows(data: Mapping[str, Any], *keys: str) -> Sequence[Mapping[str, Any]]:
         if isinstance(rows, list):
             for position, row in enumerate(cast("list[Any]", rows)):
                 if not isinstance(row, dict):
-                    raise UsageError(f"entry {position} of {key!r} is {row!r}, which is no JSON object; {_FORM}")
+                    raise UsageError(f"entry {position} of {key!r} is {row!r}, which is not a JSON object; {_FORM}")
             return cast("list[Mapping[str, Any]]", rows)
     raise UsageError(f"the graph has no list {' or '.join(map(repr, keys))}; {_FORM}")
 
@@ -163,7 +163,7 @@ def _ranks(data: Mapping[str, Any], nodes: Sequence[_Node]) -> list[tuple[int, i
     found: object = cast("Mapping[str, Any]", attributes).get("order", []) if isinstance(attributes, Mapping) else []
     if not isinstance(found, list):
         raise UsageError(
-            "the graph's 'order' is no list of node names; correct it, or take it out for the file's order"
+            "the graph's 'order' is not a list of node names; correct it, or remove it to use the order of the file"
         )
     place = {node.key: index for index, node in enumerate(nodes)}
     ranks = [(len(nodes), index) for index in range(len(nodes))]

@@ -169,7 +169,7 @@ class _Story:
         """Kept, or dropped and made again, and between which ops."""
         copies = self._copies[buffer]
         if not copies:
-            return "goes as soon as its op ends"
+            return "freed as soon as its op ends"
         if len(copies) == 1:
             if buffer in self._program.mutations:
                 return "kept until the boundary"

@@ -1,0 +1,115 @@
+"""Every code block of the README and of the pages in ``docs`` runs, and prints what the page shows.
+
+1. A python block is a file, named by its first line, and is run by itself in one folder that all blocks share.
+2. A console block is ``$ ebbflow ...`` with its output. An sh block holds ``make`` targets, which must exist, and
+   commands that a console block shows with their output.
+3. The text block after a python block is its output. Numbers, units and statuses may differ: they are this
+   machine's; every word has to be there.
+4. A block without a language is a drawing or a listing of commands; it is not run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import ROOT, Block, all_blocks, prose, read
+from typer.testing import CliRunner
+
+import ebbflow
+from ebbflow.cli import app
+
+BLOCKS = all_blocks()
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+CONSOLE = [block for block in BLOCKS if block.language == "console"]
+
+
+def words(text: str) -> list[str]:
+    """The lines of ``text`` without what depends on the machine: definition 3."""
+    text = re.sub(r"\d[\d.]*", "#", text)
+    text = re.sub(r"# (?:[KMGT]iB|B|us|ms|s)\b", "# unit", text)
+    text = re.sub(r"\b(?:OPTIMAL|FEASIBLE)\b", "STATUS", text)
+    text = re.sub(r"(status) .*", r"\1", text)
+    lines = [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
+    # Which ops are rerun follows from costs; that some are listed does not.
+    kept = [line.partition(" ")[0] if line.startswith(("rerun ", "peak at ")) else line for line in lines]
+    return [line for index, line in enumerate(kept) if line != "rerun" or kept[index - 1] != "rerun"]
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What ``command`` prints; it has to succeed."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the reader saves the blocks."""
+    path = tmp_path_factory.mktemp("pages")
+    for block in PYTHON:
+        (path / block.name).write_text(block.text, encoding="utf-8")
+    return path
+
+
+def test_blocks_are_of_kinds_that_are_tested() -> None:
+    assert {block.language for block in BLOCKS} <= {"python", "console", "sh"}
+    assert PYTHON
+    assert CONSOLE
+    names = [block.name for block in PYTHON]
+    assert all(re.fullmatch(r"\w+\.py", name) for name in names), "the first line names the file"
+    assert len(set(names)) == len(names), "two blocks have one name"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
+def test_python_block_prints_what_the_page_shows(block: Block, folder: Path) -> None:
+    assert words(run([sys.executable, block.name], folder)) == words(block.output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.text.partition("\n")[0][2:])
+def test_console_block_prints_what_the_page_shows(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has imported torch already."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a case's folder is added to it
+    commands = re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]
+    for command in commands:
+        line, _, output = command.partition("\n")
+        program, *arguments = shlex.split(line)
+        assert program == "ebbflow"
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        assert words(done.stdout) == words(output)
+
+
+def test_the_command_line_runs_as_a_module(tmp_path: Path) -> None:
+    assert run([sys.executable, "-m", "ebbflow.cli", "--version"], tmp_path) == f"ebbflow {ebbflow.__version__}\n"
+
+
+def test_commands_of_sh_blocks_are_tested_elsewhere() -> None:
+    makefile = read(ROOT / "Makefile")
+    shown = {command for block in CONSOLE for command in block.commands}
+    for block in BLOCKS:
+        if block.language == "sh":
+            for line in block.text.splitlines():
+                program, target = line.split()[:2]
+                if program == "ebbflow":
+                    assert line in shown, f"no console block shows {line}"
+                else:
+                    assert program == "make"
+                    assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"there is no target {target}"
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "compare", "max-batch", "doctor"])
+def test_a_documented_command_has_the_options_that_are_named(command: str) -> None:
+    [row] = [
+        line for line in prose(ROOT / "docs" / "planning.md").splitlines() if line.startswith(f"| `ebbflow {command}")
+    ]
+    shown = CliRunner().invoke(app, [command, "--help"]).stdout
+    for option in re.findall(r"--[a-z-]+", row):
+        assert option in shown, f"ebbflow {command} has no {option}"
