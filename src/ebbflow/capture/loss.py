@@ -70,7 +70,8 @@ class _TakesNoGradient(torch.autograd.Function):
         raise CaptureError(
             f"a gradient arrived for an output of shape {ctx.shape} that is no loss: the forward returns a scalar "
             "loss beside it, so the step was planned without a gradient through it. No gradient of this step was "
-            'handed out. Use ebbflow.fit(..., gradients="all") to plan with gradients through every output'
+            "handed out",
+            remedy='use ebbflow.fit(..., gradients="all") to plan with gradients through every output',
         )
 
 

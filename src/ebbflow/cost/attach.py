@@ -41,13 +41,13 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
     if missing:
         if device == "cpu" and profiler_active():
             raise CaptureError(
-                "the step's ops have to be measured once, which a running profiler (or ebbflow.measure) does not "
-                "allow; run the first step outside of it"
+                "the step's ops have to be measured once, which a running profiler (or ebbflow.measure) does not allow",
+                remedy="run the first step outside of it",
             )
         try:
             measured = profile_calls(missing, device)
         except UnexpectedResult as error:
-            raise CaptureError(_unexpected(program, calls, error)) from error
+            raise _unexpected(program, calls, error) from error
         known.update(measured)
         cache.add(measured)
     costs = [known[call.signature] for call in calls]
@@ -79,12 +79,14 @@ def is_measured_form(program: Program, captured: Program) -> bool:
     return replace(captured, buffers=buffers).fingerprint == program.fingerprint
 
 
-def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult) -> str:
+def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult) -> CaptureError:
     op = program.ops[[call.signature for call in calls].index(error.call.signature)]
-    return (
-        f"{op} cannot be planned: {error.difference}. If it is a custom op of yours, let its fake kernel "
-        "(register_fake) describe what it returns; if it is one of torch's, pass it contiguous "
-        "tensors (contiguous()) and report it"
+    return CaptureError(
+        f"{op} cannot be planned: {error.difference}",
+        remedy="if it is a custom op of yours, let its fake kernel (register_fake) describe what it returns; if it is "
+        "one of torch's, pass it contiguous tensors (contiguous()) and report it",
+        op=str(op),
+        source=op.source,
     )
 
 
