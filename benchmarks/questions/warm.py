@@ -11,6 +11,7 @@ import torch
 
 import ebbflow
 from ebbflow.planners.search.smallest import forget_smallest
+from ebbflow.step.provenance import Planned
 from ebbflow.zoo.small import SMALL
 from harness.record import Row, at_most, holds
 

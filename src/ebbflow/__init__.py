@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow import errors as errors
 
 if TYPE_CHECKING:
+    from ebbflow._api.doctor import doctor as doctor
     from ebbflow._api.estimate import plan as plan
     from ebbflow._api.estimate import sweep as sweep
     from ebbflow._api.fit import fit as fit
@@ -40,6 +41,7 @@ _HOMES = {
     "Program": "ebbflow.step.program",
     "Status": "ebbflow.step.status",
     "Verification": "ebbflow._api.verify",
+    "doctor": "ebbflow._api.doctor",
     "fit": "ebbflow._api.fit",
     "max_batch": "ebbflow._api.max_batch",
     "measure": "ebbflow.measurement.peak",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -14,16 +14,26 @@ __all__ = ["Case"]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the arguments of one training call whose result is a scalar loss.
+    """A model and the arguments of one training call, with what belongs to its step.
+
+    What is left out of the last three is as for :func:`ebbflow.plan`. Arguments of the function or command that plans
+    the case override them.
 
     Attributes:
         model: in training mode.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
         name: for reports.
+        optimizer: whose state counts as resident, also what it does not hold yet.
+        loss: applied to what the model returns; ``None`` if the call's result is the scalar loss.
+        gradients: which outputs take gradients, ``"loss"`` or ``"all"``.
     """
 
     model: torch.nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     name: str = ""
+    _: KW_ONLY
+    optimizer: torch.optim.Optimizer | None = None
+    loss: Callable[[Any], Any] | None = None
+    gradients: Literal["loss", "all"] | None = None

@@ -1,12 +1,20 @@
-"""Every error Ebbflow raises on purpose. Each message says what happened, what would work and what to do."""
+"""Every error Ebbflow raises on purpose. Each message says what happened, what would work and what to do.
+
+What a message says is in the error's attributes too, so that nobody has to take the text apart.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 __all__ = [
     "BudgetError",
     "BudgetExceeded",
     "CaptureError",
     "EbbflowError",
+    "InternalError",
     "PlanFileError",
     "PlanMismatch",
     "UsageError",
@@ -17,9 +25,30 @@ __all__ = [
 class EbbflowError(Exception):
     """Base of all errors that Ebbflow raises on purpose."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own way calls the class with the message alone, which those with more to say do not take.
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(kind: type[EbbflowError], args: tuple[Any, ...]) -> EbbflowError:
+    """An error as it was pickled, in another process."""
+    return kind.__new__(kind, *args)
+
 
 class UsageError(EbbflowError, ValueError):
-    """An argument has a value that Ebbflow does not accept; the message lists the accepted forms."""
+    """An argument has a value that Ebbflow does not accept; the message lists the accepted forms.
+
+    Attributes:
+        argument: name of the argument or option; empty where it is not one that is at fault.
+        value: what was given; ``None`` where no argument is named.
+        accepted: the values or forms that would do, if they can be listed.
+    """
+
+    def __init__(self, message: str, *, argument: str = "", value: object = None, accepted: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.argument = argument
+        self.value = value
+        self.accepted = tuple(accepted)
 
 
 class BudgetError(EbbflowError, ValueError):
@@ -57,25 +86,103 @@ class BudgetExceeded(EbbflowError, RuntimeError):
     Attributes:
         budget_bytes: the budget, bytes of peak.
         measured_peak_bytes: what was measured, bytes.
+        op: where the plan has its peak, with its source line; empty if unknown.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, measured_peak_bytes: int) -> None:
+    def __init__(self, message: str, *, budget_bytes: int, measured_peak_bytes: int, op: str = "") -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.measured_peak_bytes = measured_peak_bytes
+        self.op = op
 
 
 class CaptureError(EbbflowError, RuntimeError):
-    """The step could not be captured as one program; names the op or line and a remedy."""
+    """The step could not be captured as one program; names the op or line and a remedy.
+
+    Attributes:
+        reason: what stands in the way.
+        remedy: what to do; empty if the reason says it.
+        op: the op at fault, empty if it is no single op.
+        source: ``file:line`` in the user's code, empty if unknown.
+    """
+
+    def __init__(
+        self, reason: str, *, remedy: str = "", op: str = "", source: str = "", message: str | None = None
+    ) -> None:
+        super().__init__(message or (f"{reason}; {remedy}" if remedy else reason))
+        self.reason = reason
+        self.remedy = remedy
+        self.op = op
+        self.source = source
 
 
 class PlanMismatch(EbbflowError, ValueError):
-    """A plan does not belong to this program, device, torch build or schema; the message gives the difference."""
+    """A plan does not belong to this program, device, torch build or schema; the message gives the difference.
+
+    Attributes:
+        differences: each in words.
+    """
+
+    def __init__(self, message: str, *, differences: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
 
 
 class PlanFileError(EbbflowError, ValueError):
-    """A plan file cannot be read: truncated, damaged or not a plan. Nothing in it was executed."""
+    """A plan file cannot be read: truncated, damaged or not a plan. Nothing in it was executed.
+
+    Attributes:
+        path: of the file; ``None`` if the plan came from elsewhere.
+    """
+
+    def __init__(self, message: str, *, path: str | Path | None = None) -> None:
+        super().__init__(message)
+        self.path = None if path is None else Path(path)
 
 
 class VerificationError(EbbflowError, RuntimeError):
-    """A buffer came back with other bits than it had. Raised before any wrong gradient leaves the backward."""
+    """A buffer came back with other bits than it had. Raised before any wrong gradient leaves the backward.
+
+    Attributes:
+        buffer: name of the buffer.
+        op: the op that makes it, with its source line.
+    """
+
+    def __init__(self, message: str, *, buffer: str = "", op: str = "") -> None:
+        super().__init__(message)
+        self.buffer = buffer
+        self.op = op
+
+
+class InternalError(EbbflowError, RuntimeError):
+    """A fault of Ebbflow's own, never of the model's: says what to report.
+
+    Attributes:
+        what: what went wrong.
+        op: the op at which it did, with its source line; empty if it is no single op.
+        versions: of Python and of the packages that matter, by name; for the report.
+    """
+
+    def __init__(self, what: str, *, op: str = "") -> None:
+        self.what = what
+        self.op = op
+        self.versions = _versions()
+        listed = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        super().__init__(
+            f"{what}{f' (at {op})' if op else ''}. This is a fault in Ebbflow, not in your model. Please report it "
+            f"with this traceback, the versions ({listed}) and, if you can share it, a model and arguments "
+            "that show it"
+        )
+
+
+def _versions() -> dict[str, str]:
+    import platform
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for name in ("ebbflow", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

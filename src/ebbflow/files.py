@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 import platformdirs
 
 __all__ = ["cache_directory", "write_json"]
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def cache_directory() -> Path:
@@ -20,10 +23,17 @@ def cache_directory() -> Path:
 def write_json(path: Path, data: object) -> None:
     """Write ``data`` to ``path`` as compact JSON; readers see the old file or the new one, never a part.
 
+    The file has the permissions that the user's umask gives to any new file; ``tempfile`` would keep all others out.
+
     Raises:
         OSError: if the file cannot be written.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(data, file, separators=(",", ":"))
-    os.replace(name, path)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with os.fdopen(os.open(draft, _NEW_FILE, 0o666), "w", encoding="utf-8") as file:
+            json.dump(data, file, separators=(",", ":"))
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise

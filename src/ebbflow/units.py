@@ -25,8 +25,12 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_ACCEPTED = 'an int (bytes), "12GiB", "800MiB", "8GB", "123456B", or "60%" of the unplanned peak'
+_FORMS = ("an int (bytes)", '"12GiB"', '"800MiB"', '"8GB"', '"123456B"', 'or "60%" of the unplanned peak')
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*")
+
+
+def _refusal(what: str, value: object) -> UsageError:
+    return UsageError(f"{what}; accepted: {', '.join(_FORMS)}", argument="budget", value=value, accepted=_FORMS)
 
 
 def parse_bytes(text: str | int) -> int:
@@ -38,13 +42,13 @@ def parse_bytes(text: str | int) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         if text > 0:
             return text
-        raise UsageError(f"{text!r} is not a positive number of bytes; accepted: {_ACCEPTED}")
+        raise _refusal(f"{text!r} is not a positive number of bytes", text)
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     if match is None or match[2].lower() not in _UNITS:
-        raise UsageError(f"{text!r} is not a number of bytes; accepted: {_ACCEPTED}")
+        raise _refusal(f"{text!r} is not a number of bytes", text)
     value = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if value <= 0:
-        raise UsageError(f"{text!r} is less than one byte; accepted: {_ACCEPTED}")
+        raise _refusal(f"{text!r} is less than one byte", text)
     return value
 
 
@@ -60,11 +64,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         if (self.bytes is None) == (self.share is None):
-            raise UsageError(f"a budget is either bytes or a share; accepted: {_ACCEPTED}")
+            raise _refusal("a budget is either bytes or a share", (self.bytes, self.share))
         if self.bytes is not None and self.bytes <= 0:
-            raise UsageError(f"a budget of {self.bytes} bytes is not positive; accepted: {_ACCEPTED}")
+            raise _refusal(f"a budget of {self.bytes} bytes is not positive", self.bytes)
         if self.share is not None and not 0 < self.share <= 10:
-            raise UsageError(f"a budget of {self.share:.0%} is not in (0 %, 1000 %]; accepted: {_ACCEPTED}")
+            raise _refusal(f"a budget of {self.share:.0%} is not in (0 %, 1000 %]", self.share)
 
     @staticmethod
     def parse(value: str | int | Budget) -> Budget:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 import ebbflow
 from ebbflow.cli import app
+from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.bounds.floor_parts import floor_parts
 from ebbflow.report.records.advice import Advice
@@ -313,19 +314,24 @@ def test_where_nothing_dominates_there_is_nothing_to_advise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "expected"),
+    ("error", "text", "expected"),
     [
         (
-            'the step cannot be captured as one graph at File "/a/b/net.py", line 8, in forward: print(x). No; never. '
-            "Ebbflow plans whole steps only: take it out",
-            Break('File "/a/b/net.py", line 8, in forward: print(x). No; never.', "net.py:8", "take it out"),
+            CaptureError("op index returns data", remedy="mask", op="index", source="net.py:9"),
+            "op index returns data; mask",
+            Break("op index returns data", "net.py:9", "mask"),
         ),
-        ("op index at net.py:9 returns data; mask", Break("op index at net.py:9 returns data", "net.py:9", "mask")),
-        ("nothing in it takes a gradient", Break("nothing in it takes a gradient", "", "")),
+        (
+            CaptureError("print(x)", remedy="take it out", source="net.py:8", message="no graph: print(x)"),
+            "no graph: print(x)",
+            Break("print(x)", "net.py:8", "take it out"),
+        ),
+        (CaptureError("no gradient"), "no gradient", Break("no gradient", "", "")),
     ],
 )
-def test_a_capture_error_is_taken_apart(message: str, expected: Break) -> None:
-    assert break_of(message) == expected
+def test_a_capture_error_is_a_finding(error: CaptureError, text: str, expected: Break) -> None:
+    assert str(error) == text
+    assert break_of(error) == expected
 
 
 # -- the command ----------------------------------------------------------------------------------------------

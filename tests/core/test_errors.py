@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
 
 from ebbflow import errors
-from ebbflow.errors import BudgetError, BudgetExceeded, EbbflowError, UsageError
+from ebbflow.errors import (
+    BudgetError,
+    BudgetExceeded,
+    CaptureError,
+    EbbflowError,
+    InternalError,
+    PlanFileError,
+    PlanMismatch,
+    UsageError,
+    VerificationError,
+)
+from ebbflow.lower.proof import ProofError
 from ebbflow.planners import planner_named
 from ebbflow.step.machine import machine_named
 from ebbflow.zoo import build
@@ -30,6 +42,7 @@ def test_every_error_has_the_common_base_and_a_docstring(name: str) -> None:
         ("BudgetExceeded", RuntimeError),
         ("CaptureError", RuntimeError),
         ("VerificationError", RuntimeError),
+        ("InternalError", RuntimeError),
     ],
 )
 def test_errors_are_also_of_a_builtin_kind(name: str, base: type[Exception]) -> None:
@@ -45,6 +58,44 @@ def test_a_budget_error_carries_the_way_out() -> None:
     assert (error.resident_bytes, error.pinned_by) == (4, "mm at net.py:3")
 
 
+ERRORS = [
+    UsageError("no such planner", argument="planner", value="x", accepted=["auto"]),
+    BudgetError("small", budget_bytes=1, floor_bytes=2, smallest_bytes=3, resident_bytes=4, pinned_by="mm"),
+    BudgetExceeded("over", budget_bytes=1, measured_peak_bytes=2, op="mm at net.py:3"),
+    CaptureError("op x returns data", remedy="mask", op="x", source="net.py:3"),
+    PlanMismatch("another program", differences=["torch: plan '2.11', here '2.13'"]),
+    PlanFileError("damaged", path="plan.json"),
+    VerificationError("other bits", buffer="mm", op="mm at net.py:3"),
+    InternalError("a node claims nothing", op="mm at net.py:3"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_comes_whole_from_another_process(error: EbbflowError) -> None:
+    assert vars(error), "what it says is in attributes too"
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_every_error_is_listed_above() -> None:
+    assert {type(error) for error in ERRORS} == {getattr(errors, name) for name in errors.__all__} - {EbbflowError}
+
+
+def test_a_capture_error_says_reason_and_remedy() -> None:
+    assert str(CaptureError("op x returns data", remedy="mask")) == "op x returns data; mask"
+    assert str(CaptureError("op x returns data")) == "op x returns data"
+    assert str(CaptureError("x", remedy="y", message="all of it")) == "all of it"
+
+
+def test_a_fault_of_ours_says_so_and_what_to_report() -> None:
+    error = InternalError("a node claims nothing", op="mm at net.py:3")
+    for words in ("a node claims nothing", "mm at net.py:3", "fault in Ebbflow", "report", "python", "torch"):
+        assert words in str(error)
+    assert issubclass(ProofError, InternalError)
+
+
 def test_an_exceeded_budget_carries_both_numbers() -> None:
     error = BudgetExceeded("over", budget_bytes=1, measured_peak_bytes=2)
     assert (error.budget_bytes, error.measured_peak_bytes) == (1, 2)
@@ -55,8 +106,10 @@ def test_an_exceeded_budget_carries_both_numbers() -> None:
     [(planner_named, "atuo", "auto"), (machine_named, "v100-16g", "v100-16gb"), (build, "resnet5", "resnet50")],
 )
 def test_a_misspelt_name_is_answered_with_the_nearest(asks: Callable[[str], object], name: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=f"did you mean '{meant}'"):
+    with pytest.raises(UsageError, match=f"did you mean '{meant}'") as found:
         asks(name)
+    assert found.value.value == name
+    assert meant in found.value.accepted
     with pytest.raises(UsageError) as raised:
         asks("qqqq")
     assert "did you mean" not in str(raised.value)

@@ -12,9 +12,10 @@ import ebbflow
 ROOT = Path(ebbflow.__file__).parent
 
 LAYERS = [
-    {"errors", "units", "names", "files", "case"},
+    {"errors", "faults", "units", "names", "files", "case"},
     {"step"},
     {"planners"},
+    {"options"},
     {"planning"},
     {"report"},
     {"measurement"},
@@ -29,7 +30,7 @@ LAYERS = [
 ]
 """From the bottom up; what stands on one line is a layer, and a module imports from its own and from lower ones."""
 
-NO_TORCH = {"errors", "units", "names", "files", "step", "planners", "planning", "report"}
+NO_TORCH = {"errors", "faults", "units", "names", "files", "step", "planners", "planning", "report"}
 """A program is plain data: it is planned, judged and fuzzed without torch."""
 
 LATE = {

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ class Tower(nn.Module):
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Every function that is given to torch.compile."""
     made: list[object] = []
     honest = compiled.compile_step
@@ -51,7 +50,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         return honest(*args, **kwargs)
 
     monkeypatch.setattr(compiled, "compile_step", counting)
-    yield made
+    return made
 
 
 def rows(seed: int = 0) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from ebbflow._api.fit import require_module
+from ebbflow._api.refusals import refuse_to_plan, require_call, require_module
 from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
 from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.capture.offline import capture
@@ -18,17 +18,23 @@ from ebbflow.cost.cuda_workspace import cublas_bytes
 from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.errors import UsageError
+from ebbflow.faults import own_faults
+from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_bytes
+from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
-from ebbflow.planners.base import silent
+from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planning.frontier import Refusal, frontier
-from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
-from ebbflow.step.machine import Machine, is_elsewhere, machine_named
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
 from ebbflow.units import Budget
+
+if TYPE_CHECKING:
+    from ebbflow.options import AnyOptimizer
 
 __all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
 
@@ -42,10 +48,11 @@ def plan(
     planner: str = "auto",
     machine: str | Machine | None = None,
     loss: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: AnyOptimizer | None = None,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
+    seed: int = 0,
     interrupt: Interrupt | None = None,
     progress: Callable[[Progress], None] = silent,
     name: str = "",
@@ -62,36 +69,37 @@ def plan(
             the plan says so. ``None`` is the device at hand, on which costs are measured.
         loss: applied to what the model returns, as part of the step: for a model whose training call returns no
             loss. Such a plan tells what the step takes; to run it, put the loss inside the model.
-        optimizer: its state counts as resident, also what it does not hold yet.
+        optimizer: its state counts as resident, also what it does not hold yet; or a function that makes it from
+            the model.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`.
         effort: local-search moves.
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
+        seed: of every random choice; plans are reproducible for one effort and seed.
         interrupt: set it from elsewhere to end planning with the best plan so far.
         progress: called with what is known while capturing and planning; ``print`` will do.
         name: of the case, for reports; the model's class if empty.
 
     Raises:
-        UsageError: for a budget, planner or machine that is none.
+        UsageError: for an argument that is none of what is said above, naming it and what it takes.
         CaptureError: if the call is not one graph.
         BudgetError: if the budget is below what is workable.
     """
+    options = Options(
+        planner=planner,
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+        optimizer=optimizer,
+        loss=loss,
+        machine=machine,
+        gradients=gradients,
+        interrupt=interrupt,
+        progress=progress,
+    )
     parsed = Budget.parse(budget)
     planner_named(planner)
-    step = capture_ahead(
-        model,
-        args,
-        kwargs,
-        machine=machine,
-        loss=loss,
-        optimizer=optimizer,
-        gradients=gradients,
-        progress=progress,
-        name=name,
-    )
-    options = PlanningOptions(
-        planner=planner, effort=effort, time_limit_seconds=time_limit, interrupt=interrupt, progress=progress
-    )
-    return step.plan(parsed, options)
+    step = capture_ahead(model, args, kwargs, options=options, name=name)
+    return step.plan(parsed, PlanningOptions.of(options))
 
 
 def sweep(
@@ -103,10 +111,12 @@ def sweep(
     planners: Sequence[str] = ("auto",),
     machine: str | Machine | None = None,
     loss: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: AnyOptimizer | None = None,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
+    seed: int = 0,
+    interrupt: Interrupt | None = None,
     progress: Callable[[Progress], None] = silent,
     name: str = "",
 ) -> list[Plan]:
@@ -127,6 +137,8 @@ def sweep(
         gradients: as for :func:`plan`.
         effort: local-search moves per plan.
         time_limit: seconds per plan.
+        seed: as for :func:`plan`.
+        interrupt: as for :func:`plan`; once it is set, each plan that is left is the best at hand.
         progress: called with what is known while capturing and planning; ``print`` will do.
         name: of the case, for reports.
 
@@ -134,26 +146,26 @@ def sweep(
         The plans, ascending by budget, within one budget in the order of ``planners``.
 
     Raises:
-        UsageError: for a budget, planner or machine that is none.
+        UsageError: for an argument that is none of what is said above, naming it and what it takes.
         CaptureError: if the call is not one graph.
         BudgetError: if no budget is workable.
     """
-    parsed = [Budget.parse(budget) for budget in budgets]
-    for each in planners:
-        planner_named(each)
-    step = capture_ahead(
-        model,
-        args,
-        kwargs,
-        machine=machine,
-        loss=loss,
+    options = Options(
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
         optimizer=optimizer,
+        loss=loss,
+        machine=machine,
         gradients=gradients,
+        interrupt=interrupt,
         progress=progress,
-        name=name,
     )
-    options = PlanningOptions(effort=effort, time_limit_seconds=time_limit, progress=progress)
-    outcomes = list(step.frontier(parsed, planners, options))
+    parsed = [Budget.parse(budget) for budget in _several("budgets", budgets)]
+    for each in _several("planners", planners):
+        planner_named(each)
+    step = capture_ahead(model, args, kwargs, options=options, name=name)
+    outcomes = list(step.frontier(parsed, planners, PlanningOptions.of(options)))
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if refusals and not plans:
@@ -181,26 +193,28 @@ class AheadStep:
 
     def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
         """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does."""
-        return make_plan(
-            self.program,
-            budget,
-            resident_bytes=self.resident_bytes,
-            reserve_bytes=self.reserve_bytes,
-            options=self._options(options),
-        )
+        with own_faults():
+            return make_plan(
+                self.program,
+                budget,
+                resident_bytes=self.resident_bytes,
+                reserve_bytes=self.reserve_bytes,
+                options=self._options(options),
+            )
 
     def frontier(
         self, budgets: Sequence[Budget], planners: Sequence[str], options: PlanningOptions
     ) -> Iterator[Plan | Refusal]:
         """A plan or a refusal per budget and planner (:func:`~ebbflow.planning.frontier.frontier`)."""
-        return frontier(
-            self.program,
-            budgets,
-            planners,
-            resident_bytes=self.resident_bytes,
-            reserve_bytes=self.reserve_bytes,
-            options=self._options(options),
-        )
+        with own_faults():
+            yield from frontier(
+                self.program,
+                budgets,
+                planners,
+                resident_bytes=self.resident_bytes,
+                reserve_bytes=self.reserve_bytes,
+                options=self._options(options),
+            )
 
     def _options(self, options: PlanningOptions) -> PlanningOptions:
         return replace(options, machine=self.machine, provenance=self.provenance)
@@ -211,43 +225,62 @@ def capture_ahead(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    options: Options | None = None,
     machine: str | Machine | None = None,
-    loss: Callable[[Any], Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    gradients: Literal["loss", "all"] = "loss",
-    progress: Callable[[Progress], None] = silent,
     name: str = "",
 ) -> AheadStep:
-    """Capture one training call and its costs; arguments and errors as for :func:`plan`."""
+    """Capture one training call and its costs.
+
+    Args:
+        model: as for :func:`plan`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        options: what the step is and for which machine.
+        machine: as for :func:`plan`, where there are no other options.
+        name: of the case, for reports.
+
+    Raises:
+        UsageError: for a model or arguments that are none, or that are on no device that can be planned for.
+        CaptureError: if the call is not one graph.
+    """
+    options = options or Options(machine=machine)
     require_module(model, "plan")
-    if not isinstance(args, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(
-            f"args takes the positional arguments of one call as a tuple, not a {type(args).__name__}: args=(x,)"
-        )
-    target = _machine_of(machine)
+    require_call(args, kwargs)
+    refuse_to_plan(model, (args, kwargs))
+    target, progress, optimizer = options.target, options.progress, options.optimizer_of(model)
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
-    program, provenance = capture_program(
-        model, args, kwargs or {}, machine=target, loss=loss, every_output=gradients == "all", name=name
-    )
-    device = program.context["device"] if target is None else target.device
-    granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
-    to_come = future_state_bytes(optimizer) if optimizer is not None else 0
+    with on_device_of([model, args, kwargs]):
+        program, provenance = capture_program(
+            model,
+            tuple(args),
+            kwargs or {},
+            machine=target,
+            loss=options.loss,
+            every_output=options.every_output,
+            name=name,
+        )
+        device = program.context["device"] if target is None else target.device
+        granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
+        to_come = future_state_bytes(optimizer) if optimizer is not None else 0
     held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
     return AheadStep(
         program,
         resident_bytes([model, args, kwargs, optimizer], granularity) + to_come + held,
-        reserve_bytes(model, device, verify=True),
+        reserve_bytes(model, device, verify=options.verify),
         target,
         provenance,
     )
 
 
-def _machine_of(value: object) -> Machine | None:
-    if value is None or isinstance(value, Machine):
-        return value
-    if isinstance(value, str):
-        return machine_named(value)
-    raise UsageError(f"machine takes a Machine or the name of one, not {type(value).__name__}")
+def _several(argument: str, values: object) -> Sequence[Any]:
+    """The elements of ``values``; a string is one value and no sequence of them."""
+    if isinstance(values, str | bytes | Budget) or not isinstance(values, Iterable):
+        raise UsageError(
+            f"{argument}={values!r} is one value; {argument} takes a sequence of them: {argument}=({values!r},)",
+            argument=argument,
+            value=values,
+        )
+    return list(cast("Iterable[Any]", values))
 
 
 def capture_program(

@@ -15,21 +15,24 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from ebbflow._api.refusals import refuse_to_fit, require_module
 from ebbflow.engine.compiled import Call
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.spine import train
 from ebbflow.engine.step import Step
 from ebbflow.errors import UsageError
+from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.resident import device_of
+from ebbflow.options import Options
 from ebbflow.planners import Progress, planner_named
-from ebbflow.planners.base import silent
+from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planning.cache import PlanCache
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.step.plan import Plan
 from ebbflow.units import Budget
 
-__all__ = ["fit", "plan_of", "require_module", "set_budget", "step_of", "unfit"]
+__all__ = ["fit", "plan_of", "set_budget", "step_of", "unfit"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -43,8 +46,11 @@ def fit(
     *,
     planner: str = "auto",
     optimizer: torch.optim.Optimizer | None = None,
-    effort: int | None = None,
+    loss: None = None,
     gradients: Literal["loss", "all"] = "loss",
+    effort: int | None = None,
+    time_limit: float | None = None,
+    seed: int = 0,
     verify: bool = True,
     progress: Callable[[Progress], None] = silent,
 ) -> ModelT:
@@ -60,36 +66,48 @@ def fit(
             ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
         planner: name of the planner.
         optimizer: if given, its state counts as resident, also before its first step makes it.
-        effort: local-search moves; the default is about a second on a 600-op program.
+        loss: none is taken: a loss outside the model runs outside it, and is measured. :func:`ebbflow.plan` takes one.
         gradients: which outputs take gradients. ``"loss"``: if a scalar that requires one is returned, scalars alone
             (a gradient that arrives at another output raises). ``"all"``: every output, counted whether used or not.
+        effort: local-search moves; the default is about a second on a 600-op program.
+        time_limit: seconds of planning per step, after which the best plan so far is taken.
+        seed: of every random choice; plans are reproducible for one effort and seed.
         verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
         progress: called with what is known while a first call captures and plans; ``print`` will do.
 
     Raises:
-        UsageError: for a budget or planner that is none, or a model that is fitted already.
+        UsageError: for an argument that is none of what is said above; for a model that is fitted already, is a
+            ``torch.jit`` module, has no memory (``meta``), is spread over devices, has its weights offloaded by hooks,
+            or is on a device that is neither CPU nor CUDA.
         BudgetError: at the first training call, before any training, if the budget is too small.
         CaptureError: at the first training call, if the step is not one graph.
         PlanMismatch: at the first training call, if the given plan is of another program, device or torch build.
     """
     require_module(model, "fit")
     if model in _FITTED:
-        raise UsageError("the model is fitted already; call ebbflow.unfit(model) first")
-    planner_named(planner)
-    if gradients not in ("loss", "all"):
-        raise UsageError(f'gradients={gradients!r} is neither "loss" nor "all"')
-    options = PlanningOptions(planner=planner, cache=PlanCache(), buckets=Buckets(), progress=progress)
-    if effort is not None:
-        options = replace(options, effort=effort)
+        raise UsageError("the model is fitted already; call ebbflow.unfit(model) first", argument="model")
+    options = _options(
+        planner=planner,
+        optimizer=optimizer,
+        loss=loss,
+        gradients=gradients,
+        effort=DEFAULT_EFFORT if effort is None else effort,
+        time_limit=time_limit,
+        seed=seed,
+        verify=verify,
+        progress=progress,
+    )
+    planner_named(options.planner)
     limit, given = _limit_of(budget)
+    refuse_to_fit(model)
     _FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
         given_plan=given,
-        options=options,
+        options=replace(PlanningOptions.of(options), cache=PlanCache(), buckets=Buckets()),
         optimizer=optimizer,
         verify=verify,
-        every_output=gradients == "all",
+        every_output=options.every_output,
     )
     _swap_class(model, _fitted_class(type(model)))
     return model
@@ -135,14 +153,29 @@ def unfit(model: ModelT) -> ModelT:
     return model
 
 
-def require_module(value: object, caller: str) -> None:
-    """Refuse what is no module.
+def _options(**given: Any) -> Options:
+    """The options of :func:`fit`, checked.
 
     Raises:
-        UsageError: naming the type given.
+        UsageError: for a value that is none, or one that only ``plan`` can do with.
     """
-    if not isinstance(value, torch.nn.Module):
-        raise UsageError(f"{caller} takes a torch.nn.Module, not {type(value).__name__}")
+    if given["loss"] is not None:
+        raise UsageError(
+            "fit takes no loss=: the training loop calls it on what the model returns, and what it takes there is "
+            "measured in the first step. Put the loss into the model's forward for the best plans; "
+            "ebbflow.plan(..., loss=...) says beforehand what such a step takes",
+            argument="loss",
+            value=given["loss"],
+        )
+    options = Options(**given)
+    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            "fit takes the optimizer that trains the model and no function that makes one: its state is what is "
+            "resident; make it first and give it",
+            argument="optimizer",
+            value=options.optimizer,
+        )
+    return options
 
 
 def _swap_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
@@ -175,8 +208,11 @@ def _fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
         fitted = _FITTED.get(self)
         if fitted is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return plain.forward(self, *args, **kwargs)
-        device = device_of([self])
-        return train(fitted, Call(self, plain.forward, args, kwargs, device, fitted.every_output))
+        call = Call(self, plain.forward, args, kwargs, device_of([self]), fitted.every_output)
+        if call.device == "cpu":
+            return train(fitted, call)
+        with on_device_of([self]):  # which may not be the current one
+            return train(fitted, call)
 
     def reduce(self: torch.nn.Module, protocol: Any) -> Any:
         _, _, *rest = object.__reduce_ex__(self, max(2, protocol))  # type: ignore[misc]

@@ -14,20 +14,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow.capture.without_memory import without_memory
 from ebbflow.case import Case
 from ebbflow.errors import BudgetError, UsageError
-from ebbflow.planners import Progress, planner_named
-from ebbflow.planners.base import silent
-from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions
-from ebbflow.step.machine import Machine, is_elsewhere, machine_named
+from ebbflow.options import Options
+from ebbflow.planners import Interrupt, Progress, planner_named
+from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planning.pipeline import PlanningOptions
+from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.units import Budget
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["BatchPlan", "interpolated", "largest", "max_batch", "one_forward"]
 
@@ -68,7 +72,13 @@ def max_batch(
     overhead: float | Literal["one-forward"] | None = None,
     planner: str = "auto",
     machine: str | Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+    gradients: Literal["loss", "all"] | None = None,
     effort: int = DEFAULT_EFFORT,
+    time_limit: float | None = None,
+    seed: int = 0,
+    interrupt: Interrupt | None = None,
     progress: Callable[[Progress], None] = silent,
 ) -> BatchPlan:
     """The largest batch whose training step fits ``budget``.
@@ -82,20 +92,55 @@ def max_batch(
             of the forward; ``None`` allows any.
         planner: name of the planner.
         machine: as for :func:`ebbflow.plan`.
+        loss: as for :func:`ebbflow.plan`; ``None`` is what each case says.
+        optimizer: a function that makes the optimizer of each case's model, whose state then counts as resident;
+            ``None`` is what each case says.
+        gradients: which outputs take gradients, as for :func:`ebbflow.fit`; ``None`` is what each case says.
         effort: local-search moves of the answer's plan.
+        time_limit: seconds per plan.
+        seed: of every random choice.
+        interrupt: set it from elsewhere to take every later plan as it is at hand.
         progress: called with what is known while searching.
 
     Raises:
-        UsageError: for a budget, overhead, planner or machine that is none.
+        UsageError: for an argument that is none of what is said above, naming it and what it takes.
         CaptureError: if a call is not one graph.
     """
     parsed = Budget.parse(budget)
     if parsed.bytes is None:
-        raise UsageError(f"a budget of {parsed} says nothing about a batch; give bytes, for example budget='16GiB'")
+        raise UsageError(
+            f"a budget of {parsed} says nothing about a batch; give bytes, for example budget='16GiB'",
+            argument="budget",
+            value=budget,
+        )
     _check_limit(overhead)
+    if not callable(make_case):
+        raise UsageError(
+            f"make_case takes a function from a batch to an ebbflow.Case, not {type(make_case).__name__}",
+            argument="make_case",
+            value=make_case,
+        )
+    options = Options(
+        planner=planner,
+        machine=machine,
+        loss=loss,
+        optimizer=optimizer,
+        gradients=gradients,
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+        interrupt=interrupt,
+        progress=progress,
+    )
+    if optimizer is not None and not callable(optimizer):
+        raise UsageError(
+            "every batch has a model of its own, so max_batch takes no optimizer that is made already; give a "
+            "function that makes it: optimizer=lambda model: torch.optim.AdamW(model.parameters())",
+            argument="optimizer",
+            value=optimizer,
+        )
     planner_named(planner)
-    target = machine_named(machine) if isinstance(machine, str) else machine
-    search = _Search(make_case, parsed, overhead, planner, target, min(effort, SEARCH_EFFORT), progress)
+    search = _Search(make_case, parsed, overhead, options)
     batch = search.run()
     if batch == 0:
         return BatchPlan(0, None, search.unplanned, None, search.captures)
@@ -108,9 +153,18 @@ def _check_limit(overhead: object) -> None:
     if overhead is None or overhead == "one-forward":
         return
     if isinstance(overhead, bool) or not isinstance(overhead, float | int) or not overhead >= 0:
-        raise UsageError(f"overhead {overhead!r} is no limit; accepted: a fraction (0.3), 'one-forward' or None")
+        raise UsageError(
+            f"overhead {overhead!r} is no limit; accepted: a fraction (0.3), 'one-forward' or None",
+            argument="overhead",
+            value=overhead,
+            accepted=("a fraction", "'one-forward'", "None"),
+        )
     if overhead > MOST_OVERHEAD:
-        raise UsageError(f"overhead {overhead!r} would be {overhead:.0%} more time; it is a fraction: 0.3 means 30 %")
+        raise UsageError(
+            f"overhead {overhead!r} would be {overhead:.0%} more time; it is a fraction: 0.3 means 30 %",
+            argument="overhead",
+            value=overhead,
+        )
 
 
 class _Search:
@@ -119,18 +173,14 @@ class _Search:
         make_case: Callable[[int], Case],
         budget: Budget,
         overhead: float | str | None,
-        planner: str,
-        machine: Machine | None,
-        effort: int,
-        progress: Callable[[Progress], None],
+        options: Options,
     ) -> None:
         self._make_case = make_case
         self._budget = budget
         self._overhead = overhead
-        self._planner = planner
-        self._machine = machine
-        self._effort = effort
-        self._progress = progress
+        self._options = options
+        self._progress = options.progress
+        self._effort = min(options.effort, SEARCH_EFFORT)
         self._steps: dict[int, AheadStep] = {}
         self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged
         self.unplanned = 0
@@ -149,20 +199,19 @@ class _Search:
         """The captured step of ``batch``."""
         if batch not in self._steps:
             self._progress(Progress(f"capturing batch {batch}"))
-            with without_memory() if is_elsewhere(self._machine) else contextlib.nullcontext():
+            with without_memory() if is_elsewhere(self._options.target) else contextlib.nullcontext():
                 case = cast("object", self._make_case(batch))
             if not isinstance(case, Case):  # a user's function may return anything
                 raise UsageError(f"make_case({batch}) returned {type(case).__name__}; return ebbflow.Case(model, args)")
-            self._steps[batch] = capture_ahead(
-                case.model, case.args, case.kwargs, machine=self._machine, name=case.name
-            )
+            options = replace(self._options.for_case(case), progress=silent)
+            self._steps[batch] = capture_ahead(case.model, case.args, case.kwargs, options=options, name=case.name)
         return self._steps[batch]
 
     def plan_of(self, step: AheadStep, batch: int, effort: int) -> Plan | None:
         """The plan of ``step``, if it is within budget and limit."""
         self._progress(Progress(f"planning batch {batch}"))
         try:
-            plan = step.plan(self._budget, PlanningOptions(planner=self._planner, effort=effort))
+            plan = step.plan(self._budget, replace(PlanningOptions.of(self._options), effort=effort, progress=silent))
         except BudgetError:
             return None
         limit = self.limit(step.program)

@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 from ebbflow._api.fit import fit, unfit
 from ebbflow.case import Case
 from ebbflow.errors import UsageError
+from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.peak import measure
+from ebbflow.options import Options
 from ebbflow.step.plan import Plan
 
 __all__ = ["Trial", "try_plans"]
@@ -53,6 +55,13 @@ def try_plans(case: Case, plans: Iterable[Plan], steps: int = STEPS) -> Iterator
     Raises:
         UsageError: if the call gives no scalar loss.
     """
+    if case.loss is not None:
+        raise UsageError(
+            f"{case.name or 'the case'} has its loss outside the model, as part of the planned step; put it inside "
+            "the model to run it",
+            argument="loss",
+            value=case.loss,
+        )
     unplanned, _ = _run(case, "1000%", steps, planner="keep_all")
     for plan in plans:
         seconds, peak = _run(case, plan, steps)
@@ -61,14 +70,16 @@ def try_plans(case: Case, plans: Iterable[Plan], steps: int = STEPS) -> Iterator
 
 def _run(case: Case, budget: str | Plan, steps: int, *, planner: str = "auto") -> tuple[float, int]:
     """Median seconds of a step and the peak of one."""
-    fit(case.model, budget, planner=planner, verify=False)
+    optimizer = Options(optimizer=case.optimizer).optimizer_of(case.model)
+    to_come = future_state_bytes(optimizer) if optimizer is not None else 0  # no step of it is taken here
+    fit(case.model, budget, planner=planner, optimizer=optimizer, gradients=case.gradients or "loss", verify=False)
     try:
         _step(case)  # captures
         seconds = statistics.median(_step(case) for _ in range(steps))
         case.model.zero_grad()  # gradients of the step before are not resident at the start of this one
-        with measure(case.model, case.args, case.kwargs) as gauge:
+        with measure(case.model, case.args, case.kwargs, optimizer) as gauge:
             _step(case)
-        return seconds, gauge.peak_bytes
+        return seconds, gauge.peak_bytes + to_come
     finally:
         unfit(case.model)
         case.model.zero_grad()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from ebbflow._api.refusals import refuse_to_fit, require_call, require_module
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import is_measured_form
@@ -17,9 +18,11 @@ from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import Unplanned
 from ebbflow.engine.flights import Flight, Flights
-from ebbflow.errors import PlanMismatch
+from ebbflow.errors import PlanMismatch, UsageError
+from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.peak import measure
 from ebbflow.measurement.resident import device_of
+from ebbflow.options import Options
 from ebbflow.step.plan import Plan
 from ebbflow.step.unplanned import unplanned_schedule
 
@@ -90,8 +93,18 @@ def verify(
         gradients: as for :func:`ebbflow.fit`. The backward starts with ones from all outputs that take gradients.
 
     Raises:
+        UsageError: for a model, arguments, plan or ``gradients`` that are none.
         PlanMismatch: if the plan is of another program.
     """
+    require_module(model, "verify")
+    require_call(args, kwargs)
+    if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"verify takes a Plan, not {type(plan).__name__}: make one with ebbflow.plan",
+            argument="plan",
+            value=plan,
+        )
+    refuse_to_fit(model)
     return Verifier(model, args, kwargs, gradients=gradients).check(plan)
 
 
@@ -117,7 +130,7 @@ class Verifier:
         self._args = args
         self._kwargs = dict(kwargs or {})
         self._device = device_of([model, args])
-        self._every_output = gradients == "all"
+        self._every_output = Options(gradients=gradients).every_output
         forward = type(model).forward
         self._call = Call(model, forward, self._args, self._kwargs, self._device, self._every_output)
         self._capture = Capture(device=self._device, name=type(model).__name__)
@@ -130,6 +143,10 @@ class Verifier:
         Raises:
             PlanMismatch: if the plan is of another program.
         """
+        with on_device_of([self._model, self._args]):
+            return self._checked(plan)
+
+    def _checked(self, plan: Plan) -> Verification:
         forward = type(self._model).forward
         state = _State(self._model, (self._args, self._kwargs), self._device)
         try:
@@ -176,7 +193,9 @@ class Verifier:
                 self._capture(self._call, Flight(None, Flights()))
         captured = self._capture.at({})
         if not is_measured_form(plan.program, captured.program):
-            raise PlanMismatch(f"the plan for {plan.case} is of another program than this call; plan anew")
+            raise PlanMismatch(
+                f"the plan for {plan.case} is of another program than this call; plan anew", differences=["program"]
+            )
         return captured
 
     def _run(self, state: _State, call: Callable[[], Any]) -> _Result:

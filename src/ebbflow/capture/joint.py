@@ -24,7 +24,7 @@ from ebbflow.capture.rules.copy_back import insert_copy_back
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
 from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
 from ebbflow.cost.call import Call, call_of, extent_of
-from ebbflow.errors import CaptureError
+from ebbflow.errors import CaptureError, InternalError
 from ebbflow.step.program import COPY_BACK, Buffer, Op, Program
 
 __all__ = ["Captured", "read_joint"]
@@ -123,7 +123,9 @@ class _Reader:
         self.text[node] = f"input{len(self.text)}"
         if not isinstance(value, torch.Tensor):
             if isinstance(value, torch.SymInt):
-                raise CaptureError(f"input {node.name} has a dynamic size; mark the sizes static (dynamic=False)")
+                raise CaptureError(
+                    f"input {node.name} has a dynamic size", remedy="mark the sizes static (dynamic=False)"
+                )
             return
         if is_tangent(node):
             self.buffer_of[node] = self.new_buffer(node.name, value, None, node)
@@ -151,9 +153,10 @@ class _Reader:
             return
         values = tensors_of(node.meta["val"])
         if any(isinstance(size, torch.SymInt) for v in values if v is not None for size in v.shape):
-            raise CaptureError(
-                f"op {node.target} at {source_of(node) or 'an unknown line'} returns a tensor whose size depends on "
-                "data; Ebbflow plans fixed sizes only: mask instead of selecting"
+            raise _refusal(
+                node,
+                "returns a tensor whose size depends on data",
+                "Ebbflow plans fixed sizes only: mask instead of selecting (torch.where), or pad outside the model",
             )
         keys = [storage_key(v) for v in values if v is not None]
         known = [k in self.buffer_of_storage or k in self.resident_storages for k in keys]
@@ -161,10 +164,19 @@ class _Reader:
             self._view(node, values)
             return
         if not keys or any(known) or len(set(keys)) != len(keys):
-            raise CaptureError(
-                f"op {node.target} at {source_of(node) or 'an unknown line'} returns "
-                + ("no tensor" if not keys else "tensors that share memory with each other or with its inputs")
-                + "; wrap it in a custom op that returns fresh tensors (torch.library.custom_op)"
+            if node.target is torch.ops.aten._local_scalar_dense.default:
+                raise _refusal(
+                    node,
+                    "reads a number out of a tensor (item(), tolist(), int(), a slice by a tensor), so that the step "
+                    "depends on data",
+                    "give such numbers to the forward as Python ints, or compute with the tensor; keep all rows and "
+                    "mask (torch.where) instead of cutting out as many as the data say",
+                )
+            raise _refusal(
+                node,
+                "returns "
+                + ("no tensor" if not keys else "tensors that share memory with each other or with its inputs"),
+                "wrap it in a custom op that returns fresh tensors (torch.library.custom_op)",
             )
         self._op(node, values, mutated_storages)
 
@@ -247,6 +259,13 @@ class _Reader:
         self.calls.append(call)
 
 
+def _refusal(node: fx.Node, what: str, remedy: str) -> CaptureError:
+    source = source_of(node)
+    return CaptureError(
+        f"op {node.target} at {source or 'an unknown line'} {what}", remedy=remedy, op=str(node.target), source=source
+    )
+
+
 class _Name(str):
     """Text that prints without quotes inside argument lists."""
 
@@ -272,7 +291,7 @@ def _mutated_placeholders(graph: fx.Graph, descriptions: Iterable[object]) -> fr
     names = set(descriptions)
     found = [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in names]
     if len(found) != len(names):
-        raise CaptureError("a mutated input of the captured step has no placeholder; this torch build is not supported")
+        raise InternalError("a mutated input of the captured step has no placeholder")
     return frozenset(found)
 
 
@@ -296,8 +315,10 @@ def _refuse_late_reads_of_mutated(ops: Sequence[Op]) -> None:
     for op in ops:
         if op.reads_mutated:
             raise CaptureError(
-                f"the backward needs the value that an input had before the model changed it in place, for {op}; "
-                "change a copy (clone() it first), or change it after its last use"
+                f"the backward needs the value that an input had before the model changed it in place, for {op}",
+                remedy="change a copy (clone() it first), or change it after its last use",
+                op=str(op),
+                source=op.source,
             )
 
 
@@ -361,7 +382,7 @@ def _read(
         elif node.op == "call_function" and node in live:
             reader.call(node, mutated_storages)
         elif node.op not in {"output", "call_function"}:
-            raise CaptureError(f"the captured step holds {node.op} {node.target}, which Ebbflow does not know")
+            raise InternalError(f"the captured step holds {node.op} {node.target}, which Ebbflow does not know")
 
     def buffers_of(nodes: Iterable[object]) -> tuple[int, ...]:
         found = (reader.buffer_of.get(n) for n in nodes if isinstance(n, fx.Node))

@@ -70,7 +70,8 @@ class _TakesNoGradient(torch.autograd.Function):
         raise CaptureError(
             f"a gradient arrived for an output of shape {ctx.shape} that is not the loss. The forward returns a scalar "
             "loss beside it, so the step was planned without a gradient through this output, and no gradient of the "
-            'step was handed out. Use ebbflow.fit(..., gradients="all") to plan for gradients through every output'
+            "step was handed out",
+            remedy='use ebbflow.fit(..., gradients="all") to plan for gradients through every output',
         )
 
 

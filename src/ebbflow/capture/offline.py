@@ -88,7 +88,10 @@ def capture(
     with mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
         step(model, forward, args, kwargs, every_output)
     if reader.joint is None:
-        raise CaptureError("the call was not captured: nothing in it takes a gradient")
+        raise CaptureError(
+            "the call was not captured: nothing in it takes a gradient",
+            remedy="unfreeze a parameter that takes part in it",
+        )
     return reader.joint
 
 

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only
+from ebbflow.capture.refusals import ours_inside, refusal
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
@@ -73,8 +74,8 @@ def _fresh_step() -> Callable[..., Any]:
 
 def _no_inference_graph(graph: fx.GraphModule, _: Any) -> Any:
     raise CaptureError(
-        "the step needs no gradient: no parameter that requires one takes part in it; "
-        "call the model under torch.no_grad(), which runs unplanned, or unfreeze a parameter"
+        "the step needs no gradient: no parameter that requires one takes part in it",
+        remedy="call the model under torch.no_grad(), which runs unplanned, or unfreeze a parameter",
     )
 
 
@@ -186,6 +187,7 @@ def translated_errors(
     Raises:
         EbbflowError: whatever our partitioner raised, unwrapped.
         CaptureError: for a graph break, with its reason and the user's line.
+        InternalError: for a fault of ours.
         Exception: the user's own, unchanged, where the model itself raises.
     """
     from torch._dynamo.exc import TorchDynamoException
@@ -196,10 +198,10 @@ def translated_errors(
     try:
         with capture_settings(here, cuda):
             yield
-    except TorchDynamoException as error:
-        ours = _ours_inside(error)
+    except (TorchDynamoException, *_data_dependent()) as error:
+        ours = ours_inside(error)
         if ours is not None:
-            raise ours from None
+            raise ours from ours.__cause__
         packed = packed_sequence_refusal((args, kwargs), str(error))
         theirs = None if packed else _exception_of_the_model(module, forward, args, kwargs)
         if theirs is not None:
@@ -207,35 +209,25 @@ def translated_errors(
                 with torch.no_grad():
                     forward(module, *args, **kwargs)
             raise theirs from None
-        raise CaptureError(_reason(error, packed)) from error
+        found = refusal(error, packed)
+        raise found from found.__cause__ or error
     finally:
         log.disabled = disabled
 
 
-def _ours_inside(error: BaseException) -> EbbflowError | None:
-    """The error of ours that Dynamo wrapped, if it did."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, EbbflowError):
-            return seen
-        inner = getattr(seen, "inner_exception", None)
-        seen = inner if isinstance(inner, BaseException) and inner is not seen else seen.__cause__
-    return None
+def _data_dependent() -> tuple[type[Exception], ...]:
+    """What torch raises where a size or a number depends on data, also where Dynamo does not wrap it."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 
 
 def _exception_of_the_model(
     module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Exception | None:
     """What the model itself raises on these arguments, found out on fake tensors: no memory, no side effects."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
     # What fake tensors raise where real ones would not: the model itself is not to blame.
-    limits = (
-        UnsupportedFakeTensorException,
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        GuardOnDataDependentSymNode,
-    )
+    limits = (UnsupportedFakeTensorException, *_data_dependent())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(value: object) -> object:
@@ -265,25 +257,3 @@ def _exception_of_the_model(
 def _as_plain(module: torch.nn.Module, forward: Callable[..., Any]) -> type:
     """The class of ``module`` with ``forward`` as its forward (the class swap of ``fit`` taken off)."""
     return next(c for c in type(module).__mro__ if getattr(c, "forward", None) is forward)
-
-
-def _reason(error: BaseException, ours: str | None) -> str:
-    """The user's line with ``ours``, or with Dynamo's reason, without its internals."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    where = ""
-    if "from user code:" in text:
-        frames = [line for line in text.split("from user code:", 1)[1].splitlines() if 'File "' in line]
-        mine = [f for f in frames if not f.split('"')[1].startswith(str(torch.__path__[0]))] or frames
-        code = text.split(mine[-1], 1)[1].splitlines() if mine else []
-        where = f" at {mine[-1].strip()}" + (f": {code[1].strip()}" if len(code) > 1 else "") if mine else ""
-    if ours is not None:
-        return f"the step cannot be captured as one graph{where}. {ours}"
-    inner = getattr(error, "inner_exception", None)
-    what = f"{type(inner).__name__}: {inner}" if inner is not None else lines[0] if lines else type(error).__name__
-    details = [line for line in lines[1:8] if line.startswith(("Explanation:", "Hint:"))]
-    return (
-        f"the step cannot be captured as one graph{where}. {what}. {' '.join(details[:2])} "
-        "Ebbflow plans whole steps only: take the statement out of the model's forward, or guard it with "
-        "`if not torch.compiler.is_compiling():`"
-    )

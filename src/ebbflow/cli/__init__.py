@@ -2,6 +2,8 @@
 
 Standard output holds results alone, with ``--json`` one object; progress and messages go to standard error.
 Exit codes: 0 done, 1 a promise was broken, 2 the request cannot be met as written, 130 stopped by Ctrl-C.
+
+Commands check what they are given before they import torch: help and refusals come at once.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ebbflow.cli.demo import demo
 from ebbflow.cli.doctor import doctor
 from ebbflow.cli.max_batch import max_batch
 from ebbflow.cli.plan import plan
-from ebbflow.errors import BudgetExceeded, EbbflowError, VerificationError
+from ebbflow.errors import BudgetExceeded, EbbflowError, InternalError, VerificationError
 
 __all__ = ["app", "main"]
 
@@ -30,6 +32,8 @@ class _Group(TyperGroup):
         """Run the command that was asked for."""
         try:
             return super().invoke(ctx)
+        except InternalError:
+            raise  # with its traceback, which belongs into a report
         except EbbflowError as error:
             print(f"ebbflow: {error}", file=sys.stderr)
             broken = isinstance(error, BudgetExceeded | VerificationError)
@@ -37,7 +41,11 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
 app.command()(plan)

@@ -8,21 +8,48 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from ebbflow.capture.without_memory import without_memory
 from ebbflow.case import Case
 from ebbflow.errors import UsageError
-from ebbflow.step.program import Program
-from ebbflow.zoo import build
+from ebbflow.names import require_zoo_name
 
-__all__ = ["load_case", "refuse_for_graphs"]
+if TYPE_CHECKING:
+    from ebbflow.step.program import Program
+
+__all__ = ["check_case", "is_graph", "load_case", "refuse_for_graphs"]
 
 _FORMS = (
     "a case is zoo:NAME, FILE.py:function (the function takes an int and returns an ebbflow.Case), "
     "or graph.json (networkx node-link)"
 )
+
+
+def is_graph(text: str) -> bool:
+    """Whether ``text`` names a graph file."""
+    return text.endswith(".json")
+
+
+def check_case(text: str, size: int | None = None) -> None:
+    """Refuse what names no case, as far as that shows without building it and without torch.
+
+    Raises:
+        UsageError: saying what would work.
+    """
+    if size is not None and size < 1:
+        raise UsageError(f"--size {size} is not 1 or more", argument="size", value=size)
+    if is_graph(text):
+        return
+    head, colon, tail = text.rpartition(":")
+    if not colon or not tail or not (head == "zoo" or head.endswith(".py")):
+        raise UsageError(f"{text!r} is no case: {_FORMS}", argument="case", value=text)
+    if head == "zoo":
+        require_zoo_name(tail)
+    elif not Path(head).is_file():
+        raise UsageError(f"there is no file {head}; {_FORMS}", argument="case", value=text)
 
 
 def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case | Program:
@@ -36,30 +63,31 @@ def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case
     Raises:
         UsageError: if ``text`` names nothing, saying what would work.
     """
-    if size is not None and size < 1:
-        raise UsageError(f"--size {size} is not 1 or more")
-    head, colon, tail = text.rpartition(":")
-    if text.endswith(".json"):
+    check_case(text, size)
+    if is_graph(text):
         return _graph(Path(text))
-    if not colon or not tail:
-        raise UsageError(f"{text!r} is no case: {_FORMS}")
+    from ebbflow.capture.without_memory import without_memory
+
+    head, _, tail = text.rpartition(":")
     mode = without_memory() if fake else contextlib.nullcontext()
     if head == "zoo":
+        from ebbflow.zoo import build
+
         with mode:
             return build(tail, size)
-    if not head.endswith(".py"):
-        raise UsageError(f"{text!r} is no case: {_FORMS}")
     function = _function(Path(head), tail)
     arguments = _arguments(function, size, text)
     with mode:
         case = function(*arguments)
     if not isinstance(case, Case):
         raise UsageError(f"{text} returned {type(case).__name__}; return ebbflow.Case(model, args, kwargs)")
-    return case if case.name else Case(case.model, case.args, case.kwargs, tail)
+    return case if case.name else replace(case, name=tail)
 
 
 def _graph(path: Path) -> Program:
     """The program of a published graph file."""
+    from ebbflow.step.program import Program
+
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -74,8 +102,6 @@ def _graph(path: Path) -> Program:
 
 def _function(path: Path, name: str) -> Callable[..., object]:
     """The function ``name`` of the file, which is run as a module to find it."""
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}; {_FORMS}")
     module = _module(path)
     function = getattr(module, name, None)
     if not callable(function):

@@ -9,9 +9,7 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.output import check_writable, save_plan, write_json
-from ebbflow.demo.training import DemoConfig, run_demo
-from ebbflow.report.text.demo import write_demo
-from ebbflow.report.text.progress import ProgressDisplay
+from ebbflow.units import Budget
 
 __all__ = ["demo"]
 
@@ -34,6 +32,12 @@ def demo(
     within the budget; 1 says that something of this is not so.
     """
     check_writable(out)
+    Budget.parse(budget)
+
+    from ebbflow.demo.training import DemoConfig, run_demo
+    from ebbflow.report.text.demo import write_demo
+    from ebbflow.report.text.progress import ProgressDisplay
+
     config = DemoConfig(steps=steps, budget=budget, layers=layers, width=width, length=length, batch=batch)
     with ProgressDisplay(sys.stderr) as display:
         record, plan = run_demo(config, display.stage)

@@ -1,6 +1,6 @@
 """``ebbflow doctor``: what a training step holds, what pins its memory, and what would lower it.
 
-With ``--json`` one object. Its keys are the attributes of :class:`ebbflow.findings.Findings`, and two more:
+With ``--json`` one object. Its keys are the attributes of the findings (``report.records.diagnosis``), and two more:
 ``captured`` (whether the step is one program) and ``breaks`` (a list of ``reason, source, remedy``; empty if it is).
 A step that is not one program has only ``case``, ``captured`` and ``breaks``, and the exit code is 2.
 """
@@ -8,47 +8,80 @@ A step that is not one program has only ``case``, ``captured`` and ``breaks``, a
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
+from ebbflow.cli.arguments import (
+    AsJson,
+    CaseName,
+    Effort,
+    Gradients,
+    MachineName,
+    OptimizerName,
+    PlannerName,
+    Seed,
+    Size,
+    TimeLimit,
+    optimizer_named,
+)
 from ebbflow.cli.output import write_json
-from ebbflow.cli.plan import planned_case
+from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.errors import CaptureError
-from ebbflow.planning.pipeline import PlanningOptions
-from ebbflow.report.records.diagnosis import Break, break_of, find
-from ebbflow.report.text.doctor import write_break, write_findings
-from ebbflow.report.text.progress import ProgressDisplay
-from ebbflow.step.machine import machine_named
+from ebbflow.options import DEFAULT_EFFORT, Options
 from ebbflow.units import Budget
 
 __all__ = ["doctor"]
 
-_ANY_BUDGET = Budget(bytes=2**62)  # so that the plan is the unplanned step itself
-
 
 def doctor(
-    case: Annotated[str, typer.Argument(help="zoo:NAME, FILE.py:function or graph.json")],
-    machine: Annotated[
-        str | None, typer.Option(help="of the catalogue, e.g. a100-80gb: an estimate; default: measured here")
+    case: CaseName,
+    budget: Annotated[
+        str | None, typer.Option(help="one to judge: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")
     ] = None,
-    size: Annotated[int | None, typer.Option(help="passed to the case: batch, length or layers")] = None,
+    planner: PlannerName = "auto",
+    machine: MachineName = None,
+    size: Size = None,
+    optimizer: OptimizerName = None,
+    gradients: Gradients = None,
+    effort: Effort = DEFAULT_EFFORT,
+    time_limit: TimeLimit = None,
+    seed: Seed = 0,
     top: Annotated[int, typer.Option(min=1, help="how many places to list by bytes")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Capture a training step and tell what was found, without running it.
 
     Graph breaks; random, opaque and single-run ops; what is changed in place; the largest buffers and those at the
-    unplanned peak by module and line; what pins the floor, and what would lower it.
+    unplanned peak by module and line; what pins the floor, and what would lower it. With --budget also what a plan
+    within it costs.
     """
-    target = machine_named(machine) if machine is not None else None
+    asked = Options(
+        planner=planner,
+        machine=machine,
+        optimizer=optimizer_named(optimizer),
+        gradients=gradients,  # type: ignore[arg-type]  # checked by Options
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+    )
+    limit = None if budget is None else Budget.parse(budget)
+    check_request(case, size, asked)
+
+    from ebbflow._api.doctor import examine
+    from ebbflow.planning.pipeline import PlanningOptions
+    from ebbflow.report.records.diagnosis import Break, break_of
+    from ebbflow.report.text.doctor import write_break, write_findings
+    from ebbflow.report.text.progress import ProgressDisplay
+
     with ProgressDisplay(sys.stderr) as display:
-        options = PlanningOptions(planner="keep_all", machine=target, progress=display)
+        options = replace(asked, progress=display)
         try:
-            found = find(planned_case(case, size, _ANY_BUDGET, options, display), top)
+            step, _ = captured_step(case, size, options, display)
+            found = examine(step, limit, PlanningOptions.of(options), top)
         except CaptureError as error:
-            found = break_of(str(error))
+            found = break_of(error)
     if isinstance(found, Break):
         if as_json:
             write_json({"case": case, "captured": False, "breaks": [asdict(found)]})

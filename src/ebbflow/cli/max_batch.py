@@ -11,14 +11,21 @@ from typing import Annotated, Literal
 
 import typer
 
-import ebbflow
-from ebbflow.case import Case
-from ebbflow.cli.cases import load_case
+from ebbflow.cli.arguments import (
+    AsJson,
+    Effort,
+    Gradients,
+    MachineName,
+    OptimizerName,
+    PlannerName,
+    Seed,
+    TimeLimit,
+    optimizer_named,
+)
+from ebbflow.cli.cases import check_case, is_graph, load_case
 from ebbflow.cli.output import write_json
 from ebbflow.errors import UsageError
-from ebbflow.planning.pipeline import DEFAULT_EFFORT
-from ebbflow.report.text.plan import write_plan
-from ebbflow.report.text.progress import ProgressDisplay
+from ebbflow.options import DEFAULT_EFFORT, Options
 from ebbflow.units import Budget, format_bytes, format_percent
 
 __all__ = ["max_batch"]
@@ -30,17 +37,35 @@ def max_batch(
     overhead: Annotated[
         str | None, typer.Option(help="the most added time: one-forward, 30% or 0.3; default: any")
     ] = None,
-    planner: Annotated[str, typer.Option(help="name of the planner")] = "auto",
-    machine: Annotated[
-        str | None, typer.Option(help="of the catalogue, e.g. a100-80gb: an estimate; default: measured here")
-    ] = None,
-    effort: Annotated[int, typer.Option(min=0, help="local-search moves of the answer's plan")] = DEFAULT_EFFORT,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    planner: PlannerName = "auto",
+    machine: MachineName = None,
+    optimizer: OptimizerName = None,
+    gradients: Gradients = None,
+    effort: Effort = DEFAULT_EFFORT,
+    time_limit: TimeLimit = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Find the largest batch whose training step fits a budget, without running it or running out."""
-    if case.endswith(".json"):
+    if is_graph(case):
         raise UsageError(f"{case} has a fixed batch; name zoo:NAME or FILE.py:function, which takes the batch")
     limit = _limit(overhead)
+    asked = Options(
+        planner=planner,
+        machine=machine,
+        optimizer=optimizer_named(optimizer),
+        gradients=gradients,  # type: ignore[arg-type]  # checked by Options
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+    )
+    parsed = Budget.parse(budget)
+    check_case(case)
+
+    import ebbflow
+    from ebbflow.case import Case
+    from ebbflow.report.text.plan import write_plan
+    from ebbflow.report.text.progress import ProgressDisplay
 
     def make(batch: int) -> Case:
         loaded = load_case(case, batch)
@@ -49,7 +74,17 @@ def max_batch(
 
     with ProgressDisplay(sys.stderr) as display:
         found = ebbflow.max_batch(
-            make, budget=budget, overhead=limit, planner=planner, machine=machine, effort=effort, progress=display
+            make,
+            budget=parsed,
+            overhead=limit,
+            planner=asked.planner,
+            machine=asked.machine,
+            optimizer=optimizer_named(optimizer),
+            gradients=asked.gradients,
+            effort=asked.effort,
+            time_limit=asked.time_limit,
+            seed=asked.seed,
+            progress=display,
         )
     if as_json:
         write_json(

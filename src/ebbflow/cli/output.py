@@ -7,9 +7,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ebbflow.errors import UsageError
-from ebbflow.step.plan import Plan
+
+if TYPE_CHECKING:
+    from ebbflow.step.plan import Plan
 
 __all__ = ["check_writable", "save_plan", "write_json"]
 

@@ -3,53 +3,74 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import ebbflow
-from ebbflow.case import Case
-from ebbflow.cli.cases import load_case, refuse_for_graphs
+from ebbflow.cli.arguments import (
+    AsJson,
+    CaseName,
+    Effort,
+    Gradients,
+    MachineName,
+    OptimizerName,
+    PlannerName,
+    Seed,
+    Size,
+    TimeLimit,
+    optimizer_named,
+)
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import check_writable, save_plan, write_json
-from ebbflow.planners import planner_named
-from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
-from ebbflow.report.text.plan import write_plan
-from ebbflow.report.text.progress import ProgressDisplay
-from ebbflow.step.machine import is_elsewhere, machine_named
-from ebbflow.step.plan import Plan
+from ebbflow.cli.steps import captured_step, check_request
+from ebbflow.options import DEFAULT_EFFORT, Options
 from ebbflow.units import Budget
 
-__all__ = ["plan", "planned_case"]
+__all__ = ["plan"]
 
 
 def plan(
-    case: Annotated[str, typer.Argument(help="zoo:NAME, FILE.py:function or graph.json")],
+    case: CaseName,
     budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")],
-    planner: Annotated[str, typer.Option(help="name of the planner")] = "auto",
-    machine: Annotated[
-        str | None, typer.Option(help="of the catalogue, e.g. a100-80gb: an estimate; default: measured here")
-    ] = None,
-    size: Annotated[int | None, typer.Option(help="passed to the case: batch, length or layers")] = None,
+    planner: PlannerName = "auto",
+    machine: MachineName = None,
+    size: Size = None,
+    optimizer: OptimizerName = None,
+    gradients: Gradients = None,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
-    effort: Annotated[int, typer.Option(min=0, help="local-search moves")] = DEFAULT_EFFORT,
-    time_limit: Annotated[float | None, typer.Option(min=0, help="seconds; the best plan so far is kept")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    effort: Effort = DEFAULT_EFFORT,
+    time_limit: TimeLimit = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Plan a training step under a budget, without running it.
 
     Ctrl-C ends planning with the best plan found so far; a second one aborts.
     """
     check_writable(out)
-    planner_named(planner)
+    asked = Options(
+        planner=planner,
+        machine=machine,
+        optimizer=optimizer_named(optimizer),
+        gradients=gradients,  # type: ignore[arg-type]  # checked by Options
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+    )
     limit = Budget.parse(budget)
-    target = machine_named(machine) if machine is not None else None
+    check_request(case, size, asked)
+
+    from ebbflow.planning.pipeline import PlanningOptions
+    from ebbflow.report.text.plan import write_plan
+    from ebbflow.report.text.progress import ProgressDisplay
+
     with ProgressDisplay(sys.stderr) as display, KeepBest(display, time_limit) as keeper:
-        options = PlanningOptions(
-            planner=planner, effort=effort, machine=target, interrupt=keeper.interrupt, progress=keeper.tell
-        )
-        made = planned_case(case, size, limit, options, display)
+        options = replace(asked, time_limit=None, interrupt=keeper.interrupt, progress=keeper.tell)
+        step, _ = captured_step(case, size, options, display)
+        display.stage("planning")
+        made = step.plan(limit, PlanningOptions.of(options))
     if keeper.interrupt.interrupted:
         print("stopped by Ctrl-C; this is the best plan found until then", file=sys.stderr)
     save_plan(made, out)
@@ -57,31 +78,3 @@ def plan(
         write_json(made.summary())
     else:
         write_plan(made, sys.stdout)
-
-
-def planned_case(
-    text: str, size: int | None, budget: Budget, options: PlanningOptions, display: ProgressDisplay
-) -> Plan:
-    """The plan for what ``text`` names: a published graph as it is, a model after capture.
-
-    Raises:
-        UsageError: if options were given that a graph file has no use for.
-    """
-    display.stage("reading the case")
-    case = load_case(text, size, fake=is_elsewhere(options.machine))
-    if isinstance(case, Case):
-        return ebbflow.plan(
-            case.model,
-            case.args,
-            case.kwargs,
-            budget=budget,
-            planner=options.planner,
-            machine=options.machine,
-            effort=options.effort,
-            interrupt=options.interrupt,
-            progress=options.progress,
-            name=case.name,
-        )
-    refuse_for_graphs(text, {"--size": size, "--machine": options.machine})
-    display.stage("planning")
-    return make_plan(case, budget, resident_bytes=0, options=options)

@@ -42,12 +42,13 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
         if device == "cpu" and profiler_active():
             raise CaptureError(
                 "the ops of a new step are timed once, which is not possible while a profiler or ebbflow.measure is "
-                "running; run the first step outside of it"
+                "running",
+                remedy="run the first step outside of it",
             )
         try:
             measured = profile_calls(missing, device)
         except UnexpectedResult as error:
-            raise CaptureError(_unexpected(program, calls, error)) from error
+            raise _unexpected(program, calls, error) from error
         known.update(measured)
         cache.add(measured)
     costs = [known[call.signature] for call in calls]
@@ -79,12 +80,14 @@ def is_measured_form(program: Program, captured: Program) -> bool:
     return replace(captured, buffers=buffers).fingerprint == program.fingerprint
 
 
-def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult) -> str:
+def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult) -> CaptureError:
     op = program.ops[[call.signature for call in calls].index(error.call.signature)]
-    return (
-        f"{op} cannot be planned: {error.difference}. If it is a custom op of yours, let its fake kernel "
-        "(register_fake) describe what it returns; if it is one of torch's, pass it contiguous "
-        "tensors (contiguous()) and report it"
+    return CaptureError(
+        f"{op} cannot be planned: {error.difference}",
+        remedy="if it is a custom op of yours, let its fake kernel (register_fake) describe what it returns; if it is "
+        "one of torch's, pass it contiguous tensors (contiguous()) and report it",
+        op=str(op),
+        source=op.source,
     )
 
 

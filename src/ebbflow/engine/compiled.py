@@ -28,7 +28,7 @@ from ebbflow.cost.cache import device_context
 from ebbflow.engine.executor import departing, run_backward, run_forward
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
-from ebbflow.errors import CaptureError
+from ebbflow.errors import CaptureError, InternalError
 
 __all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]
 
@@ -98,7 +98,8 @@ class Capture:
         Raises:
             Unplanned: if the flight has no executable; the joint graph is at hand then, and nothing has run.
             StaleCapture: if the model has changed since the first call; nothing has run.
-            CaptureError: if it is not one graph, or if the planned graphs were not what ran.
+            CaptureError: if it is not one graph.
+            InternalError: if the planned graphs were not what ran.
         """
         arguments = (call.module, call.forward, call.args, call.kwargs, call.every_output)
         with departing(flight):
@@ -109,7 +110,7 @@ class Capture:
             else:
                 outputs, detached = self._guarded(arguments, flight)
         if not flight.ran:
-            raise CaptureError("the planned step did not run: this torch build bypassed the compiled function")
+            raise InternalError("the planned step did not run: this torch build bypassed the compiled function")
         return outputs, detached
 
     def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:

@@ -146,6 +146,7 @@ class Executable:
                 "delete Ebbflow's cost cache and report the op if it happens again",
                 budget_bytes=plan.budget_bytes,
                 measured_peak_bytes=peak,
+                op=str(op),
             )
         predicted = plan.timeline.above_bytes
         error = gauge.above_bytes / predicted - 1 if predicted else 0.0

@@ -36,7 +36,8 @@ def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], re
         differences.append(_program_difference(plan, program))
     if differences:
         raise PlanMismatch(
-            f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; plan anew"
+            f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; plan anew",
+            differences=differences,
         )
     moved = replace(plan, resident_bytes=resident, reserve_bytes=reserve)
     if moved.predicted_peak_bytes + reserve > plan.budget_bytes:

@@ -23,7 +23,8 @@ from ebbflow.engine.flights import Flight
 from ebbflow.engine.model import Circumstances, FittedModel
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
-from ebbflow.errors import CaptureError
+from ebbflow.errors import CaptureError, InternalError
+from ebbflow.faults import own_faults
 from ebbflow.planners import Progress
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -45,7 +46,7 @@ def train(model: FittedModel, call: Call) -> Any:
             return _planned(model, step, call, now)
         except StaleCapture:
             continue
-        except CaptureError:
+        except (CaptureError, InternalError):
             if not step.capture.symbolic or step.forward_calls:
                 raise
     raise AssertionError("a fresh capture of a call's own is never stale")
@@ -81,12 +82,14 @@ def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program
 
 def _plan(model: FittedModel, step: Step, program: Program, now: Circumstances) -> Plan:
     """A schedule within the budget, with what is resident now."""
-    return model.plan_for(step, program, now)
+    with own_faults():
+        return model.plan_for(step, program, now)
 
 
 def _lower_and_prove(step: Step, plan: Plan) -> Executable:
     """The plan's two graphs, each node of which is one of the captured step's."""
-    return step.made_for(plan)
+    with own_faults():
+        return step.made_for(plan)
 
 
 def _run(model: FittedModel, step: Step, executable: Executable | None, call: Call, now: Circumstances) -> Any:

@@ -90,7 +90,9 @@ class Fingerprints:
             raise VerificationError(
                 f"buffer {self._program.buffers[buffer].name} came back with other bits when {op} ran again. "
                 "No gradient of this step was handed out. The op is not reproducible on this device: "
-                "use torch.use_deterministic_algorithms(True), or report the op so that it is kept instead."
+                "use torch.use_deterministic_algorithms(True), or report the op so that it is kept instead.",
+                buffer=self._program.buffers[buffer].name,
+                op=str(op or ""),
             )
 
 

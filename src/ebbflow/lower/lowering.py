@@ -17,6 +17,7 @@ from torch.fx.node import Argument
 
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
+from ebbflow.errors import InternalError
 from ebbflow.lower.emit import Emitter
 from ebbflow.lower.targets import read_state, replay
 from ebbflow.step.program import COPY_BACK
@@ -65,7 +66,7 @@ class _Lowering:
         self.inputs_end: fx.Node | None = None
 
     def _never(self, node: fx.Node) -> fx.Node:
-        raise AssertionError(f"the forward reads {node}, which it has not made")
+        raise InternalError(f"the forward reads {node}, which it has not made")
 
     def _save(self, node: fx.Node) -> fx.Node:
         """The backward needs ``node`` from the forward: save it there, take it here."""
@@ -198,5 +199,5 @@ def lower(joint: Captured, schedule: Schedule) -> Lowered:
             case Boundary():
                 lowering.boundary()
             case _:
-                raise AssertionError(f"{action!r}: buffers are not moved by this executor")
+                raise InternalError(f"{action!r}: buffers are not moved by this executor")
     return lowering.finish()

@@ -28,6 +28,7 @@ from torch import fx
 
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
+from ebbflow.errors import InternalError
 from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
 from ebbflow.lower.lowering import STATE_OF, Lowered
 from ebbflow.lower.targets import read_state, replay
@@ -35,7 +36,7 @@ from ebbflow.lower.targets import read_state, replay
 __all__ = ["ProofError", "prove"]
 
 
-class ProofError(AssertionError):
+class ProofError(InternalError):
     """A lowered graph is not the program: a fault of ours, never of the user's."""
 
 

@@ -18,7 +18,8 @@ def future_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     options, and its state is counted; so this takes no more than one parameter's worth of memory.
 
     Raises:
-        UsageError: if an optimizer of this class cannot be made from its parameter groups.
+        UsageError: if an optimizer of this class cannot be made from its parameter groups, or steps otherwise than
+            by ``step()``.
     """
     sizes: dict[tuple[object, ...], int] = {}
     total = 0
@@ -40,10 +41,12 @@ def _state_bytes(kind: type[torch.optim.Optimizer], options: dict[str, object], 
         stand_in.grad = torch.zeros_like(stand_in)
         try:
             trial = kind([{**options, "params": [stand_in]}])  # type: ignore[call-arg]
-        except TypeError as error:
+            trial.step()
+        except Exception as error:  # any optimizer of the user's may raise anything here
             raise UsageError(
                 f"the state of {kind.__name__} cannot be foreseen ({error}); "
-                "run one optimizer step before fit, or leave optimizer= out"
+                "run one optimizer step before fit, or leave optimizer= out",
+                argument="optimizer",
+                value=kind,
             ) from error
-        trial.step()
         return resident_bytes([dict(trial.state[stand_in])])

@@ -14,14 +14,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
-from ebbflow.step.machine import Machine
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Schedule
 from ebbflow.step.status import Status
 from ebbflow.units import format_percent
+
+if TYPE_CHECKING:  # programs need numpy, which who asks for names alone has no need of
+    from ebbflow.step.machine import Machine
+    from ebbflow.step.program import Program
+    from ebbflow.step.schedule import Schedule
 
 __all__ = [
     "DEFAULT_EFFORT",
@@ -280,9 +283,14 @@ def require_planner(name: object) -> None:
     Raises:
         UsageError: listing the names there are.
     """
-    if name not in HOMES and name not in _REGISTRY:
+    if not isinstance(name, str) or (name not in HOMES and name not in _REGISTRY):
         near = did_you_mean(name, planner_names()) if isinstance(name, str) else ""
-        raise UsageError(f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}{near}")
+        raise UsageError(
+            f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}{near}",
+            argument="planner",
+            value=name,
+            accepted=planner_names(),
+        )
 
 
 def planner_named(name: str) -> Planner:
@@ -293,7 +301,7 @@ def planner_named(name: str) -> Planner:
     """
     require_planner(name)
     if missing := missing_extra(name):
-        raise UsageError(missing)
+        raise UsageError(missing, argument="planner", value=name)
     return _REGISTRY[name]
 
 

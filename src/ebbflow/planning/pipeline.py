@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ebbflow.errors import BudgetError
+from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, changes_to, finds_smallest, silent
 from ebbflow.planners.bounds.floor import floor_bytes
@@ -51,6 +52,19 @@ class PlanningOptions:
     """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
     buckets: Buckets | None = None
     """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
+
+    @staticmethod
+    def of(options: Options) -> PlanningOptions:
+        """The part of ``options`` that planning a captured step needs."""
+        return PlanningOptions(
+            planner=options.planner,
+            effort=options.effort,
+            seed=options.seed,
+            time_limit_seconds=options.time_limit,
+            machine=options.target,
+            interrupt=options.interrupt,
+            progress=options.progress,
+        )
 
 
 def make_plan(

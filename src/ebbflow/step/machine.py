@@ -165,5 +165,10 @@ def machine_named(name: str) -> Machine:
     machines = catalogue()
     if name not in machines:
         near = did_you_mean(name, machines)
-        raise UsageError(f"machine {name!r} is not in the catalogue; it has: {', '.join(machines)}{near}")
+        raise UsageError(
+            f"machine {name!r} is not in the catalogue; it has: {', '.join(machines)}{near}",
+            argument="machine",
+            value=name,
+            accepted=tuple(machines),
+        )
     return machines[name]

@@ -231,17 +231,24 @@ class Plan:
         path = Path(path)
         try:
             if path.stat().st_size > _LARGEST_FILE_BYTES:
-                raise PlanFileError(f"{path} is larger than any plan; nothing was read")
+                raise PlanFileError(f"{path} is larger than any plan; nothing was read", path=path)
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise PlanFileError(f"{path} cannot be read ({error.strerror}); give the path of a plan file") from error
+            raise PlanFileError(
+                f"{path} cannot be read ({error.strerror}); give the path of a plan file", path=path
+            ) from error
         except (ValueError, RecursionError) as error:
-            raise PlanFileError(f"{path} is not a whole plan file ({error}); make it anew with Plan.save") from error
+            raise PlanFileError(
+                f"{path} is not a whole plan file ({error}); make it anew with Plan.save", path=path
+            ) from error
         if not _is_object(data) or "schema" not in data:
-            raise PlanFileError(f"{path} is no plan file; make one with Plan.save or `ebbflow plan --out`")
+            raise PlanFileError(f"{path} is no plan file; make one with Plan.save or `ebbflow plan --out`", path=path)
         if data["schema"] not in _READABLE:
             readable = " and ".join(map(repr, _READABLE))
-            raise PlanMismatch(f"{path} has schema {data['schema']!r}, this version reads {readable}; plan anew")
+            raise PlanMismatch(
+                f"{path} has schema {data['schema']!r}, this version reads {readable}; plan anew",
+                differences=[f"schema: plan {data['schema']!r}, here {SCHEMA!r}"],
+            )
         return _from_json(data, str(path))
 
 
@@ -273,9 +280,11 @@ def _from_json(data: dict[str, Any], path: str) -> Plan:
         recorded = int(data["predicted_peak_bytes"])
         predicted = recorded if violations else plan.predicted_peak_bytes
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        raise PlanFileError(f"{path} is damaged ({type(error).__name__}: {error}); make it anew") from error
+        raise PlanFileError(f"{path} is damaged ({type(error).__name__}: {error}); make it anew", path=path) from error
     if violations:
-        raise PlanFileError(f"{path} holds an illegal schedule ({violations[0]}); make it anew")
+        raise PlanFileError(f"{path} holds an illegal schedule ({violations[0]}); make it anew", path=path)
     if recorded != predicted:
-        raise PlanFileError(f"{path} says a peak of {recorded} bytes, its schedule takes {predicted}; make it anew")
+        raise PlanFileError(
+            f"{path} says a peak of {recorded} bytes, its schedule takes {predicted}; make it anew", path=path
+        )
     return plan

@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ebbflow.case import Case
-from ebbflow.errors import UsageError
-from ebbflow.names import did_you_mean
+from ebbflow.names import require_zoo_name
 from ebbflow.zoo.densenet import DenseNet, densenet121
 from ebbflow.zoo.fcn import FCN8, fcn8
 from ebbflow.zoo.gpt import GPT, GPTConfig, gpt
@@ -107,7 +106,5 @@ def build(name: str, size: int | None = None) -> Case:
     Raises:
         UsageError: if the zoo has no such model, listing those it has, or if a package that it needs is missing.
     """
-    if name not in MODELS:
-        near = did_you_mean(name, MODELS)
-        raise UsageError(f"the zoo has no model {name!r}; it has: {', '.join(sorted(MODELS))}{near}")
+    require_zoo_name(name)
     return MODELS[name]() if size is None else MODELS[name](size)

@@ -13,14 +13,13 @@ Everything is found in the program; nothing runs. Bytes are above the step's sta
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import PurePath
 from typing import Any
 
+from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor_parts import floor_parts
 from ebbflow.report.records.advice import SCALAR_BYTES, Advice, advise
 from ebbflow.step.occupancy import Moment, moment_at
@@ -176,6 +175,8 @@ class Findings:
         floor: what pins it.
         advice: what would lower it.
         provenance: where costs are from.
+        budget_bytes: the budget that was asked about, bytes of peak; ``None`` if none was.
+        overhead: of the plan that was found within it; ``None`` if there is none, or no budget.
     """
 
     case: str
@@ -201,6 +202,8 @@ class Findings:
     floor: FloorPin
     advice: tuple[Advice, ...]
     provenance: Provenance
+    budget_bytes: int | None = None
+    overhead: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, keys as the attributes."""
@@ -252,19 +255,9 @@ def find(plan: Plan, top: int = 10) -> Findings:
     )
 
 
-def break_of(message: str) -> Break:
-    """A capture error's message, taken apart: messages say what and where, then what to do."""
-    source = ""
-    if line := re.search(r'File "([^"]+)", line (\d+)', message):
-        source = f"{PurePath(line[1]).name}:{line[2]}"
-    elif line := re.search(r"at (\S+\.py:\d+)", message):
-        source = line[1]
-    reason, _, remedy = message.partition("Ebbflow plans whole steps only: ")
-    if not remedy:
-        head, _, tail = message.rpartition("; ")
-        reason, remedy = (head, tail) if head else (message, "")
-    reason = reason.removeprefix("the step cannot be captured as one graph").lstrip(". ").removeprefix("at ")
-    return Break(reason.strip(), source, remedy.strip())
+def break_of(error: CaptureError) -> Break:
+    """What a capture error says, as a finding."""
+    return Break(error.reason, error.source, error.remedy)
 
 
 def _namespace(op: Op) -> str:

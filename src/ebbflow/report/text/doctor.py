@@ -46,6 +46,9 @@ def _facts(found: Findings) -> list[str]:
         _fact("smallest", f"{_with_share(found.smallest_bytes, peak)}: the least budget for which a plan was found"),
         _fact("floor", f"{_with_share(found.floor_bytes, peak)}: no plan gets below; pinned by {found.floor.at}"),
     ]
+    if found.budget_bytes is not None:
+        verdict = "too small" if found.overhead is None else f"workable at {format_percent(found.overhead)} more time"
+        lines.append(_fact("budget", f"{_with_share(found.budget_bytes, peak)}: {verdict}"))
     source = found.provenance
     if source.costs is not None:
         lines.append(_fact("costs", f"{source.costs.value} for {source.machine or 'this machine'}"))

@@ -1,0 +1,101 @@
+"""``doctor``: what a training step holds, what pins its memory, and what would lower it; nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ebbflow._api.estimate import AheadStep, capture_ahead
+from ebbflow.errors import BudgetError, UsageError
+from ebbflow.options import Options
+from ebbflow.planners import Interrupt, Progress, planner_named
+from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planning.pipeline import PlanningOptions
+from ebbflow.report.records.diagnosis import Findings, find
+from ebbflow.step.machine import Machine
+from ebbflow.units import Budget
+
+if TYPE_CHECKING:
+    import torch
+
+    from ebbflow.options import AnyOptimizer
+
+__all__ = ["doctor", "examine"]
+
+_ANY_BUDGET = Budget(bytes=2**62)  # so that the plan is the unplanned step itself
+
+
+def doctor(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: str | int | Budget | None = None,
+    planner: str = "auto",
+    machine: str | Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: AnyOptimizer | None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    effort: int = DEFAULT_EFFORT,
+    time_limit: float | None = None,
+    seed: int = 0,
+    interrupt: Interrupt | None = None,
+    progress: Callable[[Progress], None] = silent,
+    top: int = 10,
+    name: str = "",
+) -> Findings:
+    """What one training call of ``model`` holds: the record that ``ebbflow doctor`` prints.
+
+    Args:
+        model: as for :func:`ebbflow.plan`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        budget: one to judge: the findings then say what a plan within it costs, or that there is none.
+        planner: name of the planner that judges the budget.
+        machine: as for :func:`ebbflow.plan`.
+        loss: as for :func:`ebbflow.plan`.
+        optimizer: as for :func:`ebbflow.plan`.
+        gradients: as for :func:`ebbflow.plan`.
+        effort: local-search moves of the plan within the budget.
+        time_limit: seconds for that plan.
+        seed: of every random choice.
+        interrupt: as for :func:`ebbflow.plan`.
+        progress: called with what is known while capturing and planning; ``print`` will do.
+        top: how many places to list by bytes.
+        name: of the case, for reports.
+
+    Raises:
+        UsageError: for an argument that is none of what is said above, naming it and what it takes.
+        CaptureError: if the call is not one graph; its attributes say where and what to do.
+    """
+    options = Options(
+        planner=planner,
+        machine=machine,
+        loss=loss,
+        optimizer=optimizer,
+        gradients=gradients,
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+        interrupt=interrupt,
+        progress=progress,
+    )
+    limit = None if budget is None else Budget.parse(budget)
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"top={top!r} is not 1 or more", argument="top", value=top)
+    planner_named(planner)
+    step = capture_ahead(model, args, kwargs, options=options, name=name)
+    return examine(step, limit, PlanningOptions.of(options), top)
+
+
+def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, top: int) -> Findings:
+    """The findings of a captured step; arguments as for :func:`doctor`."""
+    found = find(step.plan(_ANY_BUDGET, replace(options, planner="keep_all")), top)
+    if budget is None:
+        return found
+    try:
+        plan = step.plan(budget, options)
+    except BudgetError as error:
+        return replace(found, budget_bytes=error.budget_bytes)
+    return replace(found, budget_bytes=plan.budget_bytes, overhead=plan.overhead, smallest_bytes=plan.smallest_bytes)

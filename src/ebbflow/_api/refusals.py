@@ -1,0 +1,185 @@
+"""What cannot be planned, refused by name before anything runs: what is no model, or one that no device holds whole.
+
+A step is planned for one device that holds the whole model. So these are refused:
+1. what is no module, or is one that ``torch.jit`` compiled: its code is not there to be captured;
+2. modules whose weights are moved in and out by hooks (accelerate's and diffusers' offloading): the bytes move behind
+   the plan's back;
+3. models whose parameters and buffers are on several devices;
+4. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from ebbflow.errors import UsageError
+from ebbflow.names import did_you_mean
+
+__all__ = ["refuse_to_fit", "refuse_to_plan", "require_call", "require_module"]
+
+_SUPPORTED = ("cpu", "cuda")
+_MOVING_HOOKS = ("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook")
+
+
+def require_module(value: object, caller: str) -> None:
+    """Refuse what is no module (definition 1).
+
+    Raises:
+        UsageError: naming the type given.
+    """
+    if isinstance(value, torch.nn.Module):
+        return
+    hint = f"not {type(value).__name__}"
+    if isinstance(value, type):
+        hint = f"not the class {value.__name__}: make one, {value.__name__}(...)"
+    raise UsageError(f"{caller} takes a torch.nn.Module, {hint}", argument="model", value=cast("object", value))
+
+
+def require_call(args: object, kwargs: object) -> None:
+    """Refuse what are no arguments of a call.
+
+    Raises:
+        UsageError: saying what is taken.
+    """
+    if not isinstance(args, tuple | list):
+        raise UsageError(
+            f"args takes the positional arguments of one call as a tuple, not a {type(args).__name__}: args=(x,)",
+            argument="args",
+            value=args,
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(
+            f"kwargs takes the keyword arguments of one call as a dict, not a {type(kwargs).__name__}: "
+            'kwargs={"x": x}',
+            argument="kwargs",
+            value=kwargs,
+        )
+
+
+def refuse_to_fit(model: torch.nn.Module) -> None:
+    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4).
+
+    Raises:
+        UsageError: naming what stands in the way and what to do.
+    """
+    _refuse_scripts(model)
+    _refuse_hooks(model)
+    for name, tensor in _tensors(model):
+        if isinstance(tensor, FakeTensor):
+            raise _refusal(
+                f"{name} was made under FakeTensorMode and has no memory, so the model cannot be trained; build it "
+                "outside, or use ebbflow.plan, which needs no memory"
+            )
+    _refuse_many_devices(model)
+    for name, tensor in _tensors(model):
+        if tensor.is_meta:
+            raise _refusal(
+                f"{name} is on the meta device and has no memory, so the model cannot be trained; materialize it first "
+                "(model.to_empty(device=...) and its weights), or use ebbflow.plan, which needs no memory"
+            )
+        _refuse_device(name, tensor)
+
+
+def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
+    """Refuse a model and arguments of which no step can be captured; ``meta`` and fake tensors are fine here.
+
+    Raises:
+        UsageError: naming what stands in the way and what to do.
+    """
+    _refuse_scripts(model)
+    _refuse_hooks(model)
+    _refuse_many_devices(model)
+    given = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    for name, tensor in itertools.chain(_tensors(model), (("an argument", tensor) for tensor in given)):
+        if not tensor.is_meta:
+            _refuse_device(name, tensor)
+
+
+def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    yield from cast("Iterator[tuple[str, torch.nn.Module]]", model.named_modules())
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield f"parameter {name}", parameter
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name}", buffer
+
+
+def _refusal(text: str) -> UsageError:
+    return UsageError(text, argument="model")
+
+
+def _of(path: str) -> str:
+    return f"its module {path}" if path else "the model"
+
+
+def _refuse_scripts(model: torch.nn.Module) -> None:
+    for path, module in _modules(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise _refusal(
+                f"{_of(path)} is a {type(module).__name__} of torch.jit, whose code cannot be captured; "
+                "give the Python module that it was made of"
+            )
+
+
+def _refuse_hooks(model: torch.nn.Module) -> None:
+    for path, module in _modules(model):
+        for hook in _hooks(getattr(module, "_hf_hook", None)):
+            name = type(hook).__name__
+            if name in _MOVING_HOOKS or getattr(hook, "offload", False):
+                raise _refusal(
+                    f"{_of(path)} has a {name}, which moves its weights in and out behind the plan; load the model on "
+                    'one device without it (no device_map="auto", no CPU or disk offload), or take the hooks off '
+                    "(accelerate.hooks.remove_hook_from_submodules)"
+                )
+
+
+def _hooks(hook: object) -> Iterator[object]:
+    """``hook`` and those that it runs one after the other (accelerate's SequentialHook)."""
+    if hook is None:
+        return
+    yield hook
+    inner = getattr(hook, "hooks", ())
+    for each in cast("Sequence[object]", inner) if isinstance(inner, tuple | list) else ():
+        yield from _hooks(each)
+
+
+def _refuse_many_devices(model: torch.nn.Module) -> None:
+    mapped = getattr(model, "hf_device_map", None)
+    if isinstance(mapped, Mapping):
+        places = {str(place): str(part) for part, place in cast("Mapping[object, object]", mapped).items()}
+        if len(places) > 1:
+            raise _refusal(_spread({place: f"module {part}" for place, part in places.items()}, "by its device_map"))
+    first: dict[str, str] = {}
+    for name, tensor in _tensors(model):
+        if tensor.dim():  # torch lets one number on CPU take part in an op on any device
+            first.setdefault(str(tensor.device), name)
+    if len(first) > 1:
+        raise _refusal(_spread(first, ""))
+
+
+def _spread(places: Mapping[str, str], why: str) -> str:
+    listed = ", ".join(f"{part} on {place}" for place, part in places.items())
+    return (
+        f"the model is spread over several devices{f' {why}' if why else ''} ({listed}); a step is planned for one "
+        'device that holds the whole model: load it there (no device_map="auto"), or move it, model.to(device)'
+    )
+
+
+def _refuse_device(name: str, tensor: torch.Tensor) -> None:
+    kind = tensor.device.type
+    if kind not in _SUPPORTED:
+        raise UsageError(
+            f"{name} is on {tensor.device}; Ebbflow plans for {' and '.join(_SUPPORTED)}"
+            f"{did_you_mean(kind, _SUPPORTED)}; move the model there, or leave it unfitted",
+            argument="model",
+            value=str(tensor.device),
+            accepted=_SUPPORTED,
+        )

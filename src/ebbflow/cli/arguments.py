@@ -1,0 +1,127 @@
+"""The options that several commands take, written once: the same word means the same everywhere.
+
+Nothing here imports torch: whoever asks for help or mistypes an option does not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ebbflow.errors import UsageError
+from ebbflow.names import ZOO, did_you_mean
+from ebbflow.planners import planner_names
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "OPTIMIZERS",
+    "AsJson",
+    "CaseName",
+    "Effort",
+    "Gradients",
+    "MachineName",
+    "OptimizerName",
+    "PlannerName",
+    "Seed",
+    "Size",
+    "TimeLimit",
+    "optimizer_named",
+]
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
+    "adadelta": ("Adadelta", {}),
+    "adafactor": ("Adafactor", {}),
+    "adagrad": ("Adagrad", {}),
+    "adam": ("Adam", {}),
+    "adamax": ("Adamax", {}),
+    "adamw": ("AdamW", {}),
+    "asgd": ("ASGD", {}),
+    "nadam": ("NAdam", {}),
+    "radam": ("RAdam", {}),
+    "rmsprop": ("RMSprop", {}),
+    "rprop": ("Rprop", {}),
+    "sgd": ("SGD", {"lr": 1e-3}),
+    "sgd-momentum": ("SGD", {"lr": 1e-3, "momentum": 0.9}),
+}
+"""What ``--optimizer`` may name: a class of ``torch.optim``, and with what it is made for the bytes of its state."""
+
+
+def _beginning(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Completes a word to those of ``names`` that begin with it."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return complete
+
+
+def _machine_names() -> Iterable[str]:
+    from ebbflow.step.machine import catalogue
+
+    return catalogue()
+
+
+def _case_names() -> Iterable[str]:
+    return [f"zoo:{name}" for name in ZOO]
+
+
+CaseName = Annotated[
+    str, typer.Argument(help="zoo:NAME, FILE.py:function or graph.json", autocompletion=_beginning(_case_names))
+]
+PlannerName = Annotated[str, typer.Option(help="name of the planner", autocompletion=_beginning(planner_names))]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        help="of the catalogue, e.g. a100-80gb: an estimate; default: measured here",
+        autocompletion=_beginning(_machine_names),
+    ),
+]
+Size = Annotated[int | None, typer.Option(help="passed to the case: batch, length or layers")]
+Effort = Annotated[int, typer.Option(help="local-search moves per plan")]
+TimeLimit = Annotated[float | None, typer.Option(help="seconds per plan; the best so far is kept")]
+Seed = Annotated[int, typer.Option(help="of every random choice")]
+OptimizerName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"whose state counts as resident: {', '.join(OPTIMIZERS)}; default: the case's own",
+        autocompletion=_beginning(lambda: OPTIMIZERS),
+    ),
+]
+Gradients = Annotated[
+    str | None,
+    typer.Option(
+        help="which outputs take gradients: loss or all; default: the case's own",
+        autocompletion=_beginning(lambda: ("loss", "all")),
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+def optimizer_named(name: str | None) -> Callable[[torch.nn.Module], torch.optim.Optimizer] | None:
+    """What makes the optimizer ``name`` of a model.
+
+    Raises:
+        UsageError: if there is none, listing those there are.
+    """
+    if name is None:
+        return None
+    if name not in OPTIMIZERS:
+        raise UsageError(
+            f"optimizer {name!r} is not known; accepted: {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}",
+            argument="optimizer",
+            value=name,
+            accepted=tuple(OPTIMIZERS),
+        )
+    kind, settings = OPTIMIZERS[name]
+
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        import torch
+
+        made: Any = getattr(torch.optim, kind)
+        return made([p for p in model.parameters() if p.requires_grad], **settings)
+
+    return make

@@ -1,0 +1,64 @@
+"""From what a command was asked to a captured step: a model is captured, a graph file is a step already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ebbflow.cli.cases import check_case, is_graph, load_case, refuse_for_graphs
+from ebbflow.step.machine import is_elsewhere
+
+if TYPE_CHECKING:
+    from ebbflow._api.estimate import AheadStep
+    from ebbflow.case import Case
+    from ebbflow.options import Options
+    from ebbflow.report.text.progress import ProgressDisplay
+
+__all__ = ["captured_step", "check_request"]
+
+
+def check_request(case: str, size: int | None, options: Options, **given: object) -> None:
+    """Refuse what cannot be planned as far as that shows at once, without torch.
+
+    Args:
+        case: as it was typed.
+        size: of ``--size``.
+        options: checked already by themselves.
+        given: more options by name that a graph file has no use for, ``None`` where they were not given.
+
+    Raises:
+        UsageError: for a case that is none, and for options that a graph file has no use for.
+    """
+    check_case(case, size)
+    if is_graph(case):
+        mine: Mapping[str, object] = {
+            "--size": size,
+            "--machine": options.machine,
+            "--optimizer": options.optimizer,
+            "--gradients": options.gradients,
+        }
+        refuse_for_graphs(case, {**mine, **{f"--{name}": value for name, value in given.items()}})
+
+
+def captured_step(
+    text: str, size: int | None, options: Options, display: ProgressDisplay
+) -> tuple[AheadStep, Case | None]:
+    """The step that ``text`` names with what it needs to be planned, and the case if it is no graph file.
+
+    Raises:
+        UsageError: if ``text`` names nothing.
+        CaptureError: if the case is not one graph.
+    """
+    from dataclasses import replace
+
+    from ebbflow._api.estimate import AheadStep, capture_ahead
+    from ebbflow.case import Case
+
+    display.stage("reading the case")
+    loaded = load_case(text, size, fake=is_elsewhere(options.target))
+    if not isinstance(loaded, Case):
+        return AheadStep(loaded, 0, 0), None
+    asked = options.for_case(loaded)
+    case = replace(loaded, optimizer=asked.optimizer_of(loaded.model), gradients=asked.gradients)
+    settled = replace(asked, optimizer=case.optimizer)
+    return capture_ahead(case.model, case.args, case.kwargs, options=settled, name=case.name), case

@@ -1,0 +1,90 @@
+"""Faults of our own, told apart from the user's: an exception that our code raised without meaning to.
+
+An exception is *ours* if the innermost frame of its traceback lies in this package, frames of the standard library and
+of the packages that we call left out; the zoo and the demo are models like any user's.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from ebbflow.errors import EbbflowError, InternalError
+
+__all__ = ["in_own_frames", "innermost", "internal", "is_own", "own_faults"]
+
+_HERE = Path(__file__).parent
+_OURS = f"{_HERE}/"
+_MODELS = (f"{_HERE / 'zoo'}/", f"{_HERE / 'demo'}/")
+_STANDARD = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
+_PACKAGES = {"highspy", "numba", "numpy", "ortools", "platformdirs", "sympy", "torch"}  # models are in none of them
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether ``error`` came out of our own code."""
+    place = innermost(error)
+    return place is not None and _is_ours(place[0])
+
+
+def innermost(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the innermost frame that ``error`` passed and that is ours or the user's."""
+    found: tuple[str, int] | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if _is_ours(file) or not _is_called(file):
+            found = file, trace.tb_lineno
+        trace = trace.tb_next
+    return found
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS) and not file.startswith(_MODELS)
+
+
+def _is_called(file: str) -> bool:
+    """Whether ``file`` is generated, of the standard library, or of a package that we call."""
+    parts = Path(file).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts[:-1]:
+            return parts[parts.index(folder) + 1] in _PACKAGES
+    return file.startswith(("<", *_STANDARD))
+
+
+def internal(error: BaseException) -> InternalError:
+    """``error`` as the fault that it is; raise it from ``error``."""
+    text = str(error)
+    return InternalError(f"{type(error).__name__}{f': {text}' if text else ''}")
+
+
+def in_own_frames(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` without the frames of others, so that what it says stands near its last line."""
+    frames: list[TracebackType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            frames.append(trace)
+        trace = trace.tb_next
+    found: TracebackType | None = None
+    for each in reversed(frames):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+@contextmanager
+def own_faults() -> Generator[None, None, None]:
+    """What goes wrong in our own code inside is raised as :class:`~ebbflow.errors.InternalError`.
+
+    What the user's code raises passes as it is, as do full disks and memory.
+    """
+    try:
+        yield
+    except (EbbflowError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if is_own(error):
+            raise internal(error) from error
+        raise

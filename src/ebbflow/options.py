@@ -1,0 +1,199 @@
+"""What a caller may ask of planning: one record for every entry point and the command line, checked in one place.
+
+No torch at import: the command line refuses a mistyped option without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal
+
+from ebbflow.errors import UsageError
+from ebbflow.names import did_you_mean
+from ebbflow.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, silent
+
+if TYPE_CHECKING:
+    import torch
+
+    from ebbflow.case import Case
+    from ebbflow.step.machine import Machine
+
+    AnyOptimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+__all__ = ["DEFAULT_EFFORT", "Options"]
+
+GRADIENTS = ("loss", "all")
+_LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to plan for, and how. An instance holds no value that an entry point would have to refuse.
+
+    Raises:
+        UsageError: for a value that is none, naming the option and what it takes.
+    """
+
+    planner: str = "auto"
+    """Name of the planner."""
+    effort: int = DEFAULT_EFFORT
+    """Local-search moves, 1 or more; plans are reproducible for one effort and seed."""
+    time_limit: float | None = None
+    """Seconds after which the best plan so far is taken, with status ``TIME_LIMIT``; ``None`` is no limit."""
+    seed: int = 0
+    """Of every random choice, from 0 to 2**31 - 1."""
+    optimizer: AnyOptimizer | None = None
+    """Whose state counts as resident, also what it does not hold yet; or a function that makes it from the model."""
+    loss: Callable[[Any], Any] | None = None
+    """Applied to what the model returns, as part of the step; ``None`` if the model's own call gives the loss."""
+    machine: str | Machine | None = None
+    """A machine or the name of one in the catalogue; ``None`` is the device at hand."""
+    gradients: Literal["loss", "all"] | None = None
+    """Which outputs take gradients. ``"loss"``, also meant by ``None``: scalars alone where one is returned that
+    requires a gradient; ``"all"``: every output."""
+    verify: bool = True
+    """Whether the first step is proven and a later one measured."""
+    interrupt: Interrupt | None = None
+    """Set from elsewhere to end planning with the best plan so far."""
+    progress: Callable[[Progress], None] = silent
+    """Called with what is known while capturing and planning."""
+
+    def __post_init__(self) -> None:
+        require_planner(self.planner)
+        _check_whole("effort", self.effort, 1, None)
+        _check_whole("seed", self.seed, 0, _LARGEST_SEED)
+        _check_seconds("time_limit", self.time_limit)
+        _check_optimizer(self.optimizer)
+        _check_callable("loss", self.loss, "a function of what the model returns")
+        _check_machine(self.machine)
+        _check_gradients(self.gradients)
+        if not isinstance(self.verify, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _refusal("verify", self.verify, "True", "False")
+        if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _refusal("interrupt", self.interrupt, "an ebbflow.planners.Interrupt")
+        if self.progress is None:
+            raise _refusal("progress", None, "a function of one argument, such as print")
+        _check_callable("progress", self.progress, "a function of one argument, such as print")
+
+    @property
+    def target(self) -> Machine | None:
+        """The machine planned for; ``None`` is the device at hand."""
+        from ebbflow.step.machine import machine_named
+
+        return machine_named(self.machine) if isinstance(self.machine, str) else self.machine
+
+    @property
+    def every_output(self) -> bool:
+        """Whether outputs beside a scalar loss take gradients too."""
+        return self.gradients == "all"
+
+    def for_case(self, case: Case) -> Options:
+        """These options with what ``case`` says of its step, where they leave it open."""
+        return replace(
+            self,
+            optimizer=case.optimizer if self.optimizer is None else self.optimizer,
+            loss=case.loss if self.loss is None else self.loss,
+            gradients=case.gradients if self.gradients is None else self.gradients,
+        )
+
+    def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer of ``model``, made now if a function makes it.
+
+        Raises:
+            UsageError: if that function returns something else.
+        """
+        if self.optimizer is None or _is_optimizer(self.optimizer):
+            return self.optimizer  # type: ignore[return-value]
+        assert callable(self.optimizer)
+        made = self.optimizer(model)
+        if not _is_optimizer(made):
+            raise UsageError(
+                f"optimizer={_name(self.optimizer)} returned {type(made).__name__} for the model; "
+                "return a torch.optim.Optimizer",
+                argument="optimizer",
+                value=made,
+            )
+        return made
+
+
+def _refusal(argument: str, value: object, *accepted: str, near: str = "") -> UsageError:
+    forms = " or ".join(accepted)
+    return UsageError(
+        f"{argument}={_shown(value)} is not accepted; {argument} takes {forms}{near}",
+        argument=argument,
+        value=value,
+        accepted=accepted,
+    )
+
+
+def _shown(value: object) -> str:
+    """A value as it was typed; of an object with a long text, its type."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
+
+
+def _name(value: object) -> str:
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _check_whole(argument: str, value: object, least: int, most: int | None) -> None:
+    if (
+        type(value) is bool
+        or not isinstance(value, Integral)
+        or int(value) < least
+        or (most or int(value)) < int(value)
+    ):
+        raise _refusal(argument, value, f"an int from {least}" + (f" to {most}" if most is not None else " on"))
+
+
+def _check_seconds(argument: str, value: object) -> None:
+    if value is None:
+        return
+    if type(value) is bool or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise _refusal(argument, value, "seconds, 0 or more", "None for no limit")
+
+
+def _check_callable(argument: str, value: object, what: str) -> None:
+    if value is None:
+        return
+    if inspect.isclass(value):
+        raise _refusal(argument, value, what, near=f"; {value.__name__} is a class: make an object of it first")
+    if not callable(value):
+        raise _refusal(argument, value, what)
+
+
+def _check_gradients(value: object) -> None:
+    if value is None or (isinstance(value, str) and value in GRADIENTS):
+        return
+    near = did_you_mean(value, GRADIENTS) if isinstance(value, str) else ""
+    raise _refusal("gradients", value, '"loss"', '"all"', near=near)
+
+
+def _check_machine(value: object) -> None:
+    from ebbflow.step.machine import Machine, machine_named
+
+    if isinstance(value, str):
+        machine_named(value)
+    elif value is not None and not isinstance(value, Machine):
+        raise _refusal("machine", value, "an ebbflow.Machine", "the name of one in the catalogue, such as a100-80gb")
+
+
+def _is_optimizer(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def _check_optimizer(value: object) -> None:
+    if value is None:
+        return
+    forms = ("a torch.optim.Optimizer", "a function that makes one from a model")
+    if inspect.isclass(value):
+        near = f"; {value.__name__} is a class: make an object of it, {value.__name__}(model.parameters())"
+        raise _refusal("optimizer", value, *forms, near=near)
+    if not callable(value) and not _is_optimizer(value):
+        raise _refusal("optimizer", value, *forms)

@@ -1,0 +1,213 @@
+"""What torch raises while a step is captured, in the user's terms: their line and what to do, or our own fault."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ebbflow
+from ebbflow.errors import BudgetError, CaptureError, InternalError
+from ebbflow.lower.proof import ProofError
+from ebbflow.zoo import mlp_chain
+
+Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.linear, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return self.body(self.linear(x), given)
+
+
+def split(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.stack([part.mean() for part in torch.split(y, lengths.tolist())]).sum()  # the line
+
+
+def split_and_ask(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return sum((p.mean() for p in torch.split(y, lengths.tolist()) if p.shape[0] > 2), y.sum())  # the line
+
+
+def pad_parts(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    parts = torch.split(y, lengths.tolist())
+    return nn.utils.rnn.pad_sequence(list(parts)).mean()  # the line
+
+
+def item_size(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return y[: lengths.max().item()].square().mean()  # type: ignore[misc]  # the line
+
+
+def item_loop(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.stack([y[i].mean() for i in range(int(lengths[0]))]).sum()  # the line
+
+
+def zeros_of(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return y.sum() * torch.zeros(lengths[0].item()).sum()  # type: ignore[arg-type]  # the line
+
+
+def boolean_mask(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return y[torch.arange(6) < lengths[0]].square().mean()  # the line
+
+
+def nonzero(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return y[(torch.arange(6) < lengths[0]).nonzero().squeeze(1)].mean()  # the line
+
+
+def repeats(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.repeat_interleave(y[:2], lengths, dim=0).mean()  # the line
+
+
+def conv_of_part(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    part = y[: lengths[0].item()]  # type: ignore[misc]  # the line
+    return F.softmax(part @ part.T, -1).mean()
+
+
+DATA_DEPENDENT: list[Body] = [
+    split,
+    split_and_ask,
+    pad_parts,
+    item_size,
+    item_loop,
+    zeros_of,
+    boolean_mask,
+    nonzero,
+    repeats,
+    conv_of_part,
+]
+
+
+def line_of(body: Body) -> str:
+    """``file:line`` of the line of ``body`` that is marked."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    first = body.__code__.co_firstlineno
+    return f"{Path(__file__).name}:{next(n for n in range(first, first + 9) if lines[n - 1].endswith('# the line'))}"
+
+
+def arguments() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(6, 4), torch.tensor([2, 4])
+
+
+def run(entry: str, model: nn.Module, *args: torch.Tensor, budget: str | int = "1GiB") -> None:
+    """A step of ``model``, planned with its costs measured, estimated, or as it runs."""
+    if entry == "fit":
+        ebbflow.fit(model, budget)
+        model(*args)
+    else:
+        ebbflow.plan(model, args, budget=budget, machine="a100-80gb" if entry == "estimate" else None)
+
+
+@pytest.mark.parametrize("body", DATA_DEPENDENT, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("entry", ["plan", "estimate", "fit"])
+def test_sizes_that_depend_on_data_are_refused_at_their_line(body: Body, entry: str) -> None:
+    model = Model(body)
+    assert torch.isfinite(model(*arguments())), "eager runs it"
+    with pytest.raises(CaptureError) as raised:
+        run(entry, model, *arguments())
+    error = raised.value
+    assert error.source == line_of(body)
+    assert "data" in error.reason
+    assert "mask" in error.remedy
+    assert error.source.replace(":", '", line ') in str(error) or error.source in str(error)
+    assert "custom op" not in str(error)
+    assert "u0" not in str(error), "torch's own symbols say nothing to a user"
+
+
+def test_a_graph_break_has_its_line_and_a_remedy() -> None:
+    def branch(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return y.mean() if y.sum() > 0 else y.sum()  # the line
+
+    with pytest.raises(CaptureError, match="one graph at File") as raised:
+        ebbflow.plan(Model(branch), arguments(), budget="1GiB")
+    assert raised.value.source == line_of(branch)
+    assert "y.sum() > 0" in raised.value.reason
+    assert "forward" in raised.value.remedy
+
+
+def fine(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def raises(error: Exception) -> Callable[..., object]:
+    def broken(*_: object, **__: object) -> object:
+        raise error
+
+    return broken
+
+
+def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assertion that fails in our own code while the compiler calls us is no reason to change the model."""
+    monkeypatch.setattr("ebbflow.engine.step.lower", lambda joint, schedule: None)
+    model = ebbflow.fit(Model(fine), "1GiB")
+    with pytest.raises(InternalError, match=r"AttributeError.*fault in Ebbflow") as raised:
+        model(*arguments())
+    assert isinstance(raised.value.__cause__, AttributeError)
+    assert "model's forward" not in str(raised.value)
+
+
+@torch.library.custom_op("ebbflow_refusals::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+    raise LookupError("no such table")
+
+
+doubled.register_autograd(_backward)
+
+
+def test_a_fault_of_the_users_own_is_neither_ours_nor_torchs() -> None:
+    def body(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return doubled(y).mean()
+
+    with pytest.raises(CaptureError, match="LookupError: no such table") as raised:
+        ebbflow.plan(Model(body), arguments(), budget="1GiB")
+    assert raised.value.source.startswith("test_capture_refusals.py:")
+    assert "report" not in str(raised.value)
+
+
+def test_a_failed_proof_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbflow.engine.step.prove", raises(ProofError("mm claims nothing")))
+    model = ebbflow.fit(Model(fine), "1GiB")
+    with pytest.raises(InternalError, match=r"mm claims nothing.*fault in Ebbflow"):
+        model(*arguments())
+
+
+def test_a_planner_that_fails_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbflow.planning.pipeline.floor_bytes", lambda program: None)
+    with pytest.raises(InternalError, match=r"TypeError.*fault in Ebbflow"):
+        ebbflow.plan(Model(fine), arguments(), budget="1GiB")
+    with pytest.raises(InternalError, match="fault in Ebbflow"):
+        ebbflow.sweep(Model(fine), arguments(), budgets=["1GiB"])
+
+
+def test_what_the_users_progress_raises_is_theirs() -> None:
+    with pytest.raises(ZeroDivisionError):
+        ebbflow.plan(Model(fine), arguments(), budget="1GiB", progress=lambda told: 1 / 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("entry", ["plan", "fit"])
+def test_a_budget_error_ends_in_our_own_frames(entry: str) -> None:
+    case = mlp_chain(64, layers=4, width=32)
+    with pytest.raises(BudgetError) as raised:
+        run(entry, case.model, *case.args, budget=64)
+    frames = traceback.extract_tb(raised.value.__traceback__)
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    torchs = [frame for frame in frames if "/torch/" in frame.filename]
+    assert len(torchs) <= 2, "those of calling a module"
+    assert len(frames) <= 15
+    assert "/ebbflow/" in frames[-1].filename

@@ -1,0 +1,214 @@
+"""The same options at every entry point: checked before anything of the model runs, and with the same effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.errors import UsageError
+from ebbflow.zoo import mlp_chain
+
+ANY = 2**40
+
+
+class Untouchable(nn.Module):
+    """A model that nobody may call: what is absurd is refused before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the model was called")
+
+
+X = (torch.ones(2, 2),)
+
+
+def untouchable_case(batch: int) -> ebbflow.Case:
+    raise AssertionError("a case was made")
+
+
+ENTRIES: dict[str, Callable[..., object]] = {
+    "plan": lambda **options: ebbflow.plan(Untouchable(), X, budget=ANY, **options),
+    "sweep": lambda **options: ebbflow.sweep(Untouchable(), X, budgets=[ANY], **options),
+    "doctor": lambda **options: ebbflow.doctor(Untouchable(), X, **options),
+    "max_batch": lambda **options: ebbflow.max_batch(untouchable_case, budget=ANY, **options),
+    "fit": lambda **options: ebbflow.fit(Untouchable(), ANY, **options),
+}
+ABSURD: dict[str, Any] = {
+    "planner": "atuo",
+    "effort": 0,
+    "time_limit": float("nan"),
+    "seed": -1,
+    "optimizer": "adamw",
+    "loss": "mse",
+    "machine": "abacus",
+    "gradients": "most",
+    "progress": "loud",
+}
+
+
+PAIRS = [(entry, option) for entry in ENTRIES for option in ABSURD if (entry, option) != ("fit", "machine")]
+
+
+@pytest.mark.parametrize(("entry", "option"), PAIRS)
+def test_an_absurd_value_is_refused_everywhere(entry: str, option: str) -> None:
+    name = "planners" if (entry, option) == ("sweep", "planner") else option
+    value = ["atuo"] if name == "planners" else ABSURD[option]
+    with pytest.raises(UsageError) as raised:
+        ENTRIES[entry](**{name: value})
+    assert raised.value.argument == option
+
+
+@pytest.mark.parametrize("entry", [name for name in ENTRIES if name != "sweep"])
+@pytest.mark.parametrize("budget", ["lots", 0, -3, True, None, 1.5, "2000%"])
+def test_an_absurd_budget_is_refused_everywhere(entry: str, budget: Any) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "plan": lambda: ebbflow.plan(Untouchable(), X, budget=budget),
+        "doctor": lambda: ebbflow.doctor(Untouchable(), X, budget=budget if budget is not None else 0),
+        "max_batch": lambda: ebbflow.max_batch(untouchable_case, budget=budget),
+        "fit": lambda: ebbflow.fit(Untouchable(), budget),
+    }
+    with pytest.raises(UsageError) as raised:
+        calls[entry]()
+    assert raised.value.argument == "budget"
+
+
+@pytest.mark.parametrize("option", ["budgets", "planners"])
+def test_a_sweep_takes_several_and_says_so(option: str) -> None:
+    given = {"budgets": [ANY], "planners": ["auto"], option: "60%"}
+    with pytest.raises(UsageError, match="takes a sequence"):
+        ebbflow.sweep(Untouchable(), X, **given)  # type: ignore[arg-type]
+
+
+def test_verify_checks_what_it_is_given() -> None:
+    model, plan = Untouchable(), ebbflow.plan(nn.Sequential(nn.Linear(2, 2)), X, budget=ANY)
+    wrong: list[tuple[str, Callable[[], object]]] = [
+        ("plan", lambda: ebbflow.verify(model, X, None, "plan.json")),  # type: ignore[arg-type]
+        ("gradients", lambda: ebbflow.verify(model, X, None, plan, gradients="most")),  # type: ignore[arg-type]
+        ("args", lambda: ebbflow.verify(model, X[0], None, plan)),  # type: ignore[arg-type]
+        ("kwargs", lambda: ebbflow.verify(model, X, ["x"], plan)),  # type: ignore[arg-type]
+        ("model", lambda: ebbflow.verify("model", X, None, plan)),  # type: ignore[arg-type]
+    ]
+    for argument, call in wrong:
+        with pytest.raises(UsageError) as raised:
+            call()
+        assert raised.value.argument == argument
+
+
+def test_classes_where_objects_are_meant_are_named() -> None:
+    with pytest.raises(UsageError, match=r"AdamW\(model\.parameters\(\)\)"):
+        ebbflow.plan(Untouchable(), X, budget=ANY, optimizer=torch.optim.AdamW)
+    with pytest.raises(UsageError, match=r"Untouchable\(\.\.\.\)"):
+        ebbflow.fit(Untouchable, ANY)  # type: ignore[type-var]
+
+
+def test_fit_says_where_a_loss_goes_and_takes_no_function_that_makes_an_optimizer() -> None:
+    with pytest.raises(UsageError, match="model's forward"):
+        ebbflow.fit(Untouchable(), ANY, loss=torch.mean)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="make it first"):
+        ebbflow.fit(Untouchable(), ANY, optimizer=lambda model: torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+
+
+def test_fit_takes_seed_and_time_limit() -> None:
+    case = mlp_chain(64, layers=6, width=32)
+    ebbflow.fit(case.model, "80%", seed=5, time_limit=60, effort=50)
+    case.model(*case.args).backward()
+    plan = ebbflow.plan_of(case.model)
+    assert plan is not None
+    assert (plan.provenance["seed"], plan.provenance["effort"]) == ("5", "50")
+
+
+# -- what the options do -----------------------------------------------------------------------------------------
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Adam's state, from its documentation: two moments like the parameter, and a step count of 4 bytes."""
+    return sum(2 * p.numel() * p.element_size() + 4 for p in model.parameters())
+
+
+def test_an_optimizer_counts_in_every_estimate() -> None:
+    def make(batch: int, **more: Any) -> ebbflow.Case:
+        case = mlp_chain(batch, layers=4, width=64)
+        return ebbflow.Case(case.model, case.args, name="chain", **more)
+
+    case = make(4)
+    size = state_bytes(case.model)
+    plain = ebbflow.plan(case.model, case.args, budget=ANY)
+    for optimizer in (adam, adam(case.model)):
+        made = ebbflow.plan(case.model, case.args, budget=ANY, optimizer=optimizer)
+        assert made.resident_bytes - plain.resident_bytes == size
+        found = ebbflow.doctor(case.model, case.args, optimizer=optimizer)
+        assert found.resident_bytes - plain.resident_bytes == size
+    budget = ebbflow.plan(case.model, case.args, budget=ANY, planner="keep_all").predicted_peak_bytes + size + 2**17
+    asked: dict[str, Any] = {"budget": budget, "planner": "keep_all", "effort": 1}
+    without = ebbflow.max_batch(make, **asked)
+    given = ebbflow.max_batch(make, optimizer=adam, **asked)
+    of_case = ebbflow.max_batch(lambda batch: _with_adam(make(batch)), **asked)
+    overridden = ebbflow.max_batch(lambda batch: _with_adam(make(batch)), optimizer=_no_state, **asked)
+    assert given.batch == of_case.batch < without.batch == overridden.batch
+
+
+def _with_adam(case: ebbflow.Case) -> ebbflow.Case:
+    return ebbflow.Case(case.model, case.args, name=case.name, optimizer=adam(case.model))
+
+
+def _no_state(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_what_makes_an_optimizer_has_to_make_one() -> None:
+    case = mlp_chain(4, layers=2, width=8)
+    with pytest.raises(UsageError, match=r"returned list"):
+        ebbflow.plan(case.model, case.args, budget=ANY, optimizer=lambda model: list(model.parameters()))  # type: ignore[arg-type,return-value]
+    with pytest.raises(UsageError, match="cannot be foreseen"):
+        ebbflow.plan(case.model, case.args, budget=ANY, optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(UsageError, match="optimizer=lambda model"):
+        ebbflow.max_batch(untouchable_case, budget=ANY, optimizer=adam(case.model))  # type: ignore[arg-type]
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 500)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def test_a_case_says_its_loss_and_gradients() -> None:
+    def make(batch: int) -> ebbflow.Case:
+        return ebbflow.Case(Scores(), (torch.zeros(batch, 16),), name="scores", loss=lambda y: y.square().mean())
+
+    case = make(32)
+    inside = ebbflow.doctor(case.model, case.args, loss=case.loss)
+    outside = ebbflow.doctor(case.model, case.args)
+    assert (inside.loss_outside, outside.loss_outside) == (False, True)
+    found = ebbflow.max_batch(make, budget="4MiB", planner="keep_all", effort=1)
+    assert found.plan is not None
+    assert found.plan.program.tangents
+    assert sum(found.plan.program.buffers[b].bytes for b in found.plan.program.tangents) == 4
+
+
+def test_the_doctor_judges_a_budget() -> None:
+    case = mlp_chain(256, layers=8, width=32)
+    plain = ebbflow.doctor(case.model, case.args, top=3, name="chain")
+    assert (plain.case, plain.budget_bytes, plain.overhead, len(plain.largest)) == ("chain", None, None, 3)
+    deep = ebbflow.doctor(case.model, case.args, budget="60%", effort=100)
+    assert deep.budget_bytes == int(0.6 * plain.baseline_peak_bytes)
+    assert deep.overhead is not None
+    assert deep.overhead > 0
+    small = ebbflow.doctor(case.model, case.args, budget=plain.floor_bytes - 1)
+    assert (small.budget_bytes, small.overhead) == (plain.floor_bytes - 1, None)
+    with pytest.raises(UsageError, match="top"):
+        ebbflow.doctor(case.model, case.args, top=0)
