@@ -80,6 +80,11 @@ def test_the_layout_has_a_row_for_every_folder_and_module() -> None:
     assert there <= named
 
 
+def test_the_layout_has_a_row_for_every_module_of_the_engine() -> None:
+    named = re.findall(r"`engine/(\w+)\.py`", prose(ROOT / "docs" / "architecture.md"))
+    assert sorted(named) == sorted(path.stem for path in (SOURCE / "engine").glob("*.py") if path.stem != "__init__")
+
+
 def test_every_planner_has_a_row() -> None:
     rows = [line for line in prose(ROOT / "docs" / "planners.md").splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
