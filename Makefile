@@ -6,12 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types unit benchmarks clean
+.PHONY: help setup demo test lint types unit quick benchmarks clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a language model under half of its peak, same bits, and print the proof"
 	@echo "make test        lint, check types, run all tests and the README's own code"
+	@echo "make quick       core, planners and a handful of captured steps, in a minute"
 	@echo "make benchmarks  list the benchmarks and how to run them"
 	@echo "make clean       remove .venv and all caches"
 
@@ -39,6 +40,12 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
+
+# Paths, not a marker: what is not named here is not even imported.
+QUICK := tests/core tests/planners tests/engine/test_quick_steps.py
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses=2 -m "not slow" --hypothesis-profile=quick $(QUICK)
 
 benchmarks: $(STAMP)
 	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :
