@@ -50,8 +50,8 @@ class Captured:
         )
 
 
-def captured(case: Case) -> Captured:
-    """``case`` captured, with the costs of its ops measured on this machine."""
+def captured(case: Case, machine: str | None = None) -> Captured:
+    """``case`` captured, with the costs of its ops measured here, or by roofline for a machine of the catalogue."""
     begin = time.perf_counter()
     plan = ebbflow.plan(
         case.model,
@@ -59,6 +59,7 @@ def captured(case: Case) -> Captured:
         case.kwargs,
         budget="1000%",
         planner="keep_all",
+        machine=machine,
         name=case.name or type(case.model).__name__,
     )
     seconds = time.perf_counter() - begin - plan.plan_seconds

@@ -46,7 +46,7 @@ def images() -> ebbflow.Case:
 
 
 def train(model: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], list[int]]:
-    """Losses, then gradients, parameters and buffers, after steps of two batches each; and the peaks but for the first."""
+    """Losses, gradients, parameters and buffers of steps of two batches each; and the peaks but for the first."""
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[torch.Tensor] = []
