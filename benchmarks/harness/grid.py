@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import ebbflow
 from ebbflow import Budget, Case, Plan, Program
 from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
+from ebbflow.step.machine import machine_named
 
 __all__ = ["Captured", "captured"]
 
@@ -57,7 +58,7 @@ def captured(case: Case, machine: str | None = None) -> Captured:
         case.model,
         case.args,
         case.kwargs,
-        budget="1000%",
+        budget="1000%" if machine is None else machine_named(machine).memory_bytes,
         planner="keep_all",
         machine=machine,
         name=case.name or type(case.model).__name__,
