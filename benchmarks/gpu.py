@@ -68,9 +68,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--redo", action="store_true", help="also steps that have a result of the same versions")
     parser.add_argument("--minutes", type=float, default=30.0, help="for all steps together (default: 30)")
     parser.add_argument("--toy", action="store_true", help="the same code at toy size on CPU")
-    parser.add_argument(
-        "--out", type=Path, default=None, help="folder (default: benchmarks/results/gpu)"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="folder (default: benchmarks/results/gpu)")
     parser.add_argument("--card", action="store_true", help="only say whether there is a card: exit code 0 or 2")
     parser.add_argument("--child", metavar="STEP", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

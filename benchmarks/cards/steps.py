@@ -98,13 +98,15 @@ def rows_on(device: Device, name: str, *, toy: bool) -> Iterator[Row]:
         try:
             seen = _seen(tier, make)
         except Exception as error:  # a peer's failure is a finding of its own, and no reason to stop
-            yield Row(TITLE_KEY, {"case": name, "method": label, "error": short_error([f"{_kind(error)}: {error}"])})
-            device.release()
+            yield _failed(tier, label, error, counts=False)
             continue
         yield _row(tier, label, seen, base, None, repeats)
         assert seen.peak.allocated_bytes is not None
         budgets[f"at the peak of {label}"] = seen.peak.allocated_bytes
-    budgets["smallest"] = _smallest_bytes(tier)
+    try:
+        budgets["smallest"] = _smallest_bytes(tier)
+    except EbbflowError as error:
+        yield _failed(tier, "ebbflow, smallest", error, counts=True)
     for label, budget in budgets.items():
         yield _ours(tier, label, budget, base, repeats)
     yield _drift(tier, base)
@@ -119,9 +121,11 @@ def _roofline(name: str, device: Device, toy: bool) -> Captured:
     return captured(case, machine=device.machine)
 
 
-def _kind(error: BaseException) -> str:
-    name = type(error).__name__
-    return name if "Error" in name else f"{name}Error"
+def _failed(tier: _Tier, label: str, error: BaseException, *, counts: bool) -> Row:
+    """A method that did not run, and why; ``counts`` if it should have."""
+    tier.device.release()
+    columns = {"case": tier.name, "method": label, "error": short_error([f"{type(error).__name__}: {error}"])}
+    return Row(TITLE_KEY, columns, (holds("it runs", False),) if counts else ())
 
 
 def _predicted(tier: _Tier, seconds: float) -> Row:
@@ -231,10 +235,8 @@ def _ours(tier: _Tier, label: str, budget: int | str, base: _Seen, repeats: bool
     try:
         seen = _seen(tier, lambda case: methods.fitted(case, budget, effort=effort, planner=planner))
     except (EbbflowError, torch.OutOfMemoryError) as error:
-        tier.device.release()
-        columns = {"case": tier.name, "method": name, "error": short_error([f"{_kind(error)}: {error}"])}
-        workable = isinstance(error, BudgetError) and label != "smallest"  # a peer can be below what we can plan
-        return Row(TITLE_KEY, columns, () if workable else (holds("it runs", False),))
+        refused = isinstance(error, BudgetError) and label != "smallest"  # a peer can be below what we can plan
+        return _failed(tier, name, error, counts=not refused)
     limit = budget if isinstance(budget, int) else None
     return _row(tier, name, seen, base, limit, repeats, _checks(seen, base, limit, repeats))
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -24,7 +25,13 @@ __all__ = ["CASES", "ROUNDS", "compare"]
 
 TITLE = "Executor: CPU seconds of the step that keeps everything, new code over old, in turns on one thread"
 PATH = ("gpt-24L-d128-b8", "gpt-12L-d512-v4096")  # of questions/executor.py
-MISSED = ("densenet121", "hf_bert", "resnet101", "vgg16", "resnet50 at full size")  # in results/models.md, on 2026-11-21
+MISSED = (
+    "densenet121",
+    "hf_bert",
+    "resnet101",
+    "vgg16",
+    "resnet50 at full size",
+)  # in results/models.md, on 2026-11-21
 CASES = (*PATH, *MISSED)
 ROUNDS = 25
 NOT_ABOVE = 1.01
@@ -81,8 +88,6 @@ class _Child:
     """One version with one model (definition 1)."""
 
     def __init__(self, source: Path, case: str) -> None:
-        import os
-
         benchmarks = Path(__file__).resolve().parents[1]
         environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{benchmarks}"}
         command = [sys.executable, __file__, case, str(source)]
