@@ -6,12 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types unit benchmarks clean
+.PHONY: help setup demo test lint types unit quick gpu benchmarks clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a language model under half of its peak, same bits, and print the proof"
 	@echo "make test        lint, check types, run all tests and the code of README and docs"
+	@echo "make quick       core, planners and a handful of captured steps, in a minute"
+	@echo "make gpu         with a card: tests/gpu, then benchmarks/gpu.py in steps; 30 minutes, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run them"
 	@echo "make clean       remove .venv and all caches"
 
@@ -39,6 +41,22 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
+
+# Paths, not a marker: what is not named here is not even imported.
+QUICK := tests/core tests/planners tests/engine/test_quick_steps.py
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses=2 -m "not slow" --hypothesis-profile=quick $(QUICK)
+
+# GPU_PYTHON names an interpreter that has torch and the rest already: nothing is installed then.
+GPU_PYTHON ?= $(BIN)/python
+GPU_RUN = PYTHONPATH=src:tests:benchmarks $(GPU_PYTHON)
+
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
+	@$(GPU_RUN) benchmarks/gpu.py --card
+	@if $(GPU_RUN) -c 'import pytest, hypothesis' 2>/dev/null; then $(GPU_RUN) -m pytest -p no:cacheprovider tests/gpu; \
+		else echo "pytest or hypothesis is not installed for $(GPU_PYTHON): tests/gpu are left out"; fi
+	$(GPU_RUN) benchmarks/gpu.py $(GPU_OPTIONS)
 
 benchmarks: $(STAMP)
 	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :

@@ -15,6 +15,8 @@ from ebbflow.planning import cache as plan_cache
 # A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
 # that a red run is about the change; elsewhere each run draws new ones.
 settings.register_profile("ebbflow", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+# `make quick` asks for this one: a tenth of the examples, see ``strategies.examples``.
+settings.register_profile("quick", settings.get_profile("ebbflow"), max_examples=10)
 settings.load_profile("ebbflow")
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from ebbflow.step.program import Buffer, Op, Program
 
-__all__ = ["chain", "programs", "reruns"]
+__all__ = ["chain", "examples", "programs", "reruns"]
+
+
+def examples(count: int) -> int:
+    """``count`` examples for a property; a tenth of them, at least five, in the quick tier."""
+    return max(5, count // 10) if settings.get_current_profile_name() == "quick" else count
 
 
 @st.composite

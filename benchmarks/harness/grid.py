@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import ebbflow
 from ebbflow import Budget, Case, Plan, Program
 from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
+from ebbflow.step.machine import machine_named
 
 __all__ = ["Captured", "captured"]
 
@@ -50,15 +51,16 @@ class Captured:
         )
 
 
-def captured(case: Case) -> Captured:
-    """``case`` captured, with the costs of its ops measured on this machine."""
+def captured(case: Case, machine: str | None = None) -> Captured:
+    """``case`` captured, with the costs of its ops measured here, or by roofline for a machine of the catalogue."""
     begin = time.perf_counter()
     plan = ebbflow.plan(
         case.model,
         case.args,
         case.kwargs,
-        budget="1000%",
+        budget="1000%" if machine is None else machine_named(machine).memory_bytes,
         planner="keep_all",
+        machine=machine,
         name=case.name or type(case.model).__name__,
     )
     seconds = time.perf_counter() - begin - plan.plan_seconds

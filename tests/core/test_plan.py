@@ -26,7 +26,7 @@ from ebbflow.step.schedule import Compute, Free, Offload, Reload, Schedule
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from random_schedule import random_schedule
-from strategies import chain, programs
+from strategies import chain, examples, programs
 
 PROGRAM = Program(
     name="tiny",
@@ -429,7 +429,7 @@ PLACES = [(which, place) for which, data in enumerate(DATA) for place in places(
 
 
 @given(st.sampled_from(PLACES), HOSTILE, st.booleans())
-@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(600), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_mutation_is_refused_or_is_a_legal_plan(
     tmp_path: Path, at: tuple[int, tuple[Any, ...]], value: object, delete: bool
 ) -> None:

@@ -17,7 +17,7 @@ from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
-from strategies import programs
+from strategies import examples, programs
 
 
 def overhead_of(program: Program, schedule: Schedule) -> float:
@@ -48,7 +48,7 @@ def legal_orders(program: Program) -> Iterator[list[int | None]]:
                 yield list(order)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(program=programs(max_ops=5), share=st.floats(0.2, 1.0))
 def test_bound_and_plan_hold_against_every_order(program: Program, share: float) -> None:
     budget = int(share * unplanned_bytes(program))
@@ -66,7 +66,7 @@ def test_bound_and_plan_hold_against_every_order(program: Program, share: float)
             assert overhead_of(program, answer.schedule) <= best + 1e-5
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(program=programs(max_ops=5))
 def test_what_always_comes_first_does_in_every_legal_order(program: Program) -> None:
     orders = list(legal_orders(program))

@@ -13,7 +13,7 @@ from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
-from strategies import chain, programs
+from strategies import chain, examples, programs
 
 FORMS = ("checkmate", "checkmate_free")
 TOLERANCE = 3e-6
@@ -40,7 +40,7 @@ def unit_chain(nodes: int) -> Program:
     return Program("chain", tuple(ops), tuple(Buffer(str(k), 1, k) for k in range(nodes)), 0, gradients=(nodes - 1,))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(program=programs(max_ops=7, max_tangents=1), share=st.floats(0.0, 1.0))
 def test_both_forms_equal_exhaustive_search(program: Program, share: float) -> None:
     budget = budget_at(program, share)
@@ -60,7 +60,7 @@ def test_both_forms_equal_exhaustive_search(program: Program, share: float) -> N
         assert answer.bound is None or answer.bound <= best + 1e-9
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(program=programs(max_ops=9), share=st.floats(0.0, 1.0))
 def test_rounding_is_legal_within_budget_and_above_the_relaxation(program: Program, share: float) -> None:
     budget = budget_at(program, share)

@@ -19,7 +19,7 @@ from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from random_schedule import random_schedule
-from strategies import chain, programs, reruns
+from strategies import chain, examples, programs, reruns
 
 
 def unplanned_bytes(program: Program) -> int:
@@ -68,7 +68,7 @@ def test_groups_of_one_change_nothing(program: Program):
     assert by_layer(program, range(len(program.ops))).program == program
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(program=tilted(max_ops=6), shares=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3))
 def test_fusing_keeps_the_optimum(program: Program, shares: list[float]):
     coarse = fuse(program)

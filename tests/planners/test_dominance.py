@@ -12,7 +12,7 @@ from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
-from strategies import chain, programs
+from strategies import chain, examples, programs
 
 FREE_ORDER = ("anneal", "auto_free")
 OTHER_PROCESS = ("retention",)  # constraint programming in a child: seconds each, see test_retention
@@ -40,7 +40,7 @@ def nobody_is_better(program: Program, share: float) -> None:
     assert not better, f"auto {ours} at {budget}"
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(program=programs(max_ops=14), share=st.floats(0.0, 1.0))
 def test_no_planner_is_better_on_random_programs(program: Program, share: float) -> None:
     nobody_is_better(program, share)
@@ -52,7 +52,7 @@ def test_no_planner_is_better_on_chains(length: int, share: float) -> None:
     nobody_is_better(chain(length), share)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(program=programs(max_ops=14), shares=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=4))
 def test_a_larger_budget_never_costs_more(program: Program, shares: list[float]) -> None:
     peak = simulate(program, unplanned_schedule(program)).above_bytes

@@ -13,13 +13,13 @@ from ebbflow.planners.search.greedy import Found, start_from
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
 from oracle.brute_force import optimal_overhead
-from strategies import chain, programs
+from strategies import chain, examples, programs
 
 TOLERANCE = 3e-6
 ENOUGH = 1_000 * LEAST_ROWS
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(program=programs(max_ops=8), share=st.floats(0.0, 1.0))
 def test_small_programs_get_the_optimum(program: Program, share: float) -> None:
     floor, _ = floor_bytes(program)

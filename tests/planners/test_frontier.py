@@ -84,6 +84,7 @@ def test_the_largest_is_found_from_any_guess(answer: int, guess: int) -> None:
     assert 0 not in asked
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
     budget = 400_000
     free = ebbflow.max_batch(make, budget=budget, effort=200)
@@ -174,6 +175,7 @@ def test_compare_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert "the smallest for which a plan was found is" in little.stderr
 
 
+@pytest.mark.slow
 def test_compare_runs_plans_on_request() -> None:
     arguments = ["compare", "zoo:mlp_chain", "--size", "64", "--budgets", "75%", "--planners", "greedy,keep_all"]
     result = CliRunner().invoke(app, [*arguments, "--effort", "100", "--run", "--json"])
@@ -186,6 +188,7 @@ def test_compare_runs_plans_on_request() -> None:
     assert greedy["measured_overhead"] > -0.5
 
 
+@pytest.mark.slow
 def test_max_batch_on_the_command_line(tmp_path: Path) -> None:
     arguments = ["max-batch", "zoo:vgg16", "--budget", "2GiB", "--machine", "v100-16gb", "--effort", "100"]
     result = CliRunner().invoke(app, [*arguments, "--overhead", "30%", "--json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 
@@ -17,6 +18,8 @@ from ebbflow.planners.search.interval_state import IntervalState, reruns_of
 from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.step.simulate import simulate
 from ebbflow.zoo import GPTConfig, gpt, lstm_lm
+
+pytestmark = pytest.mark.slow
 
 
 @functools.cache
@@ -115,8 +118,11 @@ def test_a_large_program_is_planned_from_its_stand_in() -> None:
     assert timeline.seconds / program.seconds - 1.0 <= answer.bound + 0.02
 
 
-@pytest.mark.parametrize(("program", "few", "many"), [(layers(6), 6, 6), (layers(6), 9, 40), (steps(12), 9, 30)])
-def test_fellows_call_the_same_and_read_from_fellows(program: Program, few: int, many: int) -> None:
+@pytest.mark.parametrize(("make", "size", "few", "many"), [(layers, 6, 6, 6), (layers, 6, 9, 40), (steps, 12, 9, 30)])
+def test_fellows_call_the_same_and_read_from_fellows(
+    make: Callable[[int], Program], size: int, few: int, many: int
+) -> None:
+    program = make(size)
     small, large = (with_blocks(repeats(program), blocks) for blocks in (few, many))
     stands_for = [*range(few - 2), *(few - 3 for _ in range(many - few)), few - 2, few - 1]
     found = fellows(small.repeats, large.repeats, stands_for)

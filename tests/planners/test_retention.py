@@ -26,7 +26,7 @@ from ebbflow.step.program import Program
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
-from strategies import chain, programs, reruns
+from strategies import chain, examples, programs, reruns
 
 GRAPHS = Path(__file__).parents[3] / "shared" / "data" / "graphs"
 MANY = 99  # copies: as many as there are stages
@@ -58,7 +58,7 @@ def solved(solver: Solver, program: Program, budget: int, *, fixed: bool = False
 
 
 @needs_solver
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(program=programs(max_ops=8, max_tangents=1), share=st.floats(0.0, 1.0))
 def test_the_optimum_is_that_of_exhaustive_search(solver: Solver, program: Program, share: float):
     floor, _ = floor_bytes(program)
@@ -76,7 +76,7 @@ def test_the_optimum_is_that_of_exhaustive_search(solver: Solver, program: Progr
 
 
 @needs_solver
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=st.data(), program=programs(max_ops=14))
 def test_the_hint_of_a_start_plan_takes_the_bytes_that_the_plan_takes(
     solver: Solver, data: st.DataObject, program: Program
@@ -95,7 +95,7 @@ def test_the_hint_of_a_start_plan_takes_the_bytes_that_the_plan_takes(
 
 
 @needs_solver
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(program=programs(max_ops=20), share=st.floats(0.3, 1.0))
 def test_plans_are_legal_and_within_budget(program: Program, share: float):
     budget = int(share * unplanned_bytes(program))

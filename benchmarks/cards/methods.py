@@ -1,0 +1,106 @@
+"""Ways to run a step of a subject: as it is, under PyTorch's own means against memory, and fitted to a budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ebbflow
+from cards.subjects import loss_of
+from ebbflow import Case
+
+__all__ = ["Running", "checkpointed", "eager", "fitted", "memory_budget"]
+
+SEED = 7  # of a step's dropout
+
+
+@dataclass
+class Running:
+    """A model with what is called for a step, ``forward``, and the context of its calls."""
+
+    case: Case
+    forward: Callable[..., Any]
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def step(self) -> torch.Tensor:
+        """Forward and backward from no gradients; the loss, which stays on its device."""
+        self.case.model.zero_grad(set_to_none=True)
+        with self.context():
+            loss = loss_of(self.forward(*self.case.args, **self.case.kwargs))
+            loss.backward()
+        return loss.detach()
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Loss and gradients of a step from :data:`SEED`, on CPU; no gradient is left."""
+        torch.manual_seed(SEED)
+        found = {"loss": self.step().cpu()}
+        # By place: a checkpoint around a block changes the names of what is in it.
+        places = enumerate(self.case.model.parameters())
+        found |= {f"gradient {place}": p.grad.cpu() for place, p in places if p.grad is not None}
+        self.case.model.zero_grad(set_to_none=True)
+        return found
+
+
+def eager(case: Case) -> Running:
+    """The step as PyTorch runs it."""
+    return Running(case, case.model)
+
+
+class _Checkpointed(nn.Module):
+    """A block under one checkpoint."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the model asks its block."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("block"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+
+
+def checkpointed(case: Case, lists: tuple[str, ...]) -> Running:
+    """``torch.utils.checkpoint`` around every module of the lists that are named so, wherever they are."""
+    found = [m for name, m in case.model.named_modules() if name.rpartition(".")[2] in lists]
+    blocks = [each for each in found if isinstance(each, nn.ModuleList | nn.Sequential)]
+    assert blocks, f"no {' or '.join(lists)} in {case.name}"
+    for modules in blocks:
+        for index, block in enumerate(modules):
+            modules[index] = _Checkpointed(block)
+    return Running(case, case.model)
+
+
+def memory_budget(case: Case, share: float) -> Running:
+    """``torch.compile``'s min-cut partitioner under ``activation_memory_budget=share``; ops as captured, one by one."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    backend = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition
+    )
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with config.patch(activation_memory_budget=share, enable_autograd_cache=False):
+            yield
+
+    return Running(case, torch.compile(case.model, backend=backend, dynamic=False), context)
+
+
+def fitted(case: Case, budget: int | str, effort: int | None = None, planner: str = "auto") -> Running:
+    """The model fitted to ``budget``, all of the step's bytes counted."""
+    ebbflow.fit(case.model, budget, effort=effort, planner=planner)
+    return Running(case, case.model)

@@ -1,0 +1,165 @@
+"""Keep-all CPU time of two versions of this library, old and new, in child processes that take turns.
+
+1. A child has one version on its path, fits every model of the list to a budget that keeps everything, and then runs
+   a step of one when it is told to, answering with its CPU seconds. It knows public names only.
+2. The two children take turns round by round, and who begins alternates: what else the machine does falls on both.
+3. *Not above* is a ratio of medians of at most 1.01. It is given beside the ratio of best steps and an interval
+   (the bootstrap's 90 %) for the ratio of medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.record import Row, at_most
+
+__all__ = ["CASES", "ROUNDS", "compare"]
+
+TITLE = "Executor: CPU seconds of the step that keeps everything, new code over old, in turns on one thread"
+PATH = ("gpt-24L-d128-b8", "gpt-12L-d512-v4096")  # of questions/executor.py
+MISSED = (
+    "densenet121",
+    "hf_bert",
+    "resnet101",
+    "vgg16",
+    "resnet50 at full size",
+)  # in results/models.md, on 2026-11-21
+CASES = (*PATH, *MISSED)
+ROUNDS = 25
+NOT_ABOVE = 1.01
+WARM_UP = 3  # proof, measurement, and one more
+
+
+def compare(old: Path, new: Path, cases: tuple[str, ...], rounds: int = ROUNDS) -> Iterator[Row]:
+    """A row per case; ``old`` and ``new`` are the folders ``src`` of two versions."""
+    for case in cases:
+        yield _compare(old, new, case, rounds)
+
+
+def _compare(old: Path, new: Path, case: str, rounds: int) -> Row:
+    children = {"old": _Child(old, case), "new": _Child(new, case)}
+    seconds: dict[str, list[float]] = {"old": [], "new": []}
+    try:
+        for child in children.values():
+            child.ready()
+        for turn in range(rounds):
+            for label in sorted(children, reverse=bool(turn % 2)):
+                seconds[label].append(children[label].step())
+    finally:
+        for child in children.values():
+            child.close()
+    medians = {label: statistics.median(values) for label, values in seconds.items()}
+    ratio = medians["new"] / medians["old"]
+    low, high = _interval(seconds["new"], seconds["old"])
+    columns = {
+        "case": case,
+        "old_seconds_median": medians["old"],
+        "new_seconds_median": medians["new"],
+        "new_over_old": ratio,
+        "interval_low": low,
+        "interval_high": high,
+        "new_over_old_best": min(seconds["new"]) / min(seconds["old"]),
+        "rounds": rounds,
+    }
+    return Row("executor", columns, (at_most("of the old code's CPU time", ratio, NOT_ABOVE),))
+
+
+def _interval(new: list[float], old: list[float], draws: int = 2000) -> tuple[float, float]:
+    """The middle 90 % of the ratio of medians over resampled rounds."""
+    source = random.Random(0)
+    rounds = range(len(new))
+    ratios: list[float] = []
+    for _ in range(draws):
+        drawn = source.choices(rounds, k=len(new))
+        ratios.append(statistics.median(new[i] for i in drawn) / statistics.median(old[i] for i in drawn))
+    ratios.sort()
+    return ratios[draws // 20], ratios[-draws // 20 - 1]
+
+
+class _Child:
+    """One version with one model (definition 1)."""
+
+    def __init__(self, source: Path, case: str) -> None:
+        benchmarks = Path(__file__).resolve().parents[1]
+        environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{benchmarks}"}
+        command = [sys.executable, __file__, case, str(source)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ready(self) -> None:
+        self._read()
+
+    def step(self) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        return float(self._read())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("SAYS "):
+                return json.loads(line.removeprefix("SAYS "))
+        raise RuntimeError(f"the child ended with exit code {self._process.wait()}; its error is above")
+
+
+def _serve(case: str, source: str) -> None:
+    """In a child: fit, warm up, then a step per line."""
+    import torch
+
+    import ebbflow
+
+    assert Path(str(ebbflow.__file__)).is_relative_to(source), f"imported from {ebbflow.__file__}, not from {source}"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    subject = _builders()[case]()
+    model = subject.model
+    ebbflow.fit(model, "1000%", planner="keep_all", verify=False)
+
+    def step() -> float:
+        model.zero_grad()
+        begin = time.process_time()
+        outputs = model(*subject.args, **(subject.kwargs or {}))
+        (outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]).backward()
+        return time.process_time() - begin
+
+    for _ in range(WARM_UP):
+        step()
+    print("SAYS " + json.dumps("ready"), flush=True)
+    for _ in sys.stdin:
+        print("SAYS " + json.dumps(step()), flush=True)
+
+
+def _builders():
+    """The models at the sizes of path.py and of models.py's question keep_all; public names of any version."""
+    from functools import partial
+
+    from ebbflow.zoo import GPTConfig, gpt, resnet50
+    from ebbflow.zoo.small import SMALL
+
+    sizes = {"vocabulary": 512, "length": 256, "layers": 24, "width": 128, "heads": 4}
+    wider = {"vocabulary": 4096, "length": 256, "layers": 12, "width": 512, "heads": 8}
+    return {
+        **SMALL,
+        PATH[0]: partial(gpt, 8, GPTConfig(**sizes)),
+        PATH[1]: partial(gpt, 4, GPTConfig(**wider)),
+        "resnet50 at full size": partial(resnet50, 8),
+    }
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
