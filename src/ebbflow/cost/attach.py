@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call
 from ebbflow.cost.cuda_workspace import workspace_bytes
@@ -46,7 +48,9 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
                 remedy="run the first step outside of it",
             )
         try:
-            measured = profile_calls(missing, device)
+            # The calls are those behind autocast: under the user's own they would be cast once more.
+            with torch.autocast(device, enabled=False):
+                measured = profile_calls(missing, device)
         except UnexpectedResult as error:
             raise _unexpected(program, calls, error) from error
         known.update(measured)
