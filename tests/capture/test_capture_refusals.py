@@ -144,7 +144,7 @@ def raises(error: Exception) -> Callable[..., object]:
 
 def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An assertion that fails in our own code while the compiler calls us is no reason to change the model."""
-    monkeypatch.setattr("ebbflow.engine.step.lower", lambda joint, schedule: None)
+    monkeypatch.setattr("ebbflow.engine.executable.lower", lambda joint, schedule: None)
     model = ebbflow.fit(Model(fine), "1GiB")
     with pytest.raises(InternalError, match=r"AttributeError.*fault in Ebbflow") as raised:
         model(*arguments())
@@ -180,7 +180,7 @@ def test_a_fault_of_the_users_own_is_neither_ours_nor_torchs() -> None:
 
 
 def test_a_failed_proof_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.engine.step.prove", raises(ProofError("mm claims nothing")))
+    monkeypatch.setattr("ebbflow.engine.executable.prove", raises(ProofError("mm claims nothing")))
     model = ebbflow.fit(Model(fine), "1GiB")
     with pytest.raises(InternalError, match=r"mm claims nothing.*fault in Ebbflow"):
         model(*arguments())
