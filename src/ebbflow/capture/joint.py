@@ -1,7 +1,7 @@
 """The joint graph read as a program: which node creates which storage, which is a view, what each op reads.
 
 Definitions:
-1. Two tensors share a buffer exactly if their fake values share a storage (``untyped_storage()._cdata``).
+1. Two tensors share a buffer exactly if their fake values share a storage (``storage_key``).
 2. A node that creates a storage is an *op*; one whose storages all exist already is a *view*, and so is a
    ``getitem`` on either. Storages of the forward's inputs and of constants are resident and no buffers.
 3. A node is *live* if an output depends on it, or if it draws random numbers or has an effect.
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
@@ -26,6 +25,9 @@ from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effe
 from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.step.program import COPY_BACK, Buffer, Op, Program
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.aot import is_tangent
+from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["Captured", "read_joint"]
 
@@ -69,20 +71,10 @@ class Captured:
         return [n for n in self.graph.nodes if n.op == "placeholder" and is_tangent(n)]
 
 
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder of the joint graph is a tangent (AOTAutograd names them so)."""
-    return str(node.target).startswith("tangents")
-
-
 def tensors_of(value: object) -> list[torch.Tensor | None]:
     """The elements of a node's value, ``None`` where an element is no tensor."""
     elements: Sequence[object] = value if isinstance(value, list | tuple) else (value,)
     return [e if isinstance(e, torch.Tensor) else None for e in elements]
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the storage, definition 1."""
-    return tensor.untyped_storage()._cdata
 
 
 @dataclass
