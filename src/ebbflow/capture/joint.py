@@ -26,7 +26,7 @@ from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.step.program import COPY_BACK, Buffer, Op, Program
 from ebbflow.torch_seams import trees as pytree
-from ebbflow.torch_seams.aot import is_tangent
+from ebbflow.torch_seams.aot import description_of, is_tangent, mutated_inputs
 from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["Captured", "read_joint"]
@@ -270,18 +270,10 @@ def _live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
     return _ancestors([*roots, *kept])
 
 
-def _updates(graph: fx.Graph, count: int) -> dict[int, object]:
-    """Positions of the forward outputs that are new values of inputs, and AOTAutograd's description of the input."""
-    output_node = next(iter(graph.find_nodes(op="output")))
-    descriptions = list(output_node.meta.get("desc") or [])[:count]
-    inputs = {position: getattr(each, "mutated_input", None) for position, each in enumerate(descriptions)}
-    return {position: mutated for position, mutated in inputs.items() if mutated is not None}
-
-
 def _mutated_placeholders(graph: fx.Graph, descriptions: Iterable[object]) -> frozenset[fx.Node]:
     """The placeholders that ``descriptions`` are of."""
     names = set(descriptions)
-    found = [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in names]
+    found = [n for n in graph.find_nodes(op="placeholder") if description_of(n) in names]
     if len(found) != len(names):
         raise InternalError("a mutated input of the captured step has no placeholder")
     return frozenset(found)
@@ -340,7 +332,7 @@ def read_joint(
     fill_uninitialised(graph)
     joint = _read(graph, forward_output_count, name, granularity_bytes, context, target)
     program = joint.program
-    new_values = [joint.outputs[p] for p in _updates(graph, forward_output_count)]
+    new_values = [joint.outputs[p] for p in mutated_inputs(graph, forward_output_count)]
     held = set(program.forward_outputs) - set(joint.returned)
     held -= {b for op in program.ops for b in op.outputs[len(op.outputs) - op.once :]}
     copied = [n for n in new_values if isinstance(n, fx.Node) and joint.buffer_of.get(n) in held]
@@ -362,7 +354,7 @@ def _read(
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
     forward_live = _ancestors(forward_roots)
     live = _live_nodes(graph, [n for n in outputs if isinstance(n, fx.Node)])
-    updates = _updates(graph, forward_output_count)
+    updates = mutated_inputs(graph, forward_output_count)
     mutated = _mutated_placeholders(graph, updates.values())
     mutated_storages = frozenset(storage_key(n.meta["val"]) for n in mutated)
     reader = _Reader(graph, granularity_bytes, live, target)

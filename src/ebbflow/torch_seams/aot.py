@@ -19,7 +19,14 @@ from torch import fx
 
 from ebbflow.torch_seams.patches import Setting, patched
 
-__all__ = ["boxed", "description_of", "is_tangent", "joint_graph_settings", "two_graph_backend"]
+__all__ = [
+    "boxed",
+    "description_of",
+    "is_tangent",
+    "joint_graph_settings",
+    "mutated_inputs",
+    "two_graph_backend",
+]
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -86,8 +93,19 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def description_of(node: fx.Node) -> object | None:
-    """What AOTAutograd says of an input or output of the joint graph (``meta["desc"]``); ``None`` if it says nothing.
+    """What AOTAutograd says of a placeholder of the joint graph; ``None`` if it says nothing.
 
-    An instance of a class of ``torch/_functorch/_aot_autograd/descriptors.py``; for messages only.
+    An instance of a frozen class of ``torch/_functorch/_aot_autograd/descriptors.py``, to be compared with others.
     """
     return node.meta.get("desc")
+
+
+def mutated_inputs(graph: fx.Graph, forward_output_count: int) -> dict[int, object]:
+    """Positions of the forward outputs that are new values of inputs, and :func:`description_of` that input.
+
+    The output node has a list of descriptions, forward outputs first; those of new values have ``mutated_input``.
+    """
+    (output_node,) = graph.find_nodes(op="output")
+    descriptions = list(output_node.meta.get("desc") or [])[:forward_output_count]
+    inputs = {position: getattr(each, "mutated_input", None) for position, each in enumerate(descriptions)}
+    return {position: mutated for position, mutated in inputs.items() if mutated is not None}

@@ -205,13 +205,12 @@ def _discard(layer: _Layer) -> None:
 
 
 def _sweep() -> None:
-    while _garbage and _lock.acquire(blocking=False):
-        try:
+    # Whoever holds the lock sweeps when it has let go of it.
+    while _garbage and not _lock.locked():
+        with _lock:
             while _garbage:
                 _take_off(_garbage[0])
                 _garbage.popleft()
-        finally:
-            _lock.release()
 
 
 class Patch:
