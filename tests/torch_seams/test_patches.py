@@ -321,13 +321,13 @@ def test_an_interrupt_while_a_step_is_traced() -> None:
         return original(*args)
 
     with patched(Attribute(FakeTensorMode, "_dispatch_impl"), interrupted), pytest.raises(KeyboardInterrupt):
-        ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1000%")
+        ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
     assert FakeTensorMode._dispatch_impl is original
 
 
 def test_a_capture_inside_of_settings() -> None:
     with capture_settings(here=True):
-        ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1000%")
+        ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
 
 
 def test_two_threads_that_capture() -> None:
@@ -335,7 +335,7 @@ def test_two_threads_that_capture() -> None:
 
     def work() -> None:
         try:
-            ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1000%")
+            ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
         except BaseException as error:
             errors.append(error)
 
