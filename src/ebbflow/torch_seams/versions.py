@@ -44,6 +44,6 @@ def _run_canaries(version: str) -> None:
         except Exception as error:
             raise CaptureError(
                 f"Ebbflow was tested on torch {', '.join(TESTED)}; this is torch {version}, and something that Ebbflow "
-                f"relies on is different in it: canary {name!r}: {str(error) or repr(error)}. "
-                "Install a tested release of torch, or a newer Ebbflow; if there is none, report the canary's name"
+                f"relies on is different in it: canary {name!r}: {str(error) or repr(error)}",
+                remedy="install a tested release of torch, or a newer Ebbflow; else report the canary",
             ) from error
