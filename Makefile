@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types unit quick gpu benchmarks clean
+.PHONY: help setup demo test lint types unit quick gpu benchmarks test-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make quick       core, planners and a handful of captured steps, in a minute"
 	@echo "make gpu         with a card: tests/gpu, then benchmarks/gpu.py in steps; 30 minutes, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run them"
+	@echo "make test-torch  the canaries, the numerics tier and the demo on another torch: make test-torch TORCH=2.12.0"
 	@echo "make clean       remove .venv and all caches"
 
 setup: $(STAMP)
@@ -61,6 +62,20 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 benchmarks: $(STAMP)
 	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :
 
+# By hand, once per release of torch: an environment of its own (some GB), results in benchmarks/results/torch-*.
+# The pinned versions are taken where they fit that torch, any that fit it else.
+TORCH ?=
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_PYTHON := $(TORCH_VENV)/bin/python
+
+test-torch:
+	@test -n "$(TORCH)" || { echo "name a release of torch, for example: make test-torch TORCH=2.12.0"; exit 2; }
+	test -d $(TORCH_VENV) || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_PYTHON) -m pip install --quiet -c $(TORCH_VENV)/constraints.txt "torch==$(TORCH)" -e ".[dev]" \
+		|| $(TORCH_PYTHON) -m pip install --quiet "torch==$(TORCH)" -e ".[dev]"
+	$(TORCH_PYTHON) benchmarks/torch_versions.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

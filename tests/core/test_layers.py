@@ -18,6 +18,7 @@ LAYERS = [
     {"options"},
     {"planning"},
     {"report"},
+    {"torch_seams"},
     {"measurement"},
     {"cost"},
     {"capture"},

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.fake_tensors import FakeTensor
 
 __all__ = ["refuse_to_fit", "refuse_to_plan", "require_call", "require_module"]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ebbflow._api.fit import fit, unfit
 from ebbflow.case import Case
@@ -17,6 +16,7 @@ from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.peak import measure
 from ebbflow.options import Options
 from ebbflow.step.plan import Plan
+from ebbflow.torch_seams import trees as pytree
 
 __all__ = ["Trial", "try_plans"]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ebbflow._api.refusals import refuse_to_fit, require_call, require_module
 from ebbflow.capture.joint import Captured
@@ -25,6 +24,7 @@ from ebbflow.measurement.resident import device_of
 from ebbflow.options import Options
 from ebbflow.step.plan import Plan
 from ebbflow.step.unplanned import unplanned_schedule
+from ebbflow.torch_seams import trees as pytree
 
 __all__ = ["Verification", "Verifier", "verify"]
 

@@ -1,7 +1,7 @@
 """The joint graph read as a program: which node creates which storage, which is a view, what each op reads.
 
 Definitions:
-1. Two tensors share a buffer exactly if their fake values share a storage (``untyped_storage()._cdata``).
+1. Two tensors share a buffer exactly if their fake values share a storage (``storage_key``).
 2. A node that creates a storage is an *op*; one whose storages all exist already is a *view*, and so is a
    ``getitem`` on either. Storages of the forward's inputs and of constants are resident and no buffers.
 3. A node is *live* if an output depends on it, or if it draws random numbers or has an effect.
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
@@ -26,6 +25,9 @@ from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effe
 from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.step.program import COPY_BACK, Buffer, Op, Program
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.aot import description_of, is_tangent, mutated_inputs
+from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["Captured", "read_joint"]
 
@@ -69,20 +71,10 @@ class Captured:
         return [n for n in self.graph.nodes if n.op == "placeholder" and is_tangent(n)]
 
 
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder of the joint graph is a tangent (AOTAutograd names them so)."""
-    return str(node.target).startswith("tangents")
-
-
 def tensors_of(value: object) -> list[torch.Tensor | None]:
     """The elements of a node's value, ``None`` where an element is no tensor."""
     elements: Sequence[object] = value if isinstance(value, list | tuple) else (value,)
     return [e if isinstance(e, torch.Tensor) else None for e in elements]
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the storage, definition 1."""
-    return tensor.untyped_storage()._cdata
 
 
 @dataclass
@@ -278,18 +270,10 @@ def _live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
     return _ancestors([*roots, *kept])
 
 
-def _updates(graph: fx.Graph, count: int) -> dict[int, object]:
-    """Positions of the forward outputs that are new values of inputs, and AOTAutograd's description of the input."""
-    output_node = next(iter(graph.find_nodes(op="output")))
-    descriptions = list(output_node.meta.get("desc") or [])[:count]
-    inputs = {position: getattr(each, "mutated_input", None) for position, each in enumerate(descriptions)}
-    return {position: mutated for position, mutated in inputs.items() if mutated is not None}
-
-
 def _mutated_placeholders(graph: fx.Graph, descriptions: Iterable[object]) -> frozenset[fx.Node]:
     """The placeholders that ``descriptions`` are of."""
     names = set(descriptions)
-    found = [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in names]
+    found = [n for n in graph.find_nodes(op="placeholder") if description_of(n) in names]
     if len(found) != len(names):
         raise InternalError("a mutated input of the captured step has no placeholder")
     return frozenset(found)
@@ -348,7 +332,7 @@ def read_joint(
     fill_uninitialised(graph)
     joint = _read(graph, forward_output_count, name, granularity_bytes, context, target)
     program = joint.program
-    new_values = [joint.outputs[p] for p in _updates(graph, forward_output_count)]
+    new_values = [joint.outputs[p] for p in mutated_inputs(graph, forward_output_count)]
     held = set(program.forward_outputs) - set(joint.returned)
     held -= {b for op in program.ops for b in op.outputs[len(op.outputs) - op.once :]}
     copied = [n for n in new_values if isinstance(n, fx.Node) and joint.buffer_of.get(n) in held]
@@ -370,7 +354,7 @@ def _read(
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
     forward_live = _ancestors(forward_roots)
     live = _live_nodes(graph, [n for n in outputs if isinstance(n, fx.Node)])
-    updates = _updates(graph, forward_output_count)
+    updates = mutated_inputs(graph, forward_output_count)
     mutated = _mutated_placeholders(graph, updates.values())
     mutated_storages = frozenset(storage_key(n.meta["val"]) for n in mutated)
     reader = _Reader(graph, granularity_bytes, live, target)

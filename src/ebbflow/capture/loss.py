@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ebbflow.errors import CaptureError
+from ebbflow.torch_seams import trees as pytree
 
 __all__ = ["guarded", "loss_only"]
 

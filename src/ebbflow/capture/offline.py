@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from ebbflow.capture.cuda.kernels import rename_stand_ins
 from ebbflow.capture.joint import Captured, read_joint
 from ebbflow.capture.trace import compile_step, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.fake_tensors import FakeTensor, FakeTensorMode, mode_of
+from ebbflow.torch_seams.storages import buffer_table, parameter_table
 
 __all__ = ["capture"]
 
@@ -103,7 +104,7 @@ def _as_fake(
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
     if fake is not None:
-        return model, args, kwargs, fake.fake_mode
+        return model, args, kwargs, mode_of(fake)
     if not any(t.is_meta for t in tensors):
         return model, args, kwargs, contextlib.nullcontext()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -121,7 +122,7 @@ def _as_fake(
 
     twin_model = copy.deepcopy(model)
     for module in twin_model.modules():
-        for table in (module._parameters, module._buffers):
+        for table in (parameter_table(module), buffer_table(module)):
             for key, tensor in table.items():
                 if tensor is not None:
                     table[key] = on_cpu(tensor)  # type: ignore[assignment]

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from ebbflow.torch_seams.graphs import module_stack_of, stack_trace_of
+
 __all__ = ["module_of", "source_of"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -17,7 +19,7 @@ _CAPTURE = str(Path(__file__).parent)
 
 def source_of(node: fx.Node) -> str:
     """``file:line`` of the innermost frame outside torch, of any frame but the capture's own without one, or ``""``."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = _FRAME.findall(stack_trace_of(node))
     frames = [f for f in frames if not f[0].startswith(_CAPTURE)]
     user = [f for f in frames if not f[0].startswith(_TORCH)] or frames
     return f"{Path(user[-1][0]).name}:{user[-1][1]}" if user else ""
@@ -25,8 +27,7 @@ def source_of(node: fx.Node) -> str:
 
 def module_of(node: fx.Node) -> str:
     """Path of the innermost module whose forward issued the node, or ``""``."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
+    paths = [path for path, _ in module_stack_of(node).values()]
     if not paths:
         return ""
     return re.sub(r"L\['\w+'\]\.?|_modules\['(\w+)'\]", lambda m: m[1] or "", paths[-1]).strip(".")

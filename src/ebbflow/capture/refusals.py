@@ -19,6 +19,7 @@ import torch
 
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.faults import in_own_frames, innermost, internal, is_own
+from ebbflow.torch_seams.dynamo import inner_exception
 
 __all__ = ["ours_inside", "refusal"]
 
@@ -102,8 +103,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while each is not None and id(each) not in seen:
         seen.add(id(each))
         yield each
-        inner = getattr(each, "inner_exception", None)
-        each = inner if isinstance(inner, BaseException) and inner is not each else each.__cause__
+        each = inner_exception(each) or each.__cause__
 
 
 def _capture_error(place: _Place | None, why: str, remedy: str) -> CaptureError:
@@ -141,7 +141,7 @@ def _place_of(text: str, frame: re.Match[str]) -> _Place:
 def _what(error: BaseException) -> str:
     """What torch says is wrong, without its internals; ends with a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    inner = getattr(error, "inner_exception", None)
+    inner = inner_exception(error)
     if inner is not None:
         first = str(inner).strip().partition("\n")[0]
         what = f"{type(inner).__name__}: {first}"

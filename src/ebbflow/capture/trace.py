@@ -11,7 +11,6 @@ only reads a plan or mistypes a budget has no need of them.
 from __future__ import annotations
 
 import itertools
-import logging
 import types
 import warnings
 import weakref
@@ -21,15 +20,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._C._dynamo.eval_frame import reset_code
-from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
-from torch.utils import _pytree as pytree
 
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only
@@ -38,6 +28,12 @@ from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
+from ebbflow.torch_seams.dynamo import capture_error_type, forget_compiled, one_graph_settings
+from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, LIMITS, FakeTensorMode, quiet_log
+from ebbflow.torch_seams.graphs import data_dependent_guard_type
+from ebbflow.torch_seams.versions import require_supported_torch
 
 __all__ = ["Partitioner", "capture_settings", "compile_step", "forget_step", "translated_errors"]
 
@@ -72,7 +68,7 @@ def _fresh_step() -> Callable[..., Any]:
     return types.FunctionType(_template.__code__.replace(co_name=name), globals(), name)
 
 
-def _no_inference_graph(graph: fx.GraphModule, _: Any) -> Any:
+def _no_inference_graph(graph: fx.GraphModule) -> Any:
     raise CaptureError(
         "the step needs no gradient: no parameter that requires one takes part in it",
         remedy="call the model under torch.no_grad(), which runs unplanned, or unfreeze a parameter",
@@ -89,11 +85,13 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
     Args:
         partitioner: what makes the two graphs.
         elsewhere: whether CPU tensors are traced for a CUDA device.
-        symbolic: whether sizes that are marked as changing (``torch._dynamo.maybe_mark_dynamic``) are symbols;
+        symbolic: whether sizes that are marked as changing (``torch_seams.dynamo.sizes_as_symbols``) are symbols;
             all others are numbers.
-    """
-    from torch._dynamo.backends.common import aot_autograd
 
+    Raises:
+        CaptureError: on a release of torch that is not supported.
+    """
+    require_supported_torch()
     held = weakref.ref(partitioner)
 
     def kept() -> Partitioner:
@@ -101,14 +99,11 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         assert alive is not None, "the partitioner is gone"
         return alive
 
-    def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        return kept().partition(joint, num_fwd_outputs)
-
-    planned = aot_autograd(
-        fw_compiler=lambda graph, _: kept().forward_callable(graph),
-        bw_compiler=lambda graph, _: kept().backward_callable(graph),
-        inference_compiler=_no_inference_graph,
-        partition_fn=partition,
+    planned = two_graph_backend(
+        partition=lambda joint, forward_output_count: kept().partition(joint, forward_output_count),
+        forward_callable=lambda graph: kept().forward_callable(graph),
+        backward_callable=lambda graph: kept().backward_callable(graph),
+        inference_callable=_no_inference_graph,
     )
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -122,14 +117,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
 
 def forget_step(step: Callable[..., Any]) -> None:
     """Free what Dynamo keeps for a function of :func:`compile_step`, which it would keep until the process ends."""
-    reset_code(step._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
-
-
-def _messages() -> set[Any]:
-    """Logging and warnings, which a captured step leaves out: they would break its graph. ``print`` is refused."""
-    levels = ("debug", "info", "warning", "error", "critical", "exception", "log")
-    logger = [getattr(logging.Logger, name) for name in dir(logging.Logger) if name in levels or name.endswith("_once")]
-    return {warnings.warn, *logger}
+    forget_compiled(step)
 
 
 @contextmanager
@@ -137,22 +125,11 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
     """Settings under which a step is captured; ``here`` if it is for this machine, whose kernels may then be asked.
 
     ``cuda`` is the compute capability of the CUDA device for which a step of CPU tensors is traced, if it is.
-
-    AOTAutograd's cache does not know our partitioner; an automatic dynamic shape has no bytes; stub graphs save
-    nothing, so nothing is donated and ``retain_graph`` works; without ``allow_rnn`` Dynamo refuses the recurrent
-    modules that ``capture/rules/recurrent.py`` unrolls.
     """
-    from torch._dynamo import config as dynamo_config
-
     with (
         warnings.catch_warnings(),
-        functorch_config.patch(donated_buffer=True, enable_autograd_cache=False),
-        dynamo_config.patch(
-            automatic_dynamic_shapes=False,
-            assume_static_by_default=True,
-            ignore_logger_methods=_messages(),
-            allow_rnn=True,
-        ),
+        joint_graph_settings(),
+        one_graph_settings(),
         true_layouts() if here else nullcontext(),
         dropout_as_eager() if here else nullcontext(),
         nullcontext() if cuda is None else cuda_kernels(cuda),
@@ -190,15 +167,10 @@ def translated_errors(
         InternalError: for a fault of ours.
         Exception: the user's own, unchanged, where the model itself raises.
     """
-    from torch._dynamo.exc import TorchDynamoException
-
-    # What goes wrong on fake tensors is raised; torch would log it as well, with its own frames.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
     try:
-        with capture_settings(here, cuda):
+        with quiet_log(), capture_settings(here, cuda):
             yield
-    except (TorchDynamoException, *_data_dependent()) as error:
+    except (capture_error_type(), *_data_dependent()) as error:
         ours = ours_inside(error)
         if ours is not None:
             raise ours from ours.__cause__
@@ -211,15 +183,11 @@ def translated_errors(
             raise theirs from None
         found = refusal(error, packed)
         raise found from found.__cause__ or error
-    finally:
-        log.disabled = disabled
 
 
 def _data_dependent() -> tuple[type[Exception], ...]:
     """What torch raises where a size or a number depends on data, also where Dynamo does not wrap it."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
+    return (*DATA_DEPENDENT, data_dependent_guard_type())
 
 
 def _exception_of_the_model(
@@ -227,7 +195,7 @@ def _exception_of_the_model(
 ) -> Exception | None:
     """What the model itself raises on these arguments, found out on fake tensors: no memory, no side effects."""
     # What fake tensors raise where real ones would not: the model itself is not to blame.
-    limits = (UnsupportedFakeTensorException, *_data_dependent())
+    limits = (*LIMITS, data_dependent_guard_type())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(value: object) -> object:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
+
 __all__ = ["draws_random", "generator_state_bytes", "has_effect", "is_rerunnable", "keeps_storage"]
 
 # Arguments that make an op tagged as seeded draw nothing: attention with dropout probability 0 carries the tag too.
@@ -57,8 +59,8 @@ def keeps_storage(node: fx.Node) -> bool:
     return node.target in _KEEPING_STORAGE
 
 
-def _overload(node: fx.Node) -> torch._ops.OpOverload | None:
-    return node.target if isinstance(node.target, torch._ops.OpOverload) else None
+def _overload(node: fx.Node) -> OpOverload | None:
+    return node.target if isinstance(node.target, OpOverload) else None
 
 
 def draws_random(node: fx.Node) -> bool:
@@ -66,9 +68,9 @@ def draws_random(node: fx.Node) -> bool:
     overload = _overload(node)
     if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
         return False
-    if any(argument.name == "philox_seed" for argument in overload._schema.arguments):
+    if any(argument.name == "philox_seed" for argument in schema_of(overload).arguments):
         return False  # a backward that is given what its forward drew from
-    for position, argument in enumerate(overload._schema.arguments):
+    for position, argument in enumerate(schema_of(overload).arguments):
         if argument.name in _PROBABILITY_ARGUMENTS:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             given = argument.default_value if given is None else given
@@ -93,7 +95,7 @@ def has_effect(node: fx.Node) -> bool:
     overload = _overload(node)
     if overload is None:
         return node.op == "call_function" and bool(getattr(node.target, "has_side_effect", False))
-    return overload._schema.is_mutable or overload.namespace in _EFFECTS
+    return schema_of(overload).is_mutable or overload.namespace in _EFFECTS
 
 
 def _runs_on_cuda(node: fx.Node, target: str | None) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+from ebbflow.torch_seams.fake_tensors import FakeTensorMode
 
 __all__ = ["without_memory"]
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from ebbflow.torch_seams import trees as pytree
 
 __all__ = ["Call", "TensorSpec", "call_of", "call_with", "extent_of", "same_strides"]
 

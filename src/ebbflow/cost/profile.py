@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbflow.cost.call import Call, TensorSpec, same_strides
 from ebbflow.measurement.cpu_allocations import AllocationRecorder
 from ebbflow.measurement.peak import peak_above
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.fake_tensors import without_modes
 
 __all__ = ["Cost", "UnexpectedResult", "profile_calls", "run_alone"]
 
@@ -170,7 +170,7 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     costs: dict[str, Cost] = {}
     measure_one = _profile_on_cuda if device == "cuda" else _profile_on_cpu
     # Capture traces under a fake-tensor mode, which would otherwise answer in place of the kernels.
-    with _disable_current_modes(), torch.random.fork_rng(), torch.no_grad():
+    with without_modes(), torch.random.fork_rng(), torch.no_grad():
         for call in calls:
             if call.signature not in costs:
                 costs[call.signature] = measure_one(call)

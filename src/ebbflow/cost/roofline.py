@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from ebbflow.cost.call import Call, TensorSpec
 from ebbflow.step.machine import Machine
+from ebbflow.torch_seams.dispatcher import flop_registry, sdpa_backward_flop, sdpa_flop
 
 __all__ = ["flops_of", "roofline_seconds", "traffic_bytes"]
 

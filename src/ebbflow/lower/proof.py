@@ -32,6 +32,7 @@ from ebbflow.errors import InternalError
 from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
 from ebbflow.lower.lowering import STATE_OF, Lowered
 from ebbflow.lower.targets import read_state, replay
+from ebbflow.torch_seams.dispatcher import schema_of
 
 __all__ = ["ProofError", "prove"]
 
@@ -173,7 +174,7 @@ class _Proof:
         _require(self.index_of[claim] in self.ran, f"{node} repeats {claim} before its first run")
         args, kwargs = repeated_arguments(claim)
         _require(self._congruent((node.args, node.kwargs), (args, kwargs)), f"{node} repeats {claim} otherwise")
-        elements = len(node.target._schema.returns)  # type: ignore[union-attr]
+        elements = len(schema_of(node.target).returns)  # type: ignore[union-attr]
         for user in node.users:
             taken = user.args[1] if user.target is operator.getitem else None
             _require(isinstance(taken, int) and taken < elements, f"{user} takes {taken} from {node}")

@@ -9,11 +9,9 @@ window (its table of sizes outlives a window), so levels are relative to the win
 from __future__ import annotations
 
 import atexit
-import os
 from dataclasses import dataclass
-from typing import Any
 
-from torch.autograd import profiler
+from ebbflow.torch_seams.profiler import AllocationProfile, profiler_active
 
 __all__ = ["AllocationEvent", "AllocationRecorder", "profiler_active"]
 
@@ -31,11 +29,6 @@ class AllocationEvent:
     bytes: int
 
 
-def profiler_active() -> bool:
-    """Whether somebody's profiler runs already; a second one must not be started."""
-    return profiler._is_profiler_enabled
-
-
 class AllocationRecorder:
     """Records allocation events between :meth:`start` and :meth:`stop`.
 
@@ -50,9 +43,7 @@ class AllocationRecorder:
     """
 
     def __init__(self, known: dict[int, int] | None = None) -> None:
-        # Kineto writes a line to standard error at every start and stop below this level; it reads it once.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        self._profile = profiler.profile(use_cpu=True, profile_memory=True, use_kineto=True)
+        self._profile = AllocationProfile()
         self.live: dict[int, int] = dict(known or {})
 
     def start(self) -> None:
@@ -63,25 +54,15 @@ class AllocationRecorder:
         """
         if profiler_active():
             raise RuntimeError("a profiler is active; allocations cannot be recorded at the same time")
-        self._profile.__enter__()
+        self._profile.start()
         atexit.register(self._close)  # a profiler that is open when the process ends takes it down
 
     def stop(self) -> list[AllocationEvent]:
         """End recording; the events in order of time."""
         atexit.unregister(self._close)
         self._close()
-        results = self._profile.kineto_results
-        assert results is not None
-        found: list[tuple[int, int, int]] = []
-        stack: list[Any] = list(results.experimental_event_tree())
-        while stack:
-            event = stack.pop()
-            if event.tag.name == "Allocation":
-                found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-            stack.extend(event.children)
-        found.sort(key=lambda row: row[0])
         events: list[AllocationEvent] = []
-        for time_ns, pointer, size in found:
+        for time_ns, pointer, size in self._profile.events():
             if size > 0:
                 self.live[pointer] = size
                 events.append(AllocationEvent(time_ns, size))
@@ -90,4 +71,4 @@ class AllocationRecorder:
         return events
 
     def _close(self) -> None:
-        self._profile.__exit__(None, None, None)
+        self._profile.stop()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbflow.errors import UsageError
 from ebbflow.measurement.resident import resident_bytes
+from ebbflow.torch_seams.fake_tensors import without_modes
 
 __all__ = ["future_state_bytes"]
 
@@ -36,7 +36,7 @@ def future_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _state_bytes(kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter) -> int:
-    with _disable_current_modes():  # a capture traces under a fake-tensor mode, in which no state takes bytes
+    with without_modes():  # a capture traces under a fake-tensor mode, in which no state takes bytes
         stand_in = torch.nn.Parameter(torch.zeros_like(like, requires_grad=False))
         stand_in.grad = torch.zeros_like(stand_in)
         try:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from ebbflow.torch_seams.storages import buffer_table, module_table, parameter_table, storage_key
+
 __all__ = ["device_of", "resident_bytes", "start_bytes", "tensors_in"]
 
 
@@ -40,13 +42,13 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     open_modules = [module]
     while open_modules:
         each = open_modules.pop()
-        for parameter in each._parameters.values():
+        for parameter in parameter_table(each).values():
             if parameter is not None:
                 yield parameter
                 if parameter.grad is not None:
                     yield parameter.grad
-        yield from (buffer for buffer in each._buffers.values() if buffer is not None)
-        for child in each._modules.values():
+        yield from (buffer for buffer in buffer_table(each).values() if buffer is not None)
+        for child in module_table(each).values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 open_modules.append(child)
@@ -56,8 +58,7 @@ def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
     """Bytes of the distinct storages reachable from ``roots``, each rounded up to ``granularity_bytes``."""
     sizes: dict[int, int] = {}
     for tensor in tensors_in(list(roots)):
-        storage = tensor.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
+        sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
     return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes.values())
 
 

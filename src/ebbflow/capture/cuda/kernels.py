@@ -22,15 +22,20 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import _meta_registrations, fx
-from torch._C import DispatchKey
-from torch._ops import OpOverload
-from torch._prims_common import get_computation_dtype, suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import fx
 
 from ebbflow.capture.cuda.attention import Attention, attention_as_on_cuda
-from ebbflow.capture.rules.dropout import kernels
 from ebbflow.errors import CaptureError
+from ebbflow.torch_seams.dispatcher import (
+    OpOverload,
+    composite,
+    device_hint_is,
+    enters_autocast,
+    get_computation_dtype,
+    suggest_memory_format,
+    traced_as,
+)
+from ebbflow.torch_seams.fake_tensors import Dispatch, FakeTensor, FakeTensorMode, described_by, fake_device
 
 __all__ = ["cuda_kernels", "refuse_autocast", "rename_stand_ins"]
 
@@ -70,9 +75,9 @@ def cuda_kernels(capability: tuple[int, int]) -> Iterator[None]:
     }
     with ExitStack() as stack:
         for op, kernel in composites.items():
-            stack.enter_context(kernels(op, kernel))
-        stack.enter_context(_hint_of_cuda())
-        stack.enter_context(_results_of_cuda())
+            stack.enter_context(traced_as(op, lambda _, kernel=kernel: kernel))
+        stack.enter_context(device_hint_is("cuda"))  # definition 3
+        stack.enter_context(described_by(_results_of_cuda))
         yield
 
 
@@ -96,8 +101,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     same_dtype = weight is None or weight.dtype == input.dtype
     if suggest_memory_format(input) in _CHANNELS_LAST or not input.is_floating_point() or not same_dtype:
-        composite = DispatchKey.CompositeImplicitAutograd
-        return _aten.rms_norm.default._op_dk(composite, input, normalized_shape, weight, eps)
+        return composite(_aten.rms_norm.default, input, normalized_shape, weight, eps)
     return fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
 
 
@@ -227,7 +231,7 @@ def refuse_autocast(graph: fx.GraphModule) -> None:
         CaptureError: with what would work.
     """
     for node in graph.graph.nodes:
-        if getattr(node.target, "__name__", "") == "_enter_autocast" and node.args[0] == "cuda":
+        if enters_autocast(node) == "cuda":
             raise CaptureError(
                 "the step turns on torch.autocast('cuda'), which does nothing to the CPU tensors that a step for a "
                 "machine elsewhere is captured with: its bytes would be those of the full width. For an estimate, "
@@ -266,42 +270,19 @@ _RESULTS: dict[OpOverload, Callable[..., list[tuple[Sequence[int], Any]]]] = {
 }
 
 
-@contextmanager
-def _hint_of_cuda() -> Iterator[None]:
-    """While open, torch's own descriptions that ask for the device hear CUDA (definition 3)."""
-
-    def hint(_: torch.Tensor) -> str:
-        return "cuda"
-
-    described = _meta_registrations.device_hint
-    _meta_registrations.device_hint = hint
-    try:
-        yield
-    finally:
-        _meta_registrations.device_hint = described
-
-
-@contextmanager
-def _results_of_cuda() -> Iterator[None]:
-    """While open, fake tensors of this process have the shapes and dtypes that CUDA's kernels give."""
-    described = FakeTensorMode._dispatch_impl
+def _results_of_cuda(described: Dispatch) -> Dispatch:
+    """Descriptions whose results have the shapes and dtypes that CUDA's kernels give (definition 2)."""
 
     def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = described(mode, func, types, args, kwargs)
         if func not in _RESULTS or result is NotImplemented:
             return result
-        results: list[Any] = list(result)  # type: ignore[arg-type]
+        results: list[Any] = list(result)
         for position, (shape, dtype) in enumerate(_RESULTS[func](func, args, results)):
             given = results[position]
             if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
                 with mode:
-                    results[position] = torch.empty(tuple(shape), dtype=dtype, device=given.fake_device)
+                    results[position] = torch.empty(tuple(shape), dtype=dtype, device=fake_device(given))
         return tuple(results)
 
-    FakeTensorMode.cache_clear()  # what it knows was described for CPU
-    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FakeTensorMode._dispatch_impl = described  # type: ignore[method-assign]
-        FakeTensorMode.cache_clear()
+    return dispatch

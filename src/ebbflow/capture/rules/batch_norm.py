@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.torch_seams.dispatcher import OpOverload
+
 __all__ = ["RUNNING_STATISTICS", "drop_ignored_reads", "repeat_of", "repeated_arguments"]
 
 _aten = torch.ops.aten
@@ -35,7 +37,7 @@ def drop_ignored_reads(graph: fx.Graph) -> None:
             node.update_arg(_RUNNING_VAR, None)
 
 
-def repeat_of(node: fx.Node) -> torch._ops.OpOverload | None:
+def repeat_of(node: fx.Node) -> OpOverload | None:
     """What a rerun of ``node`` calls in place of its target by fact 1; ``None`` if nothing else.
 
     Only where the running statistics are inputs of the step, so that nobody but the boundary wants their new values.

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from ebbflow.torch_seams.fake_tensors import mode_of
+
 __all__ = ["insert_copy_back"]
 
 
@@ -35,5 +37,5 @@ def insert_copy_back(graph: fx.Graph, values: Iterable[fx.Node], last: fx.Node) 
     with graph.inserting_after(after):
         node = graph.call_function(torch.ops.ebbflow.copy_back.default, (read,))
     first = read[0].meta["val"]
-    with first.fake_mode:
+    with mode_of(first):
         node.meta["val"] = first.new_empty(0)

@@ -13,31 +13,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch._C import DispatchKey
-from torch._ops import OpOverload
 
-__all__ = ["dropout_as_eager", "kernels"]
+from ebbflow.torch_seams.dispatcher import traced_as
+
+__all__ = ["dropout_as_eager"]
 
 _aten = torch.ops.aten
-_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @contextmanager
 def dropout_as_eager() -> Iterator[None]:
     """While open, a traced dropout of a CPU tensor is that of ``aten/src/ATen/native/Dropout.cpp``."""
-    described = _aten.dropout.default.py_kernels[DispatchKey.Autograd]
+    with traced_as(_aten.dropout.default, _dropout), traced_as(_aten.dropout_.default, _dropout_in_place):
+        yield
 
+
+def _dropout(described: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if not _is_ours(input):
             return described(input, p, train)
         return input * _noise(input, p) if train and p != 0 and input.numel() else input
 
+    return dropout
+
+
+def _dropout_in_place(_: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def dropout_(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         # In place eager has no fused call on any device.
         return input.mul_(_noise(input, p)) if train and p != 0 and input.numel() else input
 
-    with kernels(_aten.dropout.default, dropout), kernels(_aten.dropout_.default, dropout_):
-        yield
+    return dropout_
 
 
 def _is_ours(input: torch.Tensor) -> bool:
@@ -66,17 +71,3 @@ def _draw_bytes(input: torch.Tensor, keep: float) -> torch.Tensor:
     order = sorted(range(input.dim()), key=lambda d: (-unwritten.stride(d), d))
     drawn = torch.ops.aten.bernoulli.p(unwritten.permute(order), keep)
     return drawn.permute([order.index(d) for d in range(input.dim())])
-
-
-@contextmanager
-def kernels(op: OpOverload, kernel: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """While open, ``kernel`` is what torch traces for ``op``."""
-    before = dict(op.py_kernels)
-    op.py_kernels.update(dict.fromkeys(_KEYS, kernel))
-    op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        op.py_kernels.clear()
-        op.py_kernels.update(before)
-        op._dispatch_cache.clear()

@@ -17,21 +17,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ebbflow.cost.call import call_with, same_strides
 from ebbflow.cost.profile import run_alone
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.dispatcher import OpOverload, is_composite, schema_of
+from ebbflow.torch_seams.fake_tensors import (
+    Dispatch,
+    FakeTensor,
+    FakeTensorMode,
+    described_by,
+    fake_device,
+    has_symbolic_sizes,
+    without_modes,
+)
 
 __all__ = ["true_layouts"]
 
 _aten = torch.ops.aten
 # Their results are contiguous whatever the arguments' strides are; as the longest ops they are not worth a run.
 _MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _Strides = tuple[tuple[int, ...] | None, ...]
 _measured: dict[str, _Strides] = {}
@@ -40,9 +45,9 @@ _measured: dict[str, _Strides] = {}
 def _is_suspect(func: object, tensors: list[FakeTensor]) -> bool:
     if not isinstance(func, OpOverload) or func in _MATRIX_PRODUCTS or func.namespace == "prims":
         return False
-    if func._schema.is_mutable or func.is_view or func.has_kernel_for_dispatch_key(_COMPOSITE):
+    if schema_of(func).is_mutable or func.is_view or is_composite(func):
         return False
-    if any(t._has_symbolic_sizes_strides or not _is_here(t.fake_device) for t in tensors):
+    if any(has_symbolic_sizes(t) or not _is_here(fake_device(t)) for t in tensors):
         return False
     return any(not t.is_contiguous() and t.numel() for t in tensors)
 
@@ -56,7 +61,7 @@ def _true_strides(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     call = call_with(func, args, kwargs, ())
     if call.signature not in _measured:
         try:
-            with _disable_current_modes():
+            with without_modes():
                 reals = pytree.tree_leaves(run_alone(call))
         except Exception:  # a kernel may refuse synthetic inputs; then the description stands
             reals = []
@@ -74,15 +79,19 @@ def _corrected(mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any, r
         if not same_strides(fake.shape, fake.stride(), strides):
             with mode:
                 fakes[position] = torch.empty_strided(
-                    fake.shape, strides, dtype=fake.dtype, device=fake.fake_device, requires_grad=fake.requires_grad
+                    fake.shape, strides, dtype=fake.dtype, device=fake_device(fake), requires_grad=fake.requires_grad
                 )
     return pytree.tree_unflatten(fakes, spec)
 
 
 @contextmanager
 def true_layouts() -> Iterator[None]:
-    """While open, fake tensors of this process have the strides that the kernels give."""
-    described = FakeTensorMode._dispatch_impl
+    """While open, fake tensors of this thread have the strides that the kernels give."""
+    with described_by(_measured_where_suspect):
+        yield
+
+
+def _measured_where_suspect(described: Dispatch) -> Dispatch:
     inside: list[FakeTensorMode] = []  # a decomposition calls further ops, which nobody else sees
 
     def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -96,9 +105,4 @@ def true_layouts() -> Iterator[None]:
         finally:
             inside.pop()
 
-    FakeTensorMode.cache_clear()  # what it knows was described
-    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FakeTensorMode._dispatch_impl = described  # type: ignore[method-assign]
+    return dispatch

@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+
+from ebbflow.torch_seams import trees as pytree
 
 __all__ = ["packed_sequence_refusal", "unroll_recurrent"]
 

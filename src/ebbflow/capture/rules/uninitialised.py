@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ebbflow.torch_seams.fake_tensors import mode_of
+
 __all__ = ["fill_uninitialised"]
 
 _aten = torch.ops.aten
@@ -32,7 +34,7 @@ def fill_uninitialised(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             value = node.meta["val"]
             order = sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
-            with value.fake_mode:
+            with mode_of(value):
                 dense = value.permute(order)
             if not dense.is_contiguous():
                 continue

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from ebbflow.errors import CaptureError
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.fake_tensors import FakeTensorMode
+from ebbflow.torch_seams.graphs import expression_of
+from ebbflow.torch_seams.storages import storage_key
 
 if TYPE_CHECKING:
     import sympy
@@ -58,7 +60,7 @@ def _values(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[Any, sympy.Intege
 
     found: dict[Any, sympy.Integer] = {}
     for node in size_inputs(graph):
-        symbol = node.meta["val"].node.expr
+        symbol: Any = expression_of(node.meta["val"])
         if not symbol.is_Symbol or found.setdefault(symbol, sympy.Integer(sizes[node.name])) != sizes[node.name]:
             raise NotAtTheseSizes(f"the size {node.name} of the captured step is {symbol}")
     return found
@@ -101,7 +103,7 @@ class _Writer:
     def _input(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return self._number(value)
-        key = value.untyped_storage()._cdata
+        key = storage_key(value)
         if key in self._storages:
             raise NotAtTheseSizes("two inputs of the step share memory")
         self._storages.add(key)
@@ -146,9 +148,7 @@ class _Writer:
     def _number(self, value: Any) -> Any:
         if not isinstance(value, torch.SymInt):
             return value
-        import sympy
-
-        exact = sympy.sympify(value.node.expr).xreplace(self._values)
+        exact: Any = expression_of(value).xreplace(self._values)
         if not exact.is_Integer:
             raise NotAtTheseSizes(f"a size of the captured step is {exact}")
         return int(exact)

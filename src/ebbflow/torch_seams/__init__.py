@@ -1,0 +1,13 @@
+"""Every private or half-private name of torch that Ebbflow uses, and nothing else knows one.
+
+Torch promises nothing about a name that begins with an underscore or lies in a module that does, about attributes of
+its internal classes, or about what its compiler writes on nodes. Ebbflow needs some of them. Each is used here only, by
+a function or class that says what is relied on and how torch's versions differ; ``canaries.py`` exercises each; and
+whatever replaces something of torch for a while does so by ``patches.py``, which always puts it back.
+
+Operators (``torch.ops.aten._softmax``) are not among these names: a captured graph consists of them, and programs and
+plans name them. Nor is ``node.meta["val"]``, which torch.export documents; a canary exercises it all the same.
+
+What was compared: torch 2.13.0 as installed, its sources against those of 2.11.0 (reports of two earlier studies) and
+of 2.14.1. Where a docstring says nothing about versions, no difference is known.
+"""

@@ -1,0 +1,111 @@
+"""AOTAutograd: from Dynamo's graph to a joint graph of forward and backward, cut in two by whom we name.
+
+Relied on, the same in 2.11 and 2.13 (docs/adr/0001; ``torch/_functorch/_aot_autograd/`` itself changed by thousands
+of lines between them, so nothing is imported from there):
+1. The partitioner gets the joint graph as a module and the count of forward outputs; ``node.meta["val"]`` is the fake
+   value; placeholders of the forward come first and those of the backward are called ``tangents_1`` and on.
+2. What the two compilers return is called with one list if it says so by ``_boxed_call``, and may empty it.
+3. The forward returns its outputs and then what it saves: as many tensors as it likes, then sizes. The backward
+   takes sizes, then tensors, then tangents, and returns one value per primal, ``None`` where there is no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import fx
+
+from ebbflow.torch_seams.patches import Setting, patched
+
+__all__ = [
+    "boxed",
+    "description_of",
+    "is_tangent",
+    "joint_graph_settings",
+    "mutated_inputs",
+    "two_graph_backend",
+]
+
+Boxed = Callable[[list[Any]], Any]
+
+
+def two_graph_backend(
+    *,
+    partition: Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]],
+    forward_callable: Callable[[fx.GraphModule], Boxed],
+    backward_callable: Callable[[fx.GraphModule], Boxed],
+    inference_callable: Callable[[fx.GraphModule], Boxed],
+) -> Callable[[fx.GraphModule, Any], Any]:
+    """A backend of ``torch.compile`` that gives its joint graph to ``partition``; no operator is decomposed.
+
+    Args:
+        partition: from the joint graph and the count of forward outputs to a forward and a backward graph.
+        forward_callable: from the forward graph to what runs it.
+        backward_callable: from the backward graph to what runs it.
+        inference_callable: from a graph in which nothing takes a gradient to what runs it.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    def partition_fn(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        return partition(joint, num_fwd_outputs)
+
+    return aot_autograd(
+        fw_compiler=lambda graph, _: forward_callable(graph),
+        bw_compiler=lambda graph, _: backward_callable(graph),
+        inference_compiler=lambda graph, _: inference_callable(graph),
+        partition_fn=partition_fn,
+    )
+
+
+@contextmanager
+def joint_graph_settings() -> Iterator[None]:
+    """While open, this thread's captures are ours alone.
+
+    - ``enable_autograd_cache`` off: AOTAutograd's cache does not know our partitioner.
+    - ``donated_buffer`` on: what the backward may destroy is listed at the capture, by what the stub of the forward
+      saves. Stubs save nothing, so the list is empty and ``retain_graph`` works; with the setting off there is no list,
+      and torch, which reads the setting anew at the backward, takes that for something donated.
+    """
+    from torch._functorch import config
+
+    values = {"donated_buffer": True, "enable_autograd_cache": False}
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(patched(Setting(config, name), value))
+        yield
+
+
+def boxed(function: Boxed) -> Boxed:
+    """``function`` as AOTAutograd wants it: told by ``_boxed_call`` that it takes one list and empties it."""
+
+    def run(args: list[Any]) -> Any:
+        return function(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of the joint graph belongs to the backward; AOTAutograd names it so."""
+    return str(node.target).startswith("tangents")
+
+
+def description_of(node: fx.Node) -> object | None:
+    """What AOTAutograd says of a placeholder of the joint graph; ``None`` if it says nothing.
+
+    An instance of a frozen class of ``torch/_functorch/_aot_autograd/descriptors.py``, to be compared with others.
+    """
+    return node.meta.get("desc")
+
+
+def mutated_inputs(graph: fx.Graph, forward_output_count: int) -> dict[int, object]:
+    """Positions of the forward outputs that are new values of inputs, and :func:`description_of` that input.
+
+    The output node has a list of descriptions, forward outputs first; those of new values have ``mutated_input``.
+    """
+    (output_node,) = graph.find_nodes(op="output")
+    descriptions = list(output_node.meta.get("desc") or [])[:forward_output_count]
+    inputs = {position: getattr(each, "mutated_input", None) for position, each in enumerate(descriptions)}
+    return {position: mutated for position, mutated in inputs.items() if mutated is not None}

@@ -1,0 +1,96 @@
+"""Autograd's running state: which backward runs, which hooks are on, and when a backward has returned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import MethodType, TracebackType
+from typing import Any
+
+import torch
+
+from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
+
+__all__ = ["BackwardWatch", "current_graph_task_id", "has_saved_tensor_hooks", "in_backward", "is_function_node"]
+
+_ENTRIES = ("backward", "grad")  # of torch.autograd; Tensor.backward calls the first
+
+
+def current_graph_task_id() -> int:
+    """The number of the backward that runs on this thread, another for each; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward: so is the recomputation of a non-reentrant checkpoint."""
+    return current_graph_task_id() != -1
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether default hooks for saved tensors are on, on this thread.
+
+    ``torch.autograd.graph.saved_tensors_hooks`` sets them, and so do ``save_on_cpu`` and non-reentrant checkpoint. The
+    argument of torch's own question says to answer also while a graph is traced.
+    """
+    return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+
+def is_function_node(node: object) -> bool:
+    """Whether a node of autograd's graph belongs to a ``torch.autograd.Function``, as AOTAutograd's steps do."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+class BackwardWatch(AbstractContextManager["BackwardWatch"]):
+    """While open, is told whenever ``torch.autograd.backward`` or ``torch.autograd.grad`` returns or raises.
+
+    Both are wrapped by patches, on all threads, because a training loop may call them anywhere; ``Tensor.backward``
+    calls the first. It may be closed from inside ``tell``, and it is closed when it is garbage.
+
+    Args:
+        tell: called without arguments. A bound method is held weakly, so that its object may own the watch and both
+            may be garbage together.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        called: Callable[[], Callable[[], None] | None]
+        called = weakref.WeakMethod(tell) if isinstance(tell, MethodType) else lambda: tell
+
+        def make(below: Callable[..., Any]) -> Callable[..., Any]:
+            def entry(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return below(*args, **kwargs)
+                finally:
+                    alive = called()
+                    if alive is not None:
+                        alive()
+
+            return entry
+
+        self._patches: list[Patch] = [wrapped(Attribute(torch.autograd, name), make) for name in _ENTRIES]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is told."""
+        return any(patch.is_open for patch in self._patches)
+
+    def open(self) -> None:
+        """Begin."""
+        with ExitStack() as stack:
+            for patch in self._patches:
+                stack.enter_context(patch)
+            stack.pop_all()
+
+    def close(self) -> None:
+        """End; does nothing if it is not open."""
+        for patch in self._patches:
+            patch.close()
+
+    def __enter__(self) -> BackwardWatch:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,265 @@
+"""The canaries of the compiler: what Dynamo and AOTAutograd are relied on for, by captures of a few ops."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ebbflow.torch_seams import aot, autograd, dispatcher, dynamo, graphs
+from ebbflow.torch_seams.canary import canary, expect
+
+__all__ = ["Split"]
+
+_aten = torch.ops.aten
+
+
+class Split:
+    """A partitioner in miniature: the forward saves its inputs and an empty tensor, the backward runs the joint graph.
+
+    Attributes:
+        joint: the last joint graph.
+        outputs: the count of its forward outputs.
+        saved: what the last backward was given, by shape.
+    """
+
+    joint: fx.GraphModule
+    outputs: int
+    saved: list[tuple[int, ...]]
+    _sizes: list[Any]
+
+    def partition(self, joint: fx.GraphModule, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Stubs: nothing saved, one gradient per primal."""
+        self.joint, self.outputs = joint, outputs
+        forward, backward = fx.Graph(), fx.Graph()
+        values: dict[fx.Node, Any] = {}
+        primals = [n for n in joint.graph.find_nodes(op="placeholder") if not aot.is_tangent(n)]
+        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)]
+        (returned,) = joint.graph.find_nodes(op="output")[0].args
+        for node in primals:
+            values[node] = forward.node_copy(node, values.__getitem__)
+        copied = next(iter(values.values()))
+        forward.output(tuple(_stub(forward, copied, each) for each in returned[:outputs]))
+        late = [backward.node_copy(node, values.__getitem__) for node in tangents]
+        backward.output(tuple(each and _stub(backward, late[0], each) for each in returned[outputs:]))
+        return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
+
+    def forward_callable(self, _: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Ignores the stub."""
+
+        def run(args: list[Any]) -> tuple[Any, ...]:
+            with torch.no_grad():
+                tangents = [torch.zeros(())] * self.outputs
+                outputs = fx.Interpreter(self.joint).run(*args, *tangents, enable_io_processing=False)[: self.outputs]
+            self._sizes = [each for each in args if not isinstance(each, Tensor)]
+            saved = [each for each in args if isinstance(each, Tensor)]
+            args.clear()
+            return (*outputs, torch.empty((0, 7)), *saved)
+
+        return aot.boxed(run)
+
+    def backward_callable(self, _: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Ignores the stub."""
+
+        def run(args: list[Any]) -> tuple[Any, ...]:
+            ticket, *rest = args
+            args.clear()
+            self.saved = [tuple(ticket.shape), *(tuple(each.shape) for each in rest)]
+            with torch.no_grad():
+                return tuple(fx.Interpreter(self.joint).run(*self._sizes, *rest, enable_io_processing=False))[
+                    self.outputs :
+                ]
+
+        return aot.boxed(run)
+
+
+def _stub(graph: fx.Graph, source: Any, like: fx.Node) -> fx.Node:
+    node = graph.call_function(_aten.clone.default, (source,))
+    node.meta["val"] = like.meta["val"]
+    return node
+
+
+def _compiled(function: Callable[..., Any], split: Split, *, symbols: bool = False) -> Callable[..., Any]:
+    def no_inference(graph: fx.GraphModule) -> Any:
+        raise RuntimeError("a step that takes gradients is compiled as one that does not")
+
+    backend = aot.two_graph_backend(
+        partition=split.partition,
+        forward_callable=split.forward_callable,
+        backward_callable=split.backward_callable,
+        inference_callable=no_inference,
+    )
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=None if symbols else False)
+
+
+def _settings() -> ExitStack:
+    stack = ExitStack()
+    stack.enter_context(warnings.catch_warnings())
+    stack.enter_context(aot.joint_graph_settings())
+    stack.enter_context(dynamo.one_graph_settings())
+    return stack
+
+
+@canary
+def joint_graphs_are_ours_to_split() -> None:
+    """The partitioner gets forward and backward as one graph, with fake values, lines and modules; any two graphs run.
+
+    The forward may save more than its stub says, an empty tensor among it, and the backward gets all of it; it returns
+    one gradient per input. Messages are left out of the graph. ``retain_graph`` works.
+    """
+    split, layer = Split(), torch.nn.Linear(3, 3, bias=False)
+    log = logging.getLogger("ebbflow.canary")
+
+    def forward(x: Tensor) -> Tensor:
+        warnings.warn("left out", stacklevel=1)
+        log.warning("left out")
+        return layer(x).sin().sum()
+
+    with _settings():
+        step = _compiled(forward, split)
+        output = step(torch.ones(2, 3))
+    weight = layer.weight
+    torch.testing.assert_close(output, (torch.ones(2, 3) @ weight.t()).sin().sum())
+    expected = torch.autograd.grad((torch.ones(2, 3) @ weight.t()).sin().sum(), weight)
+    for again in (True, False):
+        torch.testing.assert_close(torch.autograd.grad(output, weight, retain_graph=again), expected)
+    expect(split.outputs == 1, f"one output is counted as {split.outputs}")
+    expect(split.saved[0] == (0, 7) and len(split.saved) == 4, f"the backward was given {split.saved}")
+    nodes = [n for n in split.joint.graph.nodes if n.op == "call_function"]
+    expect(all("val" in n.meta for n in nodes), "a node has no fake value")
+    first = next(n for n in nodes if n.target is _aten.mm.default)
+    expect("canaries.py" in graphs.stack_trace_of(first), "a node does not tell its line")
+    expect(graphs.module_stack_of(first), "a node does not tell its module")
+    places = [n for n in split.joint.graph.nodes if n.op == "placeholder"]
+    expect([aot.is_tangent(n) for n in places] == [False, False, True], f"placeholders are {places}")
+    expect(autograd.is_function_node(output.grad_fn), "a step's node is no Function's")
+    dynamo.forget_compiled(step)
+
+
+@canary
+def composites_are_traced_by_our_kernels() -> None:
+    """A kernel put into ``py_kernels`` is what is traced for a composite op, and its own backward with it.
+
+    An input that the step changes is written to, and the joint graph tells which it is.
+    """
+    split, weight, counter = Split(), torch.ones(3, requires_grad=True), torch.zeros(2)
+
+    def make(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda input, p, train: input.mul(p)
+
+    with _settings(), dispatcher.traced_as(_aten.dropout.default, make):
+        step = _compiled(lambda c: (torch.nn.functional.dropout(weight, 0.5).sum(), c.add_(1))[0], split)
+        output = step(counter)
+    targets = {n.target for n in split.joint.graph.nodes}
+    expect(_aten.native_dropout.default not in targets, "a dropout is traced by torch's kernel")
+    expect(output.item() == 1.5, f"the kernel gives {output.item()}")
+    expect(counter.tolist() == [1, 1], "an input that the step changes is not written to")
+    (mutated,) = aot.mutated_inputs(split.joint.graph, split.outputs).values()
+    places = [n for n in split.joint.graph.find_nodes(op="placeholder") if aot.description_of(n) == mutated]
+    expect([tuple(n.meta["val"].shape) for n in places] == [(2,)], f"the changed input is told as {places}")
+    dynamo.forget_compiled(step)
+
+
+@canary
+def marked_sizes_become_symbols() -> None:
+    """A marked size is an input of the joint graph that knows its symbol and its value; the marks can be taken off."""
+    split, weight, data = Split(), torch.ones(3, requires_grad=True), torch.ones(5, 3)
+    with _settings(), dynamo.sizes_as_symbols([data], [[0]]):
+        step = _compiled(lambda x: (x * weight).sum(), split, symbols=True)
+        output = step(data)
+    sizes = [n.meta["val"] for n in split.joint.graph.find_nodes(op="placeholder")]
+    sizes = [value for value in sizes if isinstance(value, torch.SymInt)]
+    expect(len(sizes) == 1, f"{len(sizes)} sizes are symbols")
+    expect(graphs.hint_of(sizes[0]) == 5, "a symbol has another value")
+    expect(getattr(graphs.expression_of(sizes[0]), "is_Symbol", False), "a size is no symbol")
+    expect(set(vars(data)) == set(), f"marks stay on a tensor: {list(vars(data))}")
+    torch.testing.assert_close(torch.autograd.grad(output, weight)[0], torch.full((3,), 5.0))
+    dynamo.forget_compiled(step)
+
+
+@canary
+def dynamo_says_what_is_wrong() -> None:
+    """Breaks, and what a backend raises, are errors of one type; the latter is inside. Autocast is told by its call."""
+    seen: list[object] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        seen.extend(dispatcher.enters_autocast(node) for node in graph.graph.nodes)
+        raise LookupError("a backend's own")
+
+    def narrow(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    for function, inner in ((narrow, LookupError), (broken, None)):
+        step = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+        try:
+            step(torch.ones(2, 2))
+        except dynamo.capture_error_type() as error:
+            found: BaseException | None = error
+            while found is not None and inner is not None and not isinstance(found, inner):
+                found = dynamo.inner_exception(found) or found.__cause__
+            expect(found is not None, f"{inner} is not inside of {error!r}")
+        else:
+            raise RuntimeError(f"{function.__name__} was compiled")
+        dynamo.forget_compiled(step)
+    expect("cpu" in seen, f"autocast was not seen among {seen}")
+
+
+@canary
+def compiled_code_can_be_forgotten() -> None:
+    """After ``forget_compiled`` nothing of a capture is left: the next call captures again."""
+    captures: list[int] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        captures.append(1)
+        return graph.forward
+
+    step = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True, dynamic=False)
+    for _ in range(2):
+        step(torch.ones(2))
+    expect(len(captures) == 1, f"two equal calls are captured {len(captures)} times")
+    dynamo.forget_compiled(step)
+    step(torch.ones(2))
+    expect(len(captures) == 2, "a forgotten function is not captured again")
+    dynamo.forget_compiled(step)
+
+
+@canary
+def recurrent_modules_are_one_call() -> None:
+    """Dynamo writes a recurrent module as one call of ``torch.gru`` if it is let."""
+    seen: list[object] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    module = torch.nn.GRU(2, 3)
+    with _settings():
+        step = torch.compile(lambda x: module(x)[0], backend=backend, fullgraph=True, dynamic=False)
+        step(torch.ones(4, 1, 2))
+    expect(torch.gru in seen, f"a GRU is {seen}")
+    dynamo.forget_compiled(step)
+
+
+@canary
+def data_dependent_guards_have_a_type() -> None:
+    """Asking a size that only data could tell raises the type that is told apart from the user's own errors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        found = torch.empty(3).nonzero()
+        try:
+            bool(found.shape[0] == 2)
+        except graphs.data_dependent_guard_type():
+            return
+    raise RuntimeError("a size that depends on data was told")

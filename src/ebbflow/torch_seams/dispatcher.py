@@ -1,0 +1,92 @@
+"""Operators as the dispatcher knows them: ``torch._ops.OpOverload``, dispatch keys, kernels written in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import _meta_registrations, fx
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch._prims_common import get_computation_dtype, suggest_memory_format
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from ebbflow.torch_seams.patches import Attribute, Item, Patch, wrapped
+
+__all__ = [
+    "OpOverload",
+    "composite",
+    "device_hint_is",
+    "enters_autocast",
+    "flop_registry",
+    "get_computation_dtype",
+    "is_composite",
+    "schema_of",
+    "sdpa_backward_flop",
+    "sdpa_flop",
+    "suggest_memory_format",
+    "traced_as",
+]
+
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """An operator's schema: the names, types, defaults and aliases of its arguments, and whether it writes to one."""
+    return op._schema
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether the operator is made of others, which autograd sees in its place."""
+    return op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+
+
+def composite(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Run the C++ kernel that makes a composite operator of others, whatever kernels in Python there are."""
+    return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+@contextmanager
+def traced_as(op: OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While open, what this thread traces for the composite operator ``op`` is another kernel.
+
+    A trace asks ``op.py_kernels`` for a kernel by dispatch key and keeps the answer in ``op._dispatch_cache``.
+
+    Args:
+        op: such as ``torch.ops.aten.dropout.default``.
+        make: from what would be traced otherwise to the kernel; both take the operator's arguments.
+    """
+
+    def otherwise(*args: Any, **kwargs: Any) -> Any:
+        return composite(op, *args, **kwargs)
+
+    first, second = (wrapped(Item(op.py_kernels, key), make, this_thread=True, default=otherwise) for key in _KEYS)
+    try:
+        with first, second:
+            op._dispatch_cache.clear()
+            yield
+    finally:
+        op._dispatch_cache.clear()
+
+
+def device_hint_is(device: str) -> Patch:
+    """While open, torch's descriptions that ask for a tensor's device are told this device type, on this thread.
+
+    ``torch._meta_registrations.device_hint`` is what embedding bags, padding, transforms, linear algebra and
+    convolution's memory format ask.
+    """
+
+    def make(_: Callable[..., str]) -> Callable[..., str]:
+        return lambda _tensor: device
+
+    return wrapped(Attribute(_meta_registrations, "device_hint"), make, this_thread=True)
+
+
+def enters_autocast(node: fx.Node) -> str | None:
+    """The device type for which a node of Dynamo's graph turns on autocast; ``None`` if it does nothing of the kind.
+
+    Dynamo writes ``with torch.autocast(device)`` as a call of ``torch.amp.autocast_mode._enter_autocast``.
+    """
+    return str(node.args[0]) if node.target is torch.amp.autocast_mode._enter_autocast else None

@@ -1,0 +1,112 @@
+"""Fake tensors: shapes, strides and dtypes without memory (``torch._subclasses.fake_tensor``).
+
+Relied on: a mode describes every op's results without running it; with ``allow_non_fake_inputs`` real tensors may be
+among the arguments; a description is cached by the class, for all modes and threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ebbflow.torch_seams.patches import Attribute, Patch, patched, wrapped
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "LIMITS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "described_by",
+    "fake_device",
+    "has_symbolic_sizes",
+    "mode_of",
+    "quiet_log",
+    "without_modes",
+]
+
+DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where a value or a size depends on data."""
+LIMITS: tuple[type[Exception], ...] = (UnsupportedFakeTensorException, *DATA_DEPENDENT)
+"""What fake tensors raise where real ones would not."""
+
+Dispatch = Callable[[FakeTensorMode, Any, Any, Any, Any], Any]
+"""From a mode, an op, types, arguments and keyword arguments to the op's fake result, or ``NotImplemented``."""
+
+
+def fake_device(tensor: FakeTensor) -> torch.device:
+    """The device that a fake tensor stands for. ``device`` says ``meta`` while a description is made."""
+    return tensor.fake_device
+
+
+def mode_of(tensor: FakeTensor) -> FakeTensorMode:
+    """The mode that made a fake tensor; two modes' tensors do not go into one op."""
+    return tensor.fake_mode
+
+
+def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
+    """Whether a size or a stride of the tensor is a symbol."""
+    return tensor._has_symbolic_sizes_strides
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """While open, ops run as if no mode (fake tensors, tracing, the user's own) were active on this thread."""
+    return _disable_current_modes()
+
+
+def quiet_log() -> Patch:
+    """While open, what goes wrong on fake tensors is not logged: it is raised as well."""
+    import logging
+
+    return patched(Attribute(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"), True)
+
+
+_describing: Counter[int] = Counter()  # per thread, how many described_by are open
+
+
+@contextmanager
+def described_by(correct: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
+    """While open, fake results of this thread are what ``correct`` makes of torch's own descriptions.
+
+    The class's cache of descriptions belongs to all threads and does not know of corrections. So it is cleared when one
+    opens or closes, and while one is open only a thread that has it to itself uses it. Dynamo and AOTAutograd trace
+    forward and backward on the thread that calls (``set_multithreading_enabled(False)`` in ``aot_autograd.py``).
+
+    Args:
+        correct: from torch's own dispatch, to be called with the same arguments, to the corrected one.
+    """
+
+    def only_if_alone(cached: Dispatch) -> Dispatch:
+        def look_up(mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            if all(thread == threading.get_ident() for thread in list(_describing)):
+                return cached(mode, func, types, args, kwargs)
+            return mode._dispatch_impl(func, types, args, kwargs)
+
+        return look_up
+
+    thread = threading.get_ident()
+    _describing[thread] += 1
+    try:
+        with (
+            wrapped(Attribute(FakeTensorMode, "_cached_dispatch_impl"), only_if_alone),
+            wrapped(Attribute(FakeTensorMode, "_dispatch_impl"), correct, this_thread=True),
+        ):
+            FakeTensorMode.cache_clear()
+            yield
+    finally:
+        _describing[thread] -= 1
+        if not _describing[thread]:
+            del _describing[thread]
+        FakeTensorMode.cache_clear()

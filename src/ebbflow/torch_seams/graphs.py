@@ -1,0 +1,60 @@
+"""FX graphs: the code that is generated for them, what tracing writes on their nodes, and sizes that are symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+if TYPE_CHECKING:
+    import sympy
+
+__all__ = [
+    "boxed_codegen",
+    "data_dependent_guard_type",
+    "expression_of",
+    "hint_of",
+    "module_stack_of",
+    "stack_trace_of",
+]
+
+
+def boxed_codegen(module: fx.GraphModule) -> None:
+    """Let a graph module's code take its arguments as one list and empty it, so that no frame keeps saved tensors."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+
+
+def stack_trace_of(node: fx.Node) -> str:
+    """The frames that issued a node, as Python prints them, or ``""``; a backward's node has its forward's."""
+    return node.meta.get("stack_trace") or ""
+
+
+def module_stack_of(node: fx.Node) -> Mapping[str, tuple[str, Any]]:
+    """Path and class of each module in whose forward a node was issued, from the outermost on; may be empty.
+
+    A forward's node has ``nn_module_stack``, a backward's ``fwd_nn_module_stack``.
+    """
+    return node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+
+
+def expression_of(size: torch.SymInt) -> sympy.Expr:
+    """What a symbolic size is, in symbols."""
+    import sympy  # takes longer to import than the rest of Ebbflow
+
+    return sympy.sympify(size.node.expr)
+
+
+def hint_of(size: torch.SymInt) -> int:
+    """What a symbolic size was in the call that was captured."""
+    return int(size.node.hint)  # type: ignore[arg-type]
+
+
+def data_dependent_guard_type() -> type[Exception]:
+    """What symbolic shapes raise where Python asks for a number that only data could tell."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode

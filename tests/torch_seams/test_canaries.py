@@ -1,0 +1,127 @@
+"""Every private name of torch does what Ebbflow relies on; a torch on which one does not is refused by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ebbflow
+from ebbflow.errors import CaptureError
+from ebbflow.torch_seams import versions
+from ebbflow.torch_seams.canaries import CANARIES, run
+from ebbflow.torch_seams.patches import open_patches
+
+
+@pytest.mark.parametrize("name", sorted(CANARIES))
+def test_torch_does_what_is_relied_on(name: str) -> None:
+    state = torch.get_rng_state()
+    run(name)
+    assert open_patches() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", sorted(CANARIES))
+def test_a_canary_says_what_is_relied_on(name: str) -> None:
+    assert (CANARIES[name].__doc__ or "").strip().endswith(".")
+
+
+@pytest.mark.parametrize("name", ["joint_graphs_are_ours_to_split", "fake_descriptions_can_be_corrected"])
+def test_a_canary_does_not_depend_on_the_callers_modes(name: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.no_grad(), FakeTensorMode():
+        run(name)
+
+
+BREAKS: dict[str, tuple[str, str, object]] = {
+    "storages_have_an_identity": ("torch.UntypedStorage", "_cdata", property(lambda _: 0)),
+    "fake_descriptions_can_be_corrected": (
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "dispatch",
+        lambda self, func, types, args=(), kwargs=None: self.from_tensor(torch.ones(3, device="meta")),
+    ),
+    "boxed_code_empties_its_list": ("torch.fx.graph._BoxedCodeGen", "gen_fn_def", torch.fx.graph.CodeGen.gen_fn_def),
+    "backwards_have_numbers": ("torch._C", "_current_graph_task_id", lambda: -1),
+    "saved_tensor_hooks_are_seen": ("torch._C._autograd", "_top_saved_tensors_default_hooks", lambda _: None),
+    "ends_of_backwards_are_seen": ("torch.Tensor", "backward", lambda self: None),
+    "marked_sizes_become_symbols": ("torch._dynamo", "maybe_mark_dynamic", lambda *_: None),
+    "compiled_code_can_be_forgotten": ("ebbflow.torch_seams.dynamo", "reset_code", lambda _: None),
+}
+"""Per canary, where and how torch is made to differ, and the canary has to see it."""
+
+
+@pytest.mark.parametrize("name", sorted(BREAKS))
+def test_a_canary_fails_where_torch_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, attribute, broken = BREAKS[name]
+    module = __import__(where.split(".")[0])
+    for part in where.split(".")[1:]:
+        module = getattr(module, part)
+    monkeypatch.setattr(module, attribute, broken)
+    with pytest.raises(Exception):  # noqa: B017, PT011  whatever the difference leads to
+        run(name)
+
+
+@pytest.fixture
+def unknown_torch(monkeypatch: pytest.MonkeyPatch) -> str:
+    version = "2.99.0+cpu"
+    monkeypatch.setattr(torch, "__version__", version)
+    versions._run_canaries.cache_clear()
+    return version
+
+
+def test_releases_that_were_tested() -> None:
+    assert all(versions.is_tested(each) for each in ("2.11.0", "2.12.1", "2.13.0+cpu", "2.13.1.dev20260901+cu130"))
+    assert not any(versions.is_tested(each) for each in ("2.1.0", "2.14.0", "2.110.0", "3.11.0", "1.13.0", ""))
+    assert versions.is_tested(str(torch.__version__)), "this torch is tested right now: add its release to TESTED"
+
+
+def test_a_tested_torch_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_run_canaries", lambda _: pytest.fail("canaries ran"))
+    versions.require_supported_torch()
+
+
+@pytest.mark.usefixtures("unknown_torch")
+def test_on_an_unknown_torch_canaries_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    for name in CANARIES:
+        monkeypatch.setitem(CANARIES, name, lambda: ran.append(1))
+    versions.require_supported_torch()
+    versions.require_supported_torch()
+    assert len(ran) == len(CANARIES)
+
+
+def test_an_unknown_torch_that_differs_is_refused_at_the_first_step(
+    unknown_torch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("it sings otherwise")
+
+    for name in CANARIES:
+        monkeypatch.setitem(CANARIES, name, lambda: None)
+    monkeypatch.setitem(CANARIES, "backwards_have_numbers", broken)
+    model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4)), "100%")
+    for _ in range(2):  # and at the second
+        with pytest.raises(CaptureError, match="backwards_have_numbers") as caught:
+            model(torch.ones(2, 4))
+    message = str(caught.value)
+    assert unknown_torch in message
+    assert "it sings otherwise" in message
+    assert all(release in message for release in versions.TESTED)
+
+
+def test_importing_ebbflow_and_its_seams_imports_no_compiler() -> None:
+    modules = sorted(p.stem for p in Path(versions.__file__).parent.glob("*.py") if not p.stem.startswith("_"))
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import ebbflow\n"
+        + "".join(f"import ebbflow.torch_seams.{name}\n" for name in modules)
+        + "print(sorted(m for m in set(sys.modules) - before if m.startswith(('torch._dynamo', 'sympy'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"\[\]\s*", done.stdout), done.stdout
