@@ -12,14 +12,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ebbflow.capture.joint import Captured, read_joint
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
@@ -29,13 +28,14 @@ from ebbflow.engine.executor import departing, run_backward, run_forward
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError, InternalError
+from ebbflow.torch_seams.aot import boxed
+from ebbflow.torch_seams.dynamo import sizes_as_symbols
+from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]
 
 # c10's CUDA allocator hands out multiples of 512 bytes (kMinBlockSize); the CPU's reports what was asked for.
 ALLOCATOR_GRANULARITY_BYTES = {"cpu": 1, "cuda": 512}
-
-_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
 
 class StaleCapture(CaptureError):
@@ -151,23 +151,12 @@ class Capture:
             context=device_context(self.device),
         )
 
-    @contextmanager
-    def _marked(self, call: Any) -> Iterator[None]:
+    def _marked(self, call: Any) -> AbstractContextManager[None]:
         """While open, Dynamo takes the changing dimensions of a call's tensors as symbols."""
         if self._changing is None:
-            yield
-            return
-        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-        ours = [(tensor, mark) for tensor in tensors for mark in _MARKS if not hasattr(tensor, mark)]
-        for tensor, dimensions in zip(tensors, self._changing, strict=True):
-            for dimension in dimensions:
-                torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-        try:
-            yield
-        finally:
-            for tensor, mark in ours:
-                if hasattr(tensor, mark):
-                    delattr(tensor, mark)
+            return nullcontext()
+        tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+        return sizes_as_symbols(tensors, self._changing)
 
     # -- the partitioner ------------------------------------------------------------------------------------
 
@@ -184,18 +173,8 @@ class Capture:
 
     def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Runs the forward of the current flight."""
-        return _boxed(run_forward)
+        return boxed(run_forward)
 
     def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Runs the backward of the flight whose ticket comes first."""
-        return _boxed(run_backward)
-
-
-def _boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """``function`` as AOTAutograd wants it: told by ``_boxed_call`` that it takes one list and empties it."""
-
-    def run(args: list[Any]) -> Any:
-        return function(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+        return boxed(run_backward)

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
 from ebbflow.capture.joint import Captured
 from ebbflow.errors import BudgetExceeded
@@ -33,6 +32,7 @@ from ebbflow.measurement.peak import StepGauge
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free
+from ebbflow.torch_seams.graphs import boxed_codegen
 from ebbflow.units import format_bytes, format_percent
 
 __all__ = ["Callables", "Executable", "Phase", "executable_numbered"]
@@ -185,7 +185,6 @@ def _graphs(lowered: Lowered) -> tuple[fx.GraphModule, fx.GraphModule]:
 def _callables(*graphs: fx.GraphModule) -> Callables:
     """The graphs' generated code, which takes its arguments as one list and empties it: no frame keeps them."""
     for module in graphs:
-        module.graph.set_codegen(_BoxedCodeGen())
-        module.recompile()
+        boxed_codegen(module)
     forward, backward = graphs
     return Callables(forward.forward, backward.forward)

@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from ebbflow.engine.executable import Executable, Phase, executable_numbered
 from ebbflow.engine.flights import Flight, flight_numbered, flights_of
 from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
 from ebbflow.errors import VerificationError
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
+from ebbflow.torch_seams.autograd import in_backward
 
-__all__ = ["Unplanned", "choose_checks", "departing", "in_backward", "run_backward", "run_forward", "under_hooks"]
+__all__ = ["Unplanned", "choose_checks", "departing", "run_backward", "run_forward"]
 
 
 class Unplanned(Exception):
@@ -54,16 +53,6 @@ def departing(flight: Flight) -> Iterator[None]:
         yield
     finally:
         _departing.flight = before
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside of a backward: a forward that starts there is a checkpoint's repetition."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def under_hooks() -> bool:
-    """Whether saved tensors go through hooks that user code has set as default."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def choose_checks(flight: Flight, device: str) -> None:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.tickets import ANY_FLIGHT
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.peak import StepGauge
+from ebbflow.torch_seams.autograd import is_function_node
+from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["Flight", "Flights", "flight_numbered", "flights_of"]
 
@@ -136,11 +137,11 @@ def _end(number: int) -> None:
 
 def _own_node(outputs: object) -> Any:
     """The node of the step itself in the graph of what its forward returned: views of its results hang below it."""
-    leaves = pytree.tree_leaves(outputs)
+    leaves = tree_leaves(outputs)
     nodes: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     seen: set[Any] = set()
     for node in nodes:
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if is_function_node(node):
             return node
         if node not in seen:
             seen.add(node)

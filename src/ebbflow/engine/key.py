@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from ebbflow.torch_seams.storages import module_table, parameter_table
+from ebbflow.torch_seams.trees import tree_flatten
 
 __all__ = ["key_of", "modes_of"]
 
 
 def key_of(module: torch.nn.Module, device: str, args: Any, kwargs: Any) -> object:
     """The key of one training call. Two calls of one key may still be different steps: torch's guards know."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = tree_flatten((args, kwargs))
     parts: list[object] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -35,10 +37,10 @@ def _frozen(module: torch.nn.Module) -> bytes:
     found: list[bool] = []
     while waiting:
         each = waiting.pop()
-        for parameter in each._parameters.values():
+        for parameter in parameter_table(each).values():
             if parameter is not None:
                 found.append(parameter.requires_grad)
-        for child in each._modules.values():
+        for child in module_table(each).values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)

@@ -24,7 +24,6 @@ from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.cost.cache import device_context
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
-from ebbflow.engine.executor import in_backward, under_hooks
 from ebbflow.engine.flights import Flight, Flights, flights_of
 from ebbflow.engine.given import given_plan_here
 from ebbflow.engine.key import key_of, modes_of
@@ -39,6 +38,7 @@ from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.units import Budget, format_bytes
 
 __all__ = ["Circumstances", "FittedModel"]
@@ -133,7 +133,7 @@ class FittedModel:
             device=call.device,
             resident_bytes=resident + flying if call.device == "cpu" else resident,  # on CUDA it is counted already
             flying_bytes=flying,
-            hooked=under_hooks(),
+            hooked=has_saved_tensor_hooks(),
             repeated=in_backward(),
         )
         if flying and now.key not in self._between and not now.checkpointed:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ebbflow.engine.compiled import Capture
+from ebbflow.torch_seams.trees import tree_flatten
 
 __all__ = ["Kinds"]
 
@@ -52,7 +52,7 @@ class Kinds:
             kwargs: keyword arguments.
             capture: from a device and the dimensions that are symbols to a new capture.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(not each.is_contiguous() for each in tensors):
             return None

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from ebbflow.capture.joint import is_tangent
+from ebbflow.torch_seams.aot import is_tangent
+from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["stubs"]
 
@@ -29,7 +29,7 @@ def _never_run() -> Any:
 def stubs(joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and the backward stub of a joint graph (definition 2)."""
     placeholders: list[fx.Node] = list(joint.graph.find_nodes(op="placeholder"))
-    outputs = pytree.tree_leaves(next(iter(joint.graph.find_nodes(op="output"))).args)
+    outputs = tree_leaves(next(iter(joint.graph.find_nodes(op="output"))).args)
     primals = [node for node in placeholders if not is_tangent(node)]
     tangents = [node for node in placeholders if is_tangent(node)]
     return (

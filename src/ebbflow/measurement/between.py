@@ -2,22 +2,20 @@
 
 On CUDA the allocator is asked. On CPU allocations have to be recorded from the forward's return to the backward's
 start, and a recording has to end outside of a backward (``cpu_allocations``): for that one step
-``torch.autograd.backward`` and ``torch.autograd.grad`` are wrapped, so that the recording ends when they return.
+``torch.autograd.backward`` and ``torch.autograd.grad`` are watched, so that the recording ends when they return.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ebbflow.measurement.cpu_allocations import AllocationRecorder, profiler_active
+from ebbflow.torch_seams.autograd import BackwardWatch, in_backward
 
 __all__ = ["BetweenGauge"]
 
-_ENTRIES = ("backward", "grad")  # of torch.autograd
 _MARK_BYTES = 104_729  # a block of this size, taken and given back at once, marks the backward's start
 
 
@@ -35,7 +33,7 @@ class BetweenGauge:
         self._done = done
         self._level = 0
         self._recorder: AllocationRecorder | None = None
-        self._originals: dict[str, Any] = {}
+        self._watch = BackwardWatch(self.end)
         self._marked = False
         self.open = False
 
@@ -49,7 +47,7 @@ class BetweenGauge:
         else:
             self._recorder = AllocationRecorder()
             self._recorder.start()
-            self._wrap()
+            self._watch.open()
         self.open = True
 
     def mark(self) -> None:
@@ -65,11 +63,10 @@ class BetweenGauge:
 
     def end(self) -> None:
         """The backward has returned, or the step is given up. Inside of a backward, its end is waited for."""
-        if not self.open or torch._C._current_graph_task_id() != -1:
+        if not self.open or in_backward():
             return
         self.open = False
-        for name, original in self._originals.items():
-            setattr(torch.autograd, name, original)
+        self._watch.close()
         if self._recorder is None:
             return
         events = [event.bytes for event in self._recorder.stop()]
@@ -79,17 +76,3 @@ class BetweenGauge:
                 level += size
                 peak = max(peak, level)
             self._done(peak, level)
-
-    def _wrap(self) -> None:
-        for name in _ENTRIES:
-            original = getattr(torch.autograd, name)
-            self._originals[name] = original
-
-            @functools.wraps(original)
-            def entry(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                try:
-                    return _original(*args, **kwargs)
-                finally:
-                    self.end()
-
-            setattr(torch.autograd, name, entry)

@@ -94,8 +94,8 @@ def fake_descriptions_can_be_corrected() -> None:
     with mode:
         fake = torch.empty(3)
         with fake_tensors.described_by(correct):
-            (fake.exp(), fake.exp())
-        fake.exp()
+            _ = fake.exp(), fake.exp()
+        _ = fake.exp()
     expect(seen == [_aten.exp.default], f"descriptions asked for: {seen}, not exp once")
 
 
