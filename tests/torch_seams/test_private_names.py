@@ -27,6 +27,9 @@ TO_DO = {
 
 EXEMPT = ("torch_seams", "zoo")
 
+OTHERS = {"_fields", "_hf_hook"}
+"""Private names that are not torch's: a named tuple's, accelerate's."""
+
 HALF_PRIVATE_MODULES = ("torch.fx.experimental", "torch.utils.flop_counter", "torch.autograd.profiler", "functorch")
 HALF_PRIVATE = {
     "BackwardCFunction",
@@ -103,7 +106,7 @@ def private_names(source: str) -> Iterator[tuple[int, str]]:
                 for argument in node.args[1:2]:
                     name = getattr(argument, "value", "")
                     if isinstance(name, str) and (
-                        (_is_private(name) and name not in _own_names() and name != "_fields") or name in HALF_PRIVATE
+                        (_is_private(name) and name not in _own_names() | OTHERS) or name in HALF_PRIVATE
                     ):
                         yield node.lineno, name
             case ast.Constant(value="stack_trace" | "nn_module_stack" | "fwd_nn_module_stack" | "desc" as key):
