@@ -13,10 +13,10 @@ import ebbflow
 
 ROOT = Path(ebbflow.__file__).parent
 
-OTHERS = ("_fields", "_hf_hook")
-"""Private names that are not torch's: of named tuples, and of accelerate, which has no public one for its hooks."""
-
 EXEMPT = ("torch_seams", "zoo")
+
+OTHERS = {"_fields", "_hf_hook"}
+"""Private names that are not torch's: a named tuple's, accelerate's."""
 
 HALF_PRIVATE_MODULES = ("torch.fx.experimental", "torch.utils.flop_counter", "torch.autograd.profiler", "functorch")
 HALF_PRIVATE = {
@@ -94,7 +94,7 @@ def private_names(source: str) -> Iterator[tuple[int, str]]:
                 for argument in node.args[1:2]:
                     name = getattr(argument, "value", "")
                     if isinstance(name, str) and (
-                        (_is_private(name) and name not in _own_names() and name not in OTHERS) or name in HALF_PRIVATE
+                        (_is_private(name) and name not in _own_names() | OTHERS) or name in HALF_PRIVATE
                     ):
                         yield node.lineno, name
             case ast.Constant(value="stack_trace" | "nn_module_stack" | "fwd_nn_module_stack" | "desc" as key):

@@ -9,6 +9,7 @@ from types import MethodType, TracebackType
 from typing import Any
 
 import torch
+from torch._C import _autograd
 
 from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
@@ -33,7 +34,7 @@ def has_saved_tensor_hooks() -> bool:
     ``torch.autograd.graph.saved_tensors_hooks`` sets them, and so do ``save_on_cpu`` and non-reentrant checkpoint. The
     argument of torch's own question says to answer also while a graph is traced.
     """
-    return bool(torch._C._autograd._top_saved_tensors_default_hooks(True))  # pyright: ignore[reportAttributeAccessIssue]
+    return bool(_autograd._top_saved_tensors_default_hooks(True))
 
 
 def is_function_node(node: object) -> bool:
