@@ -40,6 +40,10 @@ _PLAN_WHOLE = (
     "Ebbflow plans whole steps only: take the statement out of the model's forward, or guard it with "
     "`if not torch.compiler.is_compiling():`"
 )
+_BACKWARD_HOOK = (
+    "A captured step runs no hooks between its submodules in the backward: put the hook on the fitted model itself, or "
+    "on a tensor of its forward (tensor.register_hook)"
+)
 _FIXED_SIZES = (
     "Ebbflow plans fixed sizes only: keep all rows and leave out of the loss with a mask (torch.where) what does not "
     "count, or pad outside the model; give sizes to the forward as Python ints, not as tensors"
@@ -84,6 +88,8 @@ def refusal(error: BaseException, ours: str | None = None) -> EbbflowError:
         said = "" if place is not None else f" {_what(error)}"  # in symbols, which the line says better
         return _capture_error(place, f"A size or a number that it needs depends on data.{said}", _FIXED_SIZES)
     if type(error).__name__ not in _COMPILER:
+        if "backwards hooks require" in str(error):
+            return _capture_error(place, "A backward hook is on one of its submodules.", _BACKWARD_HOOK)
         return _capture_error(place, _what(error), _PLAN_WHOLE)
     cause = chain[-1]
     if is_own(cause):

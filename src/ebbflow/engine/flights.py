@@ -19,6 +19,7 @@ import torch
 
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.tickets import ANY_FLIGHT
+from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import is_function_node
@@ -72,6 +73,7 @@ class Flight:
             return
         _with_node[self.number] = self.home.in_the_air[self.number] = self
         weakref.finalize(node, _end, self.number).atexit = False
+        node.register_prehook(_refuse_autocast)
 
     def land(self) -> None:
         """Its backward begins."""
@@ -133,6 +135,20 @@ def _end(number: int) -> None:
     if flight is not None:
         flight.land()
         flight.stop_learning()
+
+
+def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:
+    """Refuse a backward inside of ``torch.autocast``, where eager would cast what the captured backward does not.
+
+    Asked before the step's node runs: AOTAutograd turns autocast off around a captured backward.
+    """
+    device = next((each.device.type for each in gradients if each is not None), "cpu")
+    if torch.is_autocast_enabled(device):
+        raise CaptureError(
+            "backward() was called inside of torch.autocast, and the step was captured for a backward outside of it. "
+            "No gradient of this step was handed out",
+            remedy="leave the autocast block before loss.backward(), as PyTorch advises",
+        )
 
 
 def _own_node(outputs: object) -> Any:

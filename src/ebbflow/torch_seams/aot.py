@@ -67,10 +67,12 @@ def joint_graph_settings() -> Iterator[None]:
     - ``donated_buffer`` on: what the backward may destroy is listed at the capture, by what the stub of the forward
       saves. Stubs save nothing, so the list is empty and ``retain_graph`` works; with the setting off there is no list,
       and torch, which reads the setting anew at the backward, takes that for something donated.
+    - ``backward_pass_autocast`` off: eager's backward runs outside of ``torch.autocast``, where people call it; by
+      default a capture's backward takes the forward's state.
     """
     from torch._functorch import config
 
-    values = {"donated_buffer": True, "enable_autograd_cache": False}
+    values = {"donated_buffer": True, "enable_autograd_cache": False, "backward_pass_autocast": "off"}
     with ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(patched(Setting(config, name), value))

@@ -54,6 +54,7 @@ def one_graph_settings() -> Iterator[None]:
       automatic dynamic shape has no bytes.
     - ``ignore_logger_methods``: calls that are left out of the graph instead of breaking it. Torch 2.11 sorts them
       when it logs a compilation's metrics, cannot, and logs an error of 20 lines for each capture.
+    - ``skip_nnmodule_hook_guards`` off: a hook that is put on a submodule later makes another step.
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
     """
     from torch._dynamo import config
@@ -63,6 +64,7 @@ def one_graph_settings() -> Iterator[None]:
         "assume_static_by_default": True,
         "ignore_logger_methods": _ignored_messages(),
         "allow_rnn": True,
+        "skip_nnmodule_hook_guards": False,
     }
     with ExitStack() as stack:
         for name, value in values.items():
