@@ -96,7 +96,7 @@ def test_attribute_that_changes_in_every_call_is_warned_about() -> None:
     fitted, plain = twins(Counting)
     for _ in range(7):
         assert_same(fitted, plain, torch.ones(4, 8))
-    with pytest.warns(UserWarning, match="captured 8 times.*register_buffer"):
+    with pytest.warns(UserWarning, match="captured 8 times for the same inputs.*register_buffer"):
         assert_same(fitted, plain, torch.ones(4, 8))
     for _ in range(2):  # more than Dynamo's limit of recompilations
         assert_same(fitted, plain, torch.ones(4, 8))

@@ -38,6 +38,7 @@ from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.provenance import Costs
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.units import Budget, format_bytes
 
@@ -165,7 +166,7 @@ class FittedModel:
         self._captures[key] = self._captures.get(key, 0) + 1
         if self._captures[key] == _MANY_CAPTURES:
             warnings.warn(
-                f"{self.plain_class.__name__} has been captured {_MANY_CAPTURES} times for the same kind of call: "
+                f"{self.plain_class.__name__} has been captured {_MANY_CAPTURES} times for the same inputs: "
                 "something that its step depends on changes between calls (an attribute that counts steps, say). "
                 "Each capture takes seconds; keep counters in tensors (register_buffer)",
                 stacklevel=5,
@@ -230,7 +231,8 @@ class FittedModel:
             resident += future_state_bytes(self.optimizer)
         if self.given_plan is not None:
             return given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve)
-        options, between, loss_outside = self.options, self._between.get(now.key), False
+        source = replace(self.options.provenance, machine=now.device, costs=Costs.MEASURED)
+        options, between, loss_outside = replace(self.options, provenance=source), self._between.get(now.key), False
         if between is not None and not flying:
             program = replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
         elif step.captured is not None and (loss_outside := loss_is_outside(step.captured)):
