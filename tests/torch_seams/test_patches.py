@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import ebbflow
 from ebbflow.capture.trace import capture_settings
 from ebbflow.errors import CaptureError
-from ebbflow.measurement.cpu_allocations import AllocationRecorder
+from ebbflow.measurement.cpu_allocations import AllocationRecorder, profiler_active
 from ebbflow.torch_seams.autograd import BackwardWatch
 from ebbflow.torch_seams.fake_tensors import FakeTensorMode, quiet_log
 from ebbflow.torch_seams.patches import Attribute, Item, Patch, Place, Setting, open_patches, patched, places, wrapped
@@ -366,6 +366,15 @@ def test_descriptions_of_another_thread_are_its_own() -> None:
         assert statistics() == torch.float32
     assert there == [plain] == [statistics()]
     assert plain != torch.float32
+
+
+def test_a_dropped_recorder_leaves_no_profiler() -> None:
+    recorder = AllocationRecorder()
+    recorder.start()
+    assert profiler_active()
+    del recorder
+    gc.collect()
+    assert not profiler_active()
 
 
 # -- the end of a backward -----------------------------------------------------------------------------------------

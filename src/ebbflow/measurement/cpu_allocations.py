@@ -9,8 +9,11 @@ window (its table of sizes outlives a window), so levels are relative to the win
 from __future__ import annotations
 
 import atexit
+import threading
+import weakref
 from dataclasses import dataclass
 
+from ebbflow.torch_seams.autograd import in_backward
 from ebbflow.torch_seams.profiler import AllocationProfile, profiler_active
 
 __all__ = ["AllocationEvent", "AllocationRecorder", "profiler_active"]
@@ -44,6 +47,7 @@ class AllocationRecorder:
 
     def __init__(self, known: dict[int, int] | None = None) -> None:
         self._profile = AllocationProfile()
+        self._end: weakref.finalize[..., AllocationRecorder] | None = None
         self.live: dict[int, int] = dict(known or {})
 
     def start(self) -> None:
@@ -54,13 +58,15 @@ class AllocationRecorder:
         """
         if profiler_active():
             raise RuntimeError("a profiler is active; allocations cannot be recorded at the same time")
+        # A profiler that is open when the process ends takes it down, and one that nobody stops shuts out all others.
+        self._end = weakref.finalize(self, _abandon, self._profile, threading.get_ident())
         self._profile.start()
-        atexit.register(self._close)  # a profiler that is open when the process ends takes it down
 
     def stop(self) -> list[AllocationEvent]:
         """End recording; the events in order of time."""
-        atexit.unregister(self._close)
-        self._close()
+        if self._end is not None:
+            self._end.detach()
+        self._profile.stop()
         events: list[AllocationEvent] = []
         for time_ns, pointer, size in self._profile.events():
             if size > 0:
@@ -70,5 +76,10 @@ class AllocationRecorder:
                 events.append(AllocationEvent(time_ns, -self.live.pop(pointer)))
         return events
 
-    def _close(self) -> None:
-        self._profile.stop()
+
+def _abandon(profile: AllocationProfile, thread: int) -> None:
+    """Stop what a recorder has begun that is garbage, or open when the process ends."""
+    if in_backward() or threading.get_ident() != thread:
+        atexit.register(profile.stop)  # not here: see AllocationRecorder
+    else:
+        profile.stop()

@@ -28,16 +28,20 @@ class AllocationProfile:
 
     def __init__(self) -> None:
         self._profile = profiler.profile(use_cpu=True, profile_memory=True, use_kineto=True)
+        self._open = False
 
     def start(self) -> None:
         """Begin recording, on this thread."""
         level = os.environ.get("KINETO_LOG_LEVEL", _QUIET)
         with patched(Item(os.environ, "KINETO_LOG_LEVEL"), level):
             self._profile.__enter__()
+        self._open = True
 
     def stop(self) -> None:
-        """End recording."""
-        self._profile.__exit__(None, None, None)
+        """End recording; does nothing if nothing is recorded."""
+        if self._open:
+            self._open = False
+            self._profile.__exit__(None, None, None)
 
     def events(self) -> list[tuple[int, int, int]]:
         """After :meth:`stop`: time in ns, address and bytes of every block taken, or given back if negative, by time.
