@@ -20,6 +20,7 @@ from torch import fx
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.rules.copy_back import insert_copy_back
+from ebbflow.capture.rules.gradient_copies import copy_gradients
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
 from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
 from ebbflow.cost.call import Call, call_of, extent_of
@@ -330,6 +331,7 @@ def read_joint(
     """
     drop_ignored_reads(graph)
     fill_uninitialised(graph)
+    copy_gradients(graph, forward_output_count)
     joint = _read(graph, forward_output_count, name, granularity_bytes, context, target)
     program = joint.program
     new_values = [joint.outputs[p] for p in mutated_inputs(graph, forward_output_count)]

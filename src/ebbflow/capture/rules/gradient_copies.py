@@ -1,0 +1,115 @@
+"""Copies of gradients that autograd would make behind the step's back, as ops of the step.
+
+A gradient that arrives at a leaf becomes its ``.grad`` as it is, or is copied first (``AccumulateGrad``,
+``torch/csrc/autograd/functions/accumulate_grad.h``, 2.11 to 2.13). It is copied if
+
+1. it is not laid out as its parameter: other strides in a dimension of more than one element, or not contiguous where
+   the parameter is not dense (``obeys_layout_contract``); an expanded gradient never is;
+2. somebody else has it too: another parameter has the same one, or it is the tangent that user code passed.
+
+The copies come after the backward graph has returned, outside of every plan. Made here, where each gradient is made,
+they have the same bits, they are planned and measured, and what they were copied from can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from ebbflow.torch_seams.aot import is_tangent
+from ebbflow.torch_seams.fake_tensors import mode_of
+from ebbflow.torch_seams.storages import storage_key
+from ebbflow.torch_seams.trees import tree_leaves
+
+__all__ = ["copy_gradients"]
+
+_aten = torch.ops.aten
+
+
+def copy_gradients(graph: fx.Graph, forward_output_count: int) -> None:
+    """Let ``graph`` return gradients that become ``.grad`` as they are."""
+    (output,) = graph.find_nodes(op="output")
+    results = tree_leaves(output.args)
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    primals = [node for node in placeholders if not is_tangent(node)]
+    taken = [node.meta["val"] for node in placeholders if is_tangent(node)]
+    for position, primal in enumerate(primals, forward_output_count):
+        gradient = results[position]
+        if not isinstance(gradient, fx.Node) or not isinstance(gradient.meta.get("val"), torch.Tensor):
+            continue
+        value, like = gradient.meta["val"], primal.meta["val"]
+        if value.is_conj() or value.is_neg() or value.shape != like.shape:
+            continue
+        if not _laid_out_as(value, like) or any(_overlap(value, other) for other in taken):
+            results[position] = gradient = _copy(graph, gradient, like)
+        taken.append(gradient.meta["val"])
+    output.args = (tuple(results),)
+
+
+def _laid_out_as(value: torch.Tensor, like: torch.Tensor) -> bool:
+    """Clause 1: torch's ``obeys_layout_contract``."""
+    if not _is_dense(like):
+        return value.is_contiguous()
+    pairs = zip(value.shape, value.stride(), like.stride(), strict=True)
+    return all(mine == theirs for size, mine, theirs in pairs if size != 1)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a range of memory, each place once."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have memory in common."""
+    if storage_key(one) != storage_key(other):
+        return False
+    (begin, end), (other_begin, other_end) = _range(one), _range(other)
+    return begin < other_end and other_begin < end
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First element and one past the last."""
+    begin = tensor.storage_offset()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin if tensor.numel() == 0 else begin + reach + 1
+
+
+def _copy(graph: fx.Graph, gradient: fx.Node, like: torch.Tensor) -> fx.Node:
+    """A copy of ``gradient`` laid out as ``like``, right behind it: torch's ``clone_obey_contract``."""
+    value = gradient.meta["val"]
+    order = sorted(range(value.dim()), key=lambda d: (-like.stride(d), d)) if _is_dense(like) else []
+    back = [order.index(d) for d in range(len(order))]
+    at = gradient
+    if order != sorted(order):
+        at = _issue(graph, at, gradient, _aten.permute.default, (order,))
+    at = _issue(graph, at, gradient, _aten.clone.default, (), memory_format=torch.contiguous_format)
+    if order != sorted(order):
+        at = _issue(graph, at, gradient, _aten.permute.default, (back,))
+    return at
+
+
+def _issue(
+    graph: fx.Graph,
+    after: fx.Node,
+    origin: fx.Node,
+    target: Callable[..., torch.Tensor],
+    arguments: Sequence[object],
+    **options: object,
+) -> fx.Node:
+    # Tangents are listed before the forward's ops, which may not come after one that reads a tangent.
+    at_end = after.op == "placeholder"
+    with graph.inserting_before(graph.output_node()) if at_end else graph.inserting_after(after):
+        node = graph.call_function(target, (after, *arguments), options)  # type: ignore[arg-type]
+    node.meta = dict(origin.meta)
+    with mode_of(origin.meta["val"]), torch.no_grad():
+        node.meta["val"] = target(after.meta["val"], *arguments, **options)
+    return node
