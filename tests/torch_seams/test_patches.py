@@ -368,6 +368,47 @@ def test_descriptions_of_another_thread_are_its_own() -> None:
     assert plain != torch.float32
 
 
+class _Features(torch.nn.Module):
+    """Its loss is outside, so the first step watches for the end of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu()
+
+
+def _unfit(model: torch.nn.Module) -> None:
+    ebbflow.unfit(model)
+
+
+def _train_on(model: torch.nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def _raise_in_backward(model: torch.nn.Module) -> None:
+    output = model(torch.ones(2, 4))
+    output.register_hook(_raise(ValueError))
+    with pytest.raises(ValueError, match="the model's own"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("then", [lambda model: None, _unfit, _train_on, _raise_in_backward])
+def test_no_backward_comes(then: Callable[[torch.nn.Module], None]) -> None:
+    entries = torch.autograd.backward, torch.autograd.grad
+    model = ebbflow.fit(_Features(), "1MiB", verify=False)
+    output = model(torch.ones(2, 4))
+    assert open_patches() == 2, "the watch is open while the backward is waited for"
+    del output
+    then(model)
+    del model
+    gc.collect()
+    assert open_patches() == 0
+    assert (torch.autograd.backward, torch.autograd.grad) == entries
+    assert not profiler_active()
+
+
 def test_a_dropped_recorder_leaves_no_profiler() -> None:
     recorder = AllocationRecorder()
     recorder.start()
