@@ -30,12 +30,17 @@ class Unplanned(Exception):
     """Definition 1.
 
     Attributes:
-        sizes: those of the step's flat inputs that are numbers, by position.
+        inputs: of the step, flat.
     """
 
-    def __init__(self, sizes: dict[int, int]) -> None:
+    def __init__(self, inputs: list[Any]) -> None:
         super().__init__("no plan is current")
-        self.sizes = sizes
+        self.inputs = inputs
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The inputs that are numbers, by position."""
+        return {index: value for index, value in enumerate(self.inputs) if isinstance(value, int)}
 
 
 class _Departing(threading.local):
@@ -79,7 +84,7 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     assert flight is not None, "a captured step was called from elsewhere"
     executable = flight.executable
     if executable is None:
-        raise Unplanned({i: value for i, value in enumerate(args) if isinstance(value, int)})
+        raise Unplanned(list(args))
     flight.ran = True
     if flight.proves and executable.checked is not None:
         results = executable.checked.forward(args)

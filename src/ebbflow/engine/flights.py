@@ -21,11 +21,13 @@ from ebbflow.engine.executable import Executable
 from ebbflow.engine.tickets import ANY_FLIGHT
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
+from ebbflow.measurement.leftovers import leave
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import is_function_node
+from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["Flight", "Flights", "flight_numbered", "flights_of"]
+__all__ = ["Flight", "Flights", "bytes_in_the_air", "flight_numbered", "flights_of"]
 
 _numbers = itertools.count(1)  # 0 is tickets.ANY_FLIGHT
 _with_node: dict[int, Flight] = {}  # of all models, those whose autograd node is alive
@@ -43,6 +45,7 @@ class Flight:
         gauge: records the peak of this step, if it is to be measured.
         between: measures user code between forward and backward, where that is to be learned.
         restore: puts buffers and random state back to where they were before the forward.
+        returned: watches what the forward returned.
         capture: of the step. AOTAutograd compiles a backward when it first comes, also after the model is let go.
     """
 
@@ -54,6 +57,7 @@ class Flight:
     gauge: StepGauge | None = None
     between: BetweenGauge | None = None
     restore: Callable[[], None] | None = None
+    returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
 
     @property
@@ -68,16 +72,21 @@ class Flight:
 
     def take_off(self, outputs: object) -> None:
         """The forward has returned ``outputs``: in the air until the backward begins or the graph is gone."""
-        node = _own_node(outputs)
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        self.returned = [StorageWatch(each) for each in tensors if each.device.type == "cpu"]
+        node = _own_node(tensors)
         if node is None:
+            leave(self.returned)
             return
         _with_node[self.number] = self.home.in_the_air[self.number] = self
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
 
     def land(self) -> None:
-        """Its backward begins."""
-        self.home.in_the_air.pop(self.number, None)
+        """Its backward begins, or its graph is gone: what lives of its outputs is somebody else's from here on."""
+        if self.home.in_the_air.pop(self.number, None) is not None:
+            leave(self.returned)
+            self.returned = []
 
     def disturb(self) -> None:
         """Definition 3."""
@@ -113,6 +122,15 @@ class Flights:
     def end(self) -> None:
         """The model is not fitted any more: what is in the air finishes without being looked at."""
         self.disturb()
+
+
+def bytes_in_the_air() -> int:
+    """What flights of all models keep (definition 2)."""
+    return sum(
+        each.executable.boundary_bytes
+        for each in list(_with_node.values())
+        if each.executable is not None and each.number in each.home.in_the_air
+    )
 
 
 def flight_numbered(number: int) -> Flight | None:
@@ -151,10 +169,9 @@ def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:
         )
 
 
-def _own_node(outputs: object) -> Any:
+def _own_node(outputs: list[torch.Tensor]) -> Any:
     """The node of the step itself in the graph of what its forward returned: views of its results hang below it."""
-    leaves = tree_leaves(outputs)
-    nodes: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    nodes: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
     seen: set[Any] = set()
     for node in nodes:
         if is_function_node(node):

@@ -24,7 +24,7 @@ from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.cost.cache import device_context
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
-from ebbflow.engine.flights import Flight, Flights, flights_of
+from ebbflow.engine.flights import Flight, Flights, bytes_in_the_air, flights_of
 from ebbflow.engine.given import given_plan_here
 from ebbflow.engine.key import key_of, modes_of
 from ebbflow.engine.reserve import reserve_bytes
@@ -132,7 +132,8 @@ class FittedModel:
             key=key_of(call.module, call.device, call.args, call.kwargs),
             module=call.module,
             device=call.device,
-            resident_bytes=resident + flying if call.device == "cpu" else resident,  # on CUDA it is counted already
+            # On CUDA what is in the air is counted already.
+            resident_bytes=resident + bytes_in_the_air() if call.device == "cpu" else resident,
             flying_bytes=flying,
             hooked=has_saved_tensor_hooks(),
             repeated=in_backward(),
@@ -220,13 +221,14 @@ class FittedModel:
         if current is not None and now.checkpointed and flights_of(current):
             return current
         between = self._between.get(now.key)
-        fitting = [each for each in step.executables if _holds(each, now, between)]
+        resident = now.resident_bytes + self._hidden_bytes(step, now)
+        fitting = [each for each in step.executables if _holds(each, resident, between)]
         return min(fitting, key=lambda each: each.overhead) if fitting else None
 
     def plan_for(self, step: Step, program: Program, now: Circumstances) -> Plan:
         """The plan for a captured step with costs. Nothing of the model has run when this returns or raises."""
         reserve = reserve_bytes(now.module, now.device, verify=self.verify)
-        resident, flying = now.resident_bytes, now.flying_bytes
+        resident, flying = now.resident_bytes + self._hidden_bytes(step, now), now.flying_bytes
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)
         if self.given_plan is not None:
@@ -252,6 +254,9 @@ class FittedModel:
                 raise
             # The forward in flight was planned without knowing of this one. The next round knows (_learn_overlap).
             return make(resident_bytes=resident - flying, options=replace(options, planner="least_memory"))
+
+    def _hidden_bytes(self, step: Step, now: Circumstances) -> int:
+        return step.hidden_bytes if now.device == "cpu" else 0  # the allocator of a card has them
 
     def _plans(self) -> Iterator[Plan]:
         return (plan for step in self._all_steps() for plan in step.plans())
@@ -286,7 +291,7 @@ class FittedModel:
         self._between[key] = _Between(max(known.peak_bytes, found.peak_bytes), max(known.held_bytes, found.held_bytes))
 
 
-def _holds(executable: Executable, now: Circumstances, between: _Between | None) -> bool:
+def _holds(executable: Executable, resident_bytes: int, between: _Between | None) -> bool:
     if between is not None and executable.plan.program.between_bytes < between.peak_bytes:
         return False
-    return now.resident_bytes + executable.needs_bytes <= executable.plan.budget_bytes
+    return resident_bytes + executable.needs_bytes <= executable.plan.budget_bytes

@@ -30,6 +30,7 @@ class Step:
         captured: the step as a value; ``None`` before its first call.
         executable: what ran last; ``None`` before the first plan.
         forward_calls: how many forwards ran.
+        hidden_bytes: of its inputs that no walk over model and arguments finds.
     """
 
     def __init__(self, capture: Capture, *, verify: bool) -> None:
@@ -37,6 +38,7 @@ class Step:
         self.captured: Captured | None = None
         self.executable: Executable | None = None
         self.forward_calls = 0
+        self.hidden_bytes = 0
         self._verify = verify
         self._executables: list[Executable] = []  # used last comes last
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from ebbflow.measurement.leftovers import living
 from ebbflow.torch_seams.storages import buffer_table, module_table, parameter_table, storage_key
 
-__all__ = ["device_of", "resident_bytes", "start_bytes", "tensors_in"]
+__all__ = ["device_of", "hidden_bytes", "resident_bytes", "start_bytes", "storages_in", "tensors_in"]
 
 
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
@@ -54,12 +55,14 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
                 open_modules.append(child)
 
 
+def storages_in(roots: Iterable[object]) -> dict[int, int]:
+    """Bytes of the distinct storages reachable from ``roots``, by key."""
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(list(roots))}
+
+
 def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
     """Bytes of the distinct storages reachable from ``roots``, each rounded up to ``granularity_bytes``."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors_in(list(roots)):
-        sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes.values())
+    return sum(-(-size // granularity_bytes) * granularity_bytes for size in storages_in(roots).values())
 
 
 def device_of(roots: Iterable[object]) -> str:
@@ -68,7 +71,23 @@ def device_of(roots: Iterable[object]) -> str:
 
 
 def start_bytes(model: torch.nn.Module, arguments: object, optimizer: torch.optim.Optimizer | None, device: str) -> int:
-    """Bytes allocated right now: on CUDA all that the allocator has handed out, on CPU what the roots reach."""
+    """Bytes allocated right now that a step of ``model`` has to count.
+
+    On CUDA that is all that the allocator has handed out. On CPU it is what the roots reach, and what still lives of
+    what fitted models have returned (``leftovers``), each storage once.
+    """
     if device == "cuda":
         return torch.cuda.memory_allocated()
-    return resident_bytes([model, arguments, optimizer])
+    return sum({**living(), **storages_in([model, arguments, optimizer])}.values())
+
+
+def hidden_bytes(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> int:
+    """Bytes of inputs of a captured step that no walk over its model and arguments finds.
+
+    A field of a dataclass, an attribute that is neither parameter nor buffer, another model in a list: the capture has
+    them among its inputs, whatever holds them.
+    """
+    found = storages_in([model, arguments])
+    tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+    hidden = {storage_key(each): each.untyped_storage().nbytes() for each in tensors}
+    return sum(size for key, size in hidden.items() if key not in found)

@@ -48,6 +48,19 @@ def storages_have_an_identity() -> None:
 
 
 @canary
+def storages_can_be_watched() -> None:
+    """A watch tells when the last tensor of a storage is gone, and keeps none alive."""
+    tensor = torch.zeros(4)
+    view = tensor[1:]
+    watch = storages.StorageWatch(tensor)
+    expect(watch.key == storages.storage_key(view), "a view has another key than its tensor")
+    del tensor
+    expect(watch.alive, "a storage is gone while a view of it lives")
+    del view
+    expect(not watch.alive, "a storage lives on without a tensor")
+
+
+@canary
 def modules_keep_tensors_in_tables() -> None:
     """Parameters, buffers and children lie in dictionaries; a tensor put there is the module's."""
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(2, device="meta"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["buffer_table", "module_table", "parameter_table", "storage_key"]
+__all__ = ["StorageWatch", "buffer_table", "module_table", "parameter_table", "storage_key"]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -16,6 +16,37 @@ def storage_key(tensor: torch.Tensor) -> int:
     have none, and two storages of no bytes have the same.
     """
     return tensor.untyped_storage()._cdata
+
+
+class StorageWatch:
+    """A storage that is watched and not kept alive: while the watch lives, its key is nobody else's.
+
+    A weak reference as ``torch.multiprocessing`` holds it (``untyped_storage()._weak_ref``).
+
+    Args:
+        tensor: whose storage it is.
+
+    Attributes:
+        key: :func:`storage_key` of the tensor.
+        bytes: of the storage.
+    """
+
+    __slots__ = ("_forget", "_reference", "bytes", "key")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.key = storage._cdata
+        self.bytes = storage.nbytes()
+        self._forget = torch.UntypedStorage._free_weak_ref  # at the interpreter's end torch may be gone before this
+        self._reference = storage._weak_ref()
+
+    @property
+    def alive(self) -> bool:
+        """Whether some tensor has the storage still."""
+        return not torch.UntypedStorage._expired(self._reference)
+
+    def __del__(self) -> None:
+        self._forget(self._reference)
 
 
 def parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

@@ -78,8 +78,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """First element and one past the last."""
-    begin = tensor.storage_offset()
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset())
+    reach = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
     return begin, begin if tensor.numel() == 0 else begin + reach + 1
 
 

@@ -1,0 +1,137 @@
+"""What is resident at a step's start, whatever object holds it: counted once each, and within the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+
+ROWS, WIDTH = 256, 64
+BATCH = ROWS * WIDTH * 4  # bytes
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_of_other_tests() -> None:
+    gc.collect()
+
+
+class Tower(nn.Module):
+    """Returns the loss beside what it was made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.rows(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean(), x
+
+    def rows(self, x: Any) -> torch.Tensor:
+        return x
+
+
+def resident(model: nn.Module) -> int:
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    return plan.resident_bytes
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def rows(seed: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclasses.dataclass
+class Fields:
+    x: torch.Tensor
+    unused: int = 0
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "user dictionary"])
+def test_a_batch_in_an_object_counts(kind: str) -> None:
+    class Model(Tower):
+        def rows(self, x: Any) -> torch.Tensor:
+            return x.x if isinstance(x, Fields) else x["x"]
+
+    model = ebbflow.fit(Model(), "1GiB", effort=100)
+    model(Fields(rows()) if kind == "dataclass" else UserDict(x=rows()))[0].backward()
+    assert resident(model) == parameters(model) + BATCH
+
+
+def test_a_tensor_that_is_a_plain_attribute_and_a_teacher_in_a_list_count() -> None:
+    class Model(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = [torch.randn(WIDTH, WIDTH)]
+            self.teacher = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
+
+        def rows(self, x: Any) -> torch.Tensor:
+            return self.teacher[0](x @ self.plain[0])
+
+    model = ebbflow.fit(Model(), "1GiB", effort=100)
+    model(rows())[0].backward()
+    teacher = parameters(model.teacher[0])  # type: ignore[index, arg-type]
+    assert resident(model) == parameters(model) + BATCH + WIDTH * WIDTH * 4 + teacher
+
+
+def test_outputs_of_the_last_call_are_resident_while_somebody_has_them() -> None:
+    model = Tower()
+    tight = ebbflow.plan(Tower(), (rows(),), budget="1000%").smallest_bytes + parameters(model) + BATCH + 10_000
+    ebbflow.fit(model, tight, effort=500)
+    out: Any = None
+    for seed in range(4):
+        x = rows(seed)
+        held = [] if out is None else [out[1].detach()]
+        if seed < 2:  # ops are timed and plans are made, which no measurement may be around
+            out = model(x)
+            out[0].backward()
+        else:
+            with ebbflow.measure(model, x, held) as gauge:
+                del held
+                out = model(x)
+                out[0].backward()
+            assert gauge.peak_bytes <= tight, seed
+        assert resident(model) >= parameters(model) + (BATCH if seed == 0 else 2 * BATCH)
+
+
+def test_an_output_that_is_dropped_is_not() -> None:
+    model = ebbflow.fit(Tower(), "1GiB", effort=100)
+    for seed in range(3):
+        model.zero_grad()
+        model(rows(seed))[0].backward()
+    ebbflow.set_budget(model, "2GiB")  # planned anew, with what is resident now
+    model.zero_grad()
+    model(rows())[0].backward()
+    assert resident(model) == parameters(model) + BATCH
+
+
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
+def test_what_another_models_step_in_flight_keeps_counts() -> None:
+    first, second = ebbflow.fit(Tower(), "1GiB", effort=100), ebbflow.fit(Tower(), "1GiB", effort=100)
+    loss, _ = first(rows())
+    second(rows())[0].backward()
+    plan = ebbflow.plan_of(first)
+    assert plan is not None
+    assert resident(second) == parameters(second) + BATCH + plan.boundary_bytes
+    loss.backward()
+
+
+def test_a_decoder_that_reads_an_encoders_output_counts_it_once() -> None:
+    encoder, decoder = ebbflow.fit(Tower(), "1GiB", effort=100), ebbflow.fit(Tower(), "1GiB", effort=100)
+    _, hidden = encoder(rows())
+    hidden = hidden.detach()
+    del _
+    decoder(hidden)[0].backward()
+    assert resident(decoder) == parameters(decoder) + BATCH
