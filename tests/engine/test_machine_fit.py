@@ -40,7 +40,7 @@ def text_of(plan: Plan) -> str:
 
 def test_a_refusal_names_the_machines_that_would_do(step: AheadStep) -> None:
     with pytest.raises(BudgetError) as caught:
-        step.plan(Budget.parse("10MiB"), PlanningOptions(effort=0))
+        step.plan(Budget.parse("10MiB"), PlanningOptions(effort=1))
     text = str(caught.value)
     assert "t4-16gb has 10.00 MiB, which no plan fits; of the catalogue, m40-12gb, titanxp-12gb," in text
     assert text.index("t4-16gb,") < text.index("a100-40gb") < text.index("h200-141gb")
@@ -49,18 +49,18 @@ def test_a_refusal_names_the_machines_that_would_do(step: AheadStep) -> None:
 def test_a_refusal_by_the_budget_alone_names_no_machine(step: AheadStep) -> None:
     roomy = replace(step, machine=machine_named("t4-16gb"))
     with pytest.raises(BudgetError) as caught:
-        roomy.plan(Budget.parse("10MiB"), PlanningOptions(effort=0))
+        roomy.plan(Budget.parse("10MiB"), PlanningOptions(effort=1))
     assert "which no plan fits" not in str(caught.value)
 
 
 def test_no_machine_of_the_catalogue_holds_it(step: AheadStep) -> None:
     largest = max(each.memory_bytes for each in catalogue().values())
     with pytest.raises(BudgetError, match="no machine of the catalogue has that much"):
-        replace(step, resident_bytes=largest).plan(Budget.parse("10MiB"), PlanningOptions(effort=0))
+        replace(step, resident_bytes=largest).plan(Budget.parse("10MiB"), PlanningOptions(effort=1))
 
 
 def test_a_plan_larger_than_its_machine_says_so(step: AheadStep) -> None:
-    plan = step.plan(Budget.parse("1GiB"), PlanningOptions(effort=0))
+    plan = step.plan(Budget.parse("1GiB"), PlanningOptions(effort=1))
     assert "t4-16gb has 10.00 MiB: this plan does NOT fit it" in text_of(plan)
     room = replace(plan.provenance, memory_bytes=plan.predicted_peak_bytes + 2**20)
     assert "1.00 MiB more than the peak" in text_of(replace(plan, provenance=room))
@@ -78,6 +78,6 @@ def test_cublas_is_resident_where_a_step_has_products(step: AheadStep, tiny: Mac
 
 def test_a_step_for_this_machine_holds_no_cublas() -> None:
     case = gpt(2, GPTConfig(vocabulary=64, length=32, layers=1, width=32, heads=2))
-    here = ebbflow.plan(case.model, case.args, budget="1GiB", effort=0)
+    here = ebbflow.plan(case.model, case.args, budget="1GiB", effort=1)
     assert here.resident_bytes < 2**20
     assert not {"memory_bytes", "mapped", "workspace"} & set(here.provenance)
