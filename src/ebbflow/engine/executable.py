@@ -18,7 +18,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -32,6 +32,7 @@ from ebbflow.measurement.peak import StepGauge
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free
+from ebbflow.step.simulate import simulate
 from ebbflow.torch_seams.graphs import boxed_codegen
 from ebbflow.units import format_bytes, format_percent
 
@@ -76,6 +77,8 @@ class Executable:
         number: names it, in tickets.
         device: ``"cpu"`` or ``"cuda"``.
         needs_bytes: above the step's start, as the plan predicts.
+        leaves_bytes: kept while its flight is in the air, or by the gradients that its backward has made since.
+        provisional: whether it was planned for the least memory because something was not known yet.
         phase: definitions 1 to 4.
         proving: number of the flight that is being proven, or ``None``.
         verified_buffers: how many came back with their bits in the proven step.
@@ -86,6 +89,7 @@ class Executable:
         self.number = next(_numbers)
         self.phase = Phase.PLANNED
         self.proving: int | None = None
+        self.provisional = False
         self.verified_buffers = 0
         self.measured_above_bytes: int | None = None
         self.device = device
@@ -106,8 +110,19 @@ class Executable:
         """Run for ``plan`` from now on, which has the same schedule: what is resident or the budget has changed."""
         self.plan = plan
         self.needs_bytes = plan.timeline.above_bytes
+        program = plan.program
         self.boundary_bytes = plan.boundary_bytes
+        self.leaves_bytes = max(self.boundary_bytes, sum(program.buffers[b].bytes for b in program.gradients))
+        self._needs: dict[tuple[int, int], int] = {(program.between_bytes, program.held_bytes): self.needs_bytes}
         self.overhead = plan.overhead
+
+    def needs_with(self, between_bytes: int, held_bytes: int) -> int:
+        """Bytes above the step's start if user code takes so much between the two graphs."""
+        key = (between_bytes, held_bytes)
+        if key not in self._needs:
+            program = replace(self.plan.program, between_bytes=between_bytes, held_bytes=held_bytes)
+            self._needs[key] = simulate(program, self.plan.schedule, self.plan.machine).above_bytes
+        return self._needs[key]
 
     @property
     def output_count(self) -> int:

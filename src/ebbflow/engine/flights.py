@@ -2,7 +2,7 @@
 
 1. A *flight* begins with a forward. It is *in the air* until its backward begins or its autograd node is gone; the
    node is what knows, since user code may drop the outputs, keep them, or go backward twice (``retain_graph``).
-2. What a flight keeps (``Executable.boundary_bytes``) is resident for whatever starts meanwhile.
+2. What a flight keeps (``Executable.leaves_bytes``) is resident for whatever starts meanwhile.
 3. A flight that another forward of its model joins is *disturbed*: nothing is measured in it any more, and a failed
    proof puts nothing back.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from ebbflow.torch_seams.autograd import is_function_node
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["Flight", "Flights", "bytes_in_the_air", "flight_numbered", "flights_of"]
+__all__ = ["Flight", "Flights", "bytes_in_the_air", "flight_numbered", "flights_of", "inputs_in_the_air"]
 
 _numbers = itertools.count(1)  # 0 is tickets.ANY_FLIGHT
 _with_node: dict[int, Flight] = {}  # of all models, those whose autograd node is alive
@@ -40,6 +40,8 @@ class Flight:
     Attributes:
         executable: what runs; ``None`` while a compiled step is asked whether its guards hold.
         home: the flights of its model.
+        slot: key of its call, and how many flights of its model were in the air when it started.
+        inputs: watches the arguments of its call, which are saved for the backward whoever else drops them.
         hooked: whether saved-tensor hooks were active, so that its ticket does not name it.
         ran: whether the forward ran.
         gauge: records the peak of this step, if it is to be measured.
@@ -51,6 +53,8 @@ class Flight:
 
     executable: Executable | None
     home: Flights
+    slot: tuple[object, int] = (None, 0)
+    inputs: Sequence[StorageWatch] = ()
     hooked: bool = False
     number: int = field(default_factory=_numbers.__next__)
     ran: bool = False
@@ -112,7 +116,7 @@ class Flights:
     @property
     def bytes(self) -> int:
         """Definition 2."""
-        return sum(each.executable.boundary_bytes for each in self.in_the_air.values() if each.executable is not None)
+        return sum(each.executable.leaves_bytes for each in self.in_the_air.values() if each.executable is not None)
 
     def disturb(self) -> None:
         """A forward of the model starts."""
@@ -127,10 +131,21 @@ class Flights:
 def bytes_in_the_air() -> int:
     """What flights of all models keep (definition 2)."""
     return sum(
-        each.executable.boundary_bytes
+        each.executable.leaves_bytes
         for each in list(_with_node.values())
         if each.executable is not None and each.number in each.home.in_the_air
     )
+
+
+def inputs_in_the_air() -> dict[int, int]:
+    """Bytes of the arguments of all flights in the air that live still, by key of the storage."""
+    return {
+        watch.key: watch.bytes
+        for each in list(_with_node.values())
+        if each.number in each.home.in_the_air
+        for watch in each.inputs
+        if watch.alive
+    }
 
 
 def flight_numbered(number: int) -> Flight | None:

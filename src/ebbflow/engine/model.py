@@ -6,8 +6,8 @@
 2. The *circumstances* of a call are what a plan depends on besides its step: what is resident, and what forwards in
    flight keep. A plan *holds* while what is resident leaves room for it and nothing else has been learned about what
    happens between its two graphs; otherwise another is made for the same capture.
-3. What happens *between* the graphs is learned from the first step: a loss outside the model is measured, another
-   forward of the model is known by its own plan. The first step itself is planned for the least memory then.
+3. What happens *between* the graphs is learned from the first step (``between``), which is itself planned for the
+   least memory where it has to leave room for what nobody knows yet.
 4. From the fifth shape of one kind of call on, steps share a symbolic capture (``shared_calls``).
 """
 
@@ -22,9 +22,10 @@ import torch
 
 from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.cost.cache import device_context
+from ebbflow.engine.between import Between, Knowledge, Slot
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
-from ebbflow.engine.flights import Flight, Flights, bytes_in_the_air, flights_of
+from ebbflow.engine.flights import Flight, Flights, bytes_in_the_air, flights_of, inputs_in_the_air
 from ebbflow.engine.given import given_plan_here
 from ebbflow.engine.key import key_of, modes_of
 from ebbflow.engine.reserve import reserve_bytes
@@ -33,13 +34,14 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.optimizer_state import future_state_bytes
-from ebbflow.measurement.resident import start_bytes
+from ebbflow.measurement.resident import start_bytes, watched_in
 from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
+from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.units import Budget, format_bytes
 
 __all__ = ["Circumstances", "FittedModel"]
@@ -50,20 +52,13 @@ _MANY_CAPTURES = 8  # captures of one key after which it is said that something 
 
 
 @dataclass(frozen=True, slots=True)
-class _Between:
-    """What happens between the two graphs of a step: bytes at its peak, bytes left until the step's end."""
-
-    peak_bytes: int
-    held_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Circumstances:
     """What surrounds a call (definition 2).
 
     Attributes:
-        key: of the call.
+        slot: key of the call, and how many of the model's forwards are in the air (``between``).
         module: whose call it is.
+        inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
         resident_bytes: before the forward, what flights keep among them.
         flying_bytes: what forwards in flight keep.
@@ -71,13 +66,19 @@ class Circumstances:
         repeated: whether a backward is running, so that this is a checkpoint's repetition of a forward.
     """
 
-    key: object
+    slot: Slot
     module: torch.nn.Module
+    inputs: tuple[StorageWatch, ...]
     device: str
     resident_bytes: int
     flying_bytes: int
     hooked: bool
     repeated: bool
+
+    @property
+    def key(self) -> object:
+        """Of the call."""
+        return self.slot.key
 
     @property
     def checkpointed(self) -> bool:
@@ -111,7 +112,7 @@ class FittedModel:
     last: Step | None = None
     flights: Flights = field(default_factory=Flights)
     _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
-    _between: dict[object, _Between] = field(default_factory=dict[object, _Between])
+    _between: Knowledge = field(default_factory=Knowledge)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
     _kinds: Kinds = field(default_factory=Kinds)
@@ -126,11 +127,14 @@ class FittedModel:
 
     def look_around(self, call: Call) -> Circumstances:
         """What surrounds ``call``."""
-        resident = start_bytes(call.module, (call.args, call.kwargs), self.optimizer, call.device)
+        inputs = watched_in([call.args, call.kwargs]) if call.device == "cpu" else []
+        others = {**inputs_in_the_air(), **{each.key: each.bytes for each in inputs}}
+        resident = start_bytes(call.module, self.optimizer, others, call.device)
         flying = self.flights.bytes if self.flights else 0
         now = Circumstances(
-            key=key_of(call.module, call.device, call.args, call.kwargs),
+            slot=Slot(key_of(call.module, call.device, call.args, call.kwargs), len(self.flights.in_the_air)),
             module=call.module,
+            inputs=tuple(inputs),
             device=call.device,
             # On CUDA what is in the air is counted already.
             resident_bytes=resident + bytes_in_the_air() if call.device == "cpu" else resident,
@@ -138,7 +142,8 @@ class FittedModel:
             hooked=has_saved_tensor_hooks(),
             repeated=in_backward(),
         )
-        if flying and now.key not in self._between and not now.checkpointed:
+        in_the_air = [Slot(*each.slot) for each in self.flights.in_the_air.values()]
+        if flying and not any(map(self._between.expects_forwards, in_the_air)) and not now.checkpointed:
             warnings.warn(
                 "another forward of this model is in flight: it was planned without room for this one, so this step "
                 "may exceed the budget. From the next round on it is planned for. Call backward before the next "
@@ -200,9 +205,10 @@ class FittedModel:
         if now.checkpointed:
             return
         if now.flying_bytes:
-            self._learn_overlap(step)
-        elif now.key not in self._between and step.captured is not None and loss_is_outside(step.captured):
-            learn = functools.partial(self._learn_between, now.key, step)
+            before = [each for each in self.flights.in_the_air.values() if each is not flight]
+            self._between.learn_forward(flight, before)
+        elif self._waits_for_a_loss(step, now):
+            learn = functools.partial(self._learn_loss, now.slot, step)
             flight.between = BetweenGauge(now.device, learn)
             flight.between.begin()
 
@@ -220,40 +226,61 @@ class FittedModel:
         current = step.executable
         if current is not None and now.checkpointed and flights_of(current):
             return current
-        between = self._between.get(now.key)
+        between = self._between.of(now.slot)
         resident = now.resident_bytes + self._hidden_bytes(step, now)
-        fitting = [each for each in step.executables if _holds(each, resident, between)]
+        known = not self._is_guess(step, now)
+        fitting = [
+            each for each in step.executables if _holds(each, resident, between) and not (each.provisional and known)
+        ]
         return min(fitting, key=lambda each: each.overhead) if fitting else None
 
-    def plan_for(self, step: Step, program: Program, now: Circumstances) -> Plan:
-        """The plan for a captured step with costs. Nothing of the model has run when this returns or raises."""
+    def plan_for(self, step: Step, program: Program, now: Circumstances) -> tuple[Plan, bool]:
+        """The plan for a captured step with costs, and whether it will do only until more is known.
+
+        Nothing of the model has run when this returns or raises.
+        """
         reserve = reserve_bytes(now.module, now.device, verify=self.verify)
-        resident, flying = now.resident_bytes + self._hidden_bytes(step, now), now.flying_bytes
+        resident = now.resident_bytes + self._hidden_bytes(step, now)
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)
         if self.given_plan is not None:
-            return given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve)
+            return given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve), False
         source = replace(self.options.provenance, machine=now.device, costs=Costs.MEASURED)
-        options, between, loss_outside = replace(self.options, provenance=source), self._between.get(now.key), False
-        if between is not None and not flying:
-            program = replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
-        elif step.captured is not None and (loss_outside := loss_is_outside(step.captured)):
-            # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
+        options, guess = replace(self.options, provenance=source), self._waits_for_a_loss(step, now)
+        if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
             options = replace(options, planner="least_memory")
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
-        make = functools.partial(make_plan, program, self.budget, reserve_bytes=reserve, seeds=seeds)
+        make = functools.partial(make_plan, budget=self.budget, reserve_bytes=reserve, seeds=seeds)
+        between = self._between.of(now.slot)
         try:
-            return make(resident_bytes=resident, options=options)
+            return make(_with(program, between), resident_bytes=resident, options=options), guess
         except BudgetError as error:
-            if loss_outside:
+            if guess:
                 error.add_note(
                     "The loss outside the model is not in these figures: the first step measures what it takes. "
                     "Leave room for it above smallest_bytes"
                 )
-            if not flying:
+            if between is not None and between.least_bytes < between.peak_bytes:
+                # Forwards that come between can do with less: they are planned for what this one leaves them.
+                least = replace(between, peak_bytes=between.least_bytes)
+                return make(_with(program, least), resident_bytes=resident, options=options), guess
+            if not now.flying_bytes or self._was_expected(now.slot):
                 raise
-            # The forward in flight was planned without knowing of this one. The next round knows (_learn_overlap).
-            return make(resident_bytes=resident - flying, options=replace(options, planner="least_memory"))
+            # The forward in flight was planned without knowing of this one. The next round knows.
+            options = replace(options, planner="least_memory")
+            return make(_with(program, between), resident_bytes=resident - now.flying_bytes, options=options), True
+
+    def _was_expected(self, slot: Slot) -> bool:
+        """Whether all that are in the air are planned with room for a call of ``slot``."""
+        return all(self._between.expects(Slot(*each.slot), slot) for each in self.flights.in_the_air.values())
+
+    def _waits_for_a_loss(self, step: Step, now: Circumstances) -> bool:
+        outside = step.captured is not None and loss_is_outside(step.captured)
+        return outside and not self._between.has_loss_of(now.slot)
+
+    def _is_guess(self, step: Step, now: Circumstances) -> bool:
+        """Whether something that a plan depends on is not known yet."""
+        return self._waits_for_a_loss(step, now) or (bool(now.flying_bytes) and not self._was_expected(now.slot))
 
     def _hidden_bytes(self, step: Step, now: Circumstances) -> int:
         return step.hidden_bytes if now.device == "cpu" else 0  # the allocator of a card has them
@@ -263,13 +290,13 @@ class FittedModel:
 
     # -- what is learned from a first step ------------------------------------------------------------------
 
-    def _learn_between(self, key: object, step: Step, peak_bytes: int, left_bytes: int) -> None:
+    def _learn_loss(self, slot: Slot, step: Step, peak_bytes: int, left_bytes: int) -> None:
         """What user code took between the two graphs of ``step``."""
         plan = step.plan
         if plan is None:
             return
         tangents = plan.program.late_bytes - plan.program.held_bytes
-        self._note(key, _Between(peak_bytes, max(left_bytes - tangents, 0)))
+        self._between.learn_loss(slot, peak_bytes, max(left_bytes - tangents, 0))
         total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
         if total > plan.budget_bytes:
             warnings.warn(
@@ -279,19 +306,18 @@ class FittedModel:
                 stacklevel=2,
             )
 
-    def _learn_overlap(self, step: Step) -> None:
-        """``step`` ran its forward while others were in flight: their plans are to leave room for all of it."""
-        plan = step.plan
-        assert plan is not None
-        for key in self._steps:
-            self._note(key, _Between(plan.timeline.above_bytes, plan.boundary_bytes))
 
-    def _note(self, key: object, found: _Between) -> None:
-        known = self._between.setdefault(key, found)
-        self._between[key] = _Between(max(known.peak_bytes, found.peak_bytes), max(known.held_bytes, found.held_bytes))
+def _with(program: Program, between: Between | None) -> Program:
+    """``program`` with what happens between its graphs."""
+    if between is None:
+        return program
+    return replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
 
 
-def _holds(executable: Executable, resident_bytes: int, between: _Between | None) -> bool:
-    if between is not None and executable.plan.program.between_bytes < between.peak_bytes:
-        return False
-    return resident_bytes + executable.needs_bytes <= executable.plan.budget_bytes
+def _holds(executable: Executable, resident_bytes: int, between: Between | None) -> bool:
+    """Whether there is room, or would be if forwards that come between were planned for what is left to them."""
+    program, needs = executable.plan.program, executable.needs_bytes
+    if between is not None and (between.peak_bytes, between.held_bytes) != (program.between_bytes, program.held_bytes):
+        least = min(between.peak_bytes, max(program.between_bytes, between.least_bytes))
+        needs = executable.needs_with(least, between.held_bytes)
+    return resident_bytes + needs <= executable.plan.budget_bytes

@@ -63,8 +63,9 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
         asked.inputs.clear()
     model.keep(step, now)
     program = _cost(model, captured, now)
-    plan = _plan(model, step, program, now)
+    plan, provisional = _plan(model, step, program, now)
     executable = _lower_and_prove(step, plan)
+    executable.provisional = provisional
     return _run(model, step, executable, call, now)
 
 
@@ -83,8 +84,8 @@ def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program
     return with_measured_costs(captured.program, captured.calls, now.device)
 
 
-def _plan(model: FittedModel, step: Step, program: Program, now: Circumstances) -> Plan:
-    """A schedule within the budget, with what is resident now."""
+def _plan(model: FittedModel, step: Step, program: Program, now: Circumstances) -> tuple[Plan, bool]:
+    """A schedule within the budget, with what is resident now; and whether it will do only until more is known."""
     with own_faults():
         return model.plan_for(step, program, now)
 
@@ -97,7 +98,7 @@ def _lower_and_prove(step: Step, plan: Plan) -> Executable:
 
 def _run(model: FittedModel, step: Step, executable: Executable | None, call: Call, now: Circumstances) -> Any:
     """The forward of ``call``; raises ``Unplanned`` where there is no executable and the capture's guards hold."""
-    flight = Flight(executable, model.flights, hooked=now.hooked, capture=step.capture)
+    flight = Flight(executable, model.flights, now.slot, now.inputs, hooked=now.hooked, capture=step.capture)
     if executable is not None:
         alone = not model.flights
         model.flights.disturb()

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from ebbflow.measurement.leftovers import living
-from ebbflow.torch_seams.storages import buffer_table, module_table, parameter_table, storage_key
+from ebbflow.torch_seams.storages import StorageWatch, buffer_table, module_table, parameter_table, storage_key
 
-__all__ = ["device_of", "hidden_bytes", "resident_bytes", "start_bytes", "storages_in", "tensors_in"]
+__all__ = ["device_of", "hidden_bytes", "resident_bytes", "start_bytes", "storages_in", "tensors_in", "watched_in"]
 
 
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
@@ -60,6 +60,11 @@ def storages_in(roots: Iterable[object]) -> dict[int, int]:
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(list(roots))}
 
 
+def watched_in(roots: Iterable[object]) -> list[StorageWatch]:
+    """A watch of each distinct storage reachable from ``roots``."""
+    return [*{storage_key(tensor): StorageWatch(tensor) for tensor in tensors_in(list(roots))}.values()]
+
+
 def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
     """Bytes of the distinct storages reachable from ``roots``, each rounded up to ``granularity_bytes``."""
     return sum(-(-size // granularity_bytes) * granularity_bytes for size in storages_in(roots).values())
@@ -70,15 +75,23 @@ def device_of(roots: Iterable[object]) -> str:
     return next((t.device.type for t in tensors_in(list(roots))), "cpu")
 
 
-def start_bytes(model: torch.nn.Module, arguments: object, optimizer: torch.optim.Optimizer | None, device: str) -> int:
+def start_bytes(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[int, int], device: str
+) -> int:
     """Bytes allocated right now that a step of ``model`` has to count.
 
-    On CUDA that is all that the allocator has handed out. On CPU it is what the roots reach, and what still lives of
-    what fitted models have returned (``leftovers``), each storage once.
+    On CUDA that is all that the allocator has handed out. On CPU it is what the model and its optimizer reach, what
+    still lives of what fitted models have returned (``leftovers``), and ``others``, each storage once.
+
+    Args:
+        model: whose step it is.
+        optimizer: whose state counts.
+        others: bytes of further storages by key: the call's arguments, those of forwards in flight.
+        device: ``"cpu"`` or ``"cuda"``.
     """
     if device == "cuda":
         return torch.cuda.memory_allocated()
-    return sum({**living(), **storages_in([model, arguments, optimizer])}.values())
+    return sum({**living(), **others, **storages_in([model, optimizer])}.values())
 
 
 def hidden_bytes(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> int:

@@ -96,6 +96,8 @@ def make_plan(
     begin = time.perf_counter()
     unplanned_above = unplanned_bytes(program)
     budget_bytes = budget.resolve(resident_bytes + unplanned_above)
+    if budget.share is not None and budget.share >= 1.0:  # what is kept in reserve is part of the step as it is run
+        budget_bytes = max(budget_bytes, resident_bytes + reserve_bytes + unplanned_above)
     above_budget = budget_bytes - resident_bytes - reserve_bytes
     floor_above, floor_op = floor_bytes(program)
     # An interrupt that is not set is false: ask for None, not for truth.

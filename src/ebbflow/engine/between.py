@@ -1,0 +1,100 @@
+"""What is known of the time between a forward and its backward: a loss outside, and other forwards of the model.
+
+1. A *slot* is a key and a depth: how many of the model's forwards were in the air when such a call started. Two calls
+   of one key in a row, as in a siamese network, have two slots.
+2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
+   while it runs, and leaves what crosses its boundary, or the gradients that its backward has made by then; its
+   arguments come on top.
+3. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ebbflow.engine.flights import Flight
+
+__all__ = ["Between", "Knowledge", "Slot"]
+
+
+class Slot(NamedTuple):
+    """Definition 1."""
+
+    key: object
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Bytes between the two graphs of a step, above the level that its forward left.
+
+    Attributes:
+        peak_bytes: at the most.
+        held_bytes: kept until the step's end.
+        least_bytes: the peak if whatever else runs there were planned for the least memory.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+    least_bytes: int
+
+    def joined(self, other: Between) -> Between:
+        """What covers both."""
+        return Between(
+            max(self.peak_bytes, other.peak_bytes),
+            max(self.held_bytes, other.held_bytes),
+            max(self.least_bytes, other.least_bytes),
+        )
+
+
+@dataclass
+class Knowledge:
+    """All that was learned of one model (definition 2)."""
+
+    _losses: dict[Slot, Between] = field(default_factory=dict[Slot, Between])
+    _forwards: dict[Slot, dict[Slot, Between]] = field(default_factory=dict[Slot, "dict[Slot, Between]"])
+
+    def of(self, slot: Slot) -> Between | None:
+        """All that happens between the graphs of calls of ``slot``, as far as it is known."""
+        known = [*self._forwards.get(slot, {}).values()]
+        if slot in self._losses:
+            known.append(self._losses[slot])
+        if not known:
+            return None
+        found = known[0]
+        for each in known[1:]:
+            found = found.joined(each)
+        return found
+
+    def has_loss_of(self, slot: Slot) -> bool:
+        """Whether the loss outside was measured."""
+        return slot in self._losses
+
+    def expects_forwards(self, slot: Slot) -> bool:
+        """Whether another forward is known to start before the backward."""
+        return slot in self._forwards
+
+    def expects(self, slot: Slot, other: Slot) -> bool:
+        """Whether calls of ``slot`` are planned with room for one of ``other`` that starts before their backward."""
+        return other in self._forwards.get(slot, {})
+
+    def learn_loss(self, slot: Slot, peak_bytes: int, held_bytes: int) -> None:
+        """What user code took, once."""
+        self._losses[slot] = Between(peak_bytes, held_bytes, peak_bytes)
+
+    def learn_forward(self, flight: Flight, before: list[Flight]) -> None:
+        """``flight`` has started while those of ``before`` were in the air, the first of them first."""
+        executable = flight.executable
+        assert executable is not None
+        plan, others = executable.plan, 0
+        least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
+        for earlier in reversed(before):
+            assert earlier.executable is not None
+            shared = {each.key for each in earlier.inputs}
+            own = others + sum(each.bytes for each in flight.inputs if each.key not in shared)
+            found = Between(
+                own + executable.needs_bytes, own + executable.leaves_bytes, own + min(least, executable.needs_bytes)
+            )
+            self._forwards.setdefault(Slot(*earlier.slot), {})[Slot(*flight.slot)] = found
+            others += earlier.executable.leaves_bytes
