@@ -85,7 +85,11 @@ def fit(
     """
     require_module(model, "fit")
     if model in _FITTED:
-        raise UsageError("the model is fitted already; call ebbflow.unfit(model) first", argument="model")
+        raise UsageError(
+            "the model is fitted already; ebbflow.set_budget(model, budget) gives it another budget, "
+            "and ebbflow.unfit(model) first lets you fit it with other options",
+            argument="model",
+        )
     options = _options(
         planner=planner,
         optimizer=optimizer,

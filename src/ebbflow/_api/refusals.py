@@ -122,6 +122,11 @@ def _of(path: str) -> str:
 
 def _refuse_scripts(model: torch.nn.Module) -> None:
     for path, module in _modules(model):
+        if "_orig_mod" in dict(module.named_children()):
+            raise _refusal(
+                f"{_of(path)} is what torch.compile returns, which runs past Ebbflow; give the module compiled "
+                "(model._orig_mod) and do not compile it: Ebbflow captures it itself"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise _refusal(
                 f"{_of(path)} is a {type(module).__name__} of torch.jit, whose code cannot be captured; "

@@ -207,7 +207,7 @@ def _exception_of_the_model(
     original = type(module)
     attributes = [(each, dict(each.__dict__)) for each in module.modules()]
     try:
-        with mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with quiet_log(), mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
             module.__class__ = _as_plain(module, forward)
             torch.func.functional_call(module, state, fake_args, fake_kwargs)
     except (*limits, EbbflowError):

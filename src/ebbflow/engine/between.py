@@ -75,9 +75,9 @@ class Knowledge:
         """Whether another forward is known to start before the backward."""
         return slot in self._forwards
 
-    def expects(self, slot: Slot, other: Slot) -> bool:
-        """Whether calls of ``slot`` are planned with room for one of ``other`` that starts before their backward."""
-        return other in self._forwards.get(slot, {})
+    def expected(self, slot: Slot) -> frozenset[object]:
+        """The slots of forwards that are known to start before the backward of calls of ``slot``."""
+        return frozenset(self._forwards.get(slot, ()))
 
     def learn_loss(self, slot: Slot, peak_bytes: int, held_bytes: int) -> None:
         """What user code took, once."""

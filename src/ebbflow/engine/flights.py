@@ -41,6 +41,7 @@ class Flight:
         executable: what runs; ``None`` while a compiled step is asked whether its guards hold.
         home: the flights of its model.
         slot: key of its call, and how many flights of its model were in the air when it started.
+        expects: slots of the calls that it was planned with room for.
         inputs: watches the arguments of its call, which are saved for the backward whoever else drops them.
         hooked: whether saved-tensor hooks were active, so that its ticket does not name it.
         ran: whether the forward ran.
@@ -55,6 +56,7 @@ class Flight:
     home: Flights
     slot: tuple[object, int] = (None, 0)
     inputs: Sequence[StorageWatch] = ()
+    expects: frozenset[object] = frozenset()
     hooked: bool = False
     number: int = field(default_factory=_numbers.__next__)
     ran: bool = False

@@ -41,7 +41,7 @@ from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
-from ebbflow.torch_seams.storages import StorageWatch
+from ebbflow.torch_seams.storages import StorageWatch, walk
 from ebbflow.units import Budget, format_bytes
 
 __all__ = ["Circumstances", "FittedModel"]
@@ -57,6 +57,7 @@ class Circumstances:
 
     Attributes:
         slot: key of the call, and how many of the model's forwards are in the air (``between``).
+        trained: per parameter whether it takes a gradient.
         module: whose call it is.
         inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
@@ -67,6 +68,7 @@ class Circumstances:
     """
 
     slot: Slot
+    trained: bytes
     module: torch.nn.Module
     inputs: tuple[StorageWatch, ...]
     device: str
@@ -129,10 +131,15 @@ class FittedModel:
         """What surrounds ``call``."""
         inputs = watched_in([call.args, call.kwargs]) if call.device == "cpu" else []
         others = {**inputs_in_the_air(), **{each.key: each.bytes for each in inputs}}
-        resident = start_bytes(call.module, self.optimizer, others, call.device)
+        trained, own = walk(call.module)
+        resident = start_bytes(own, self.optimizer, others, call.device)
         flying = self.flights.bytes if self.flights else 0
         now = Circumstances(
-            slot=Slot(key_of(call.module, call.device, call.args, call.kwargs), len(self.flights.in_the_air)),
+            trained=trained,
+            slot=Slot(
+                key_of(modes_of(call.module, call.device, trained), call.args, call.kwargs),
+                len(self.flights.in_the_air),
+            ),
             module=call.module,
             inputs=tuple(inputs),
             device=call.device,
@@ -142,15 +149,18 @@ class FittedModel:
             hooked=has_saved_tensor_hooks(),
             repeated=in_backward(),
         )
+        return now
+
+    def warn_of_flights(self, now: Circumstances) -> None:
+        """Say once that a second forward was not planned for."""
         in_the_air = [Slot(*each.slot) for each in self.flights.in_the_air.values()]
-        if flying and not any(map(self._between.expects_forwards, in_the_air)) and not now.checkpointed:
+        if now.flying_bytes and not any(map(self._between.expects_forwards, in_the_air)) and not now.checkpointed:
             warnings.warn(
                 "another forward of this model is in flight: it was planned without room for this one, so this step "
                 "may exceed the budget. From the next round on it is planned for. Call backward before the next "
                 "forward, or compute what needs no backward under torch.no_grad()",
                 stacklevel=4,
             )
-        return now
 
     def steps_for(self, call: Call, now: Circumstances) -> Iterator[Step]:
         """Captured steps that may serve a call, then fresh ones. Whoever asks on has found the last one unfit."""
@@ -158,7 +168,9 @@ class FittedModel:
         yield from reversed(known.copy())
         self.options.progress(Progress(f"capturing the step of {self.plain_class.__name__}"))
         if self.given_plan is None and not any(step.capture.symbolic for step in known):
-            shared = self._kinds.capture_for(modes_of(now.module, now.device), call.args, call.kwargs, self._capture)
+            shared = self._kinds.capture_for(
+                modes_of(now.module, now.device, now.trained), call.args, call.kwargs, self._capture
+            )
             if shared is not None:
                 yield Step(shared, verify=self.verify)
                 self._kinds.failed(shared)
@@ -272,7 +284,11 @@ class FittedModel:
 
     def _was_expected(self, slot: Slot) -> bool:
         """Whether all that are in the air are planned with room for a call of ``slot``."""
-        return all(self._between.expects(Slot(*each.slot), slot) for each in self.flights.in_the_air.values())
+        return all(slot in each.expects for each in self.flights.in_the_air.values())
+
+    def expected(self, now: Circumstances) -> frozenset[object]:
+        """Slots of calls that one at this slot leaves room for."""
+        return self._between.expected(now.slot)
 
     def _waits_for_a_loss(self, step: Step, now: Circumstances) -> bool:
         outside = step.captured is not None and loss_is_outside(step.captured)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from ebbflow.capture.joint import Captured
@@ -42,6 +43,7 @@ def train(model: FittedModel, call: Call) -> Any:
         PlanMismatch: if the plan that the user gave is not of this step.
     """
     now = model.look_around(call)
+    model.warn_of_flights(now)
     for step in model.steps_for(call, now):
         try:
             return _planned(model, step, call, now)
@@ -62,6 +64,8 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
         step.hidden_bytes = hidden_bytes(asked.inputs, call.module, (call.args, call.kwargs))
         asked.inputs.clear()
     model.keep(step, now)
+    gc.collect()  # what only garbage holds is not to be planned around
+    now = model.look_around(call)
     program = _cost(model, captured, now)
     plan, provisional = _plan(model, step, program, now)
     executable = _lower_and_prove(step, plan)
@@ -98,7 +102,9 @@ def _lower_and_prove(step: Step, plan: Plan) -> Executable:
 
 def _run(model: FittedModel, step: Step, executable: Executable | None, call: Call, now: Circumstances) -> Any:
     """The forward of ``call``; raises ``Unplanned`` where there is no executable and the capture's guards hold."""
-    flight = Flight(executable, model.flights, now.slot, now.inputs, hooked=now.hooked, capture=step.capture)
+    flight = Flight(
+        executable, model.flights, now.slot, now.inputs, model.expected(now), hooked=now.hooked, capture=step.capture
+    )
     if executable is not None:
         alone = not model.flights
         model.flights.disturb()

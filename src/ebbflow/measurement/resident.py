@@ -76,22 +76,23 @@ def device_of(roots: Iterable[object]) -> str:
 
 
 def start_bytes(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[int, int], device: str
+    own: Mapping[int, int], optimizer: torch.optim.Optimizer | None, others: Mapping[int, int], device: str
 ) -> int:
-    """Bytes allocated right now that a step of ``model`` has to count.
+    """Bytes allocated right now that a step has to count.
 
     On CUDA that is all that the allocator has handed out. On CPU it is what the model and its optimizer reach, what
     still lives of what fitted models have returned (``leftovers``), and ``others``, each storage once.
 
     Args:
-        model: whose step it is.
+        own: bytes of the model's storages by key.
         optimizer: whose state counts.
-        others: bytes of further storages by key: the call's arguments, those of forwards in flight.
+        others: likewise, of further storages: the call's arguments, those of forwards in flight.
         device: ``"cpu"`` or ``"cuda"``.
     """
     if device == "cuda":
         return torch.cuda.memory_allocated()
-    return sum({**living(), **others, **storages_in([model, optimizer])}.values())
+    state = {} if optimizer is None else storages_in([optimizer])
+    return sum({**living(), **others, **state, **own}.values())
 
 
 def hidden_bytes(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> int:

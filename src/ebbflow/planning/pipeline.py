@@ -251,7 +251,7 @@ def _budget_error(
             f"({smallest} bytes, {format_percent(share)} of the unplanned peak). "
             f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
             f"no schedule of any kind stays below {format_bytes(floor)}, which is pinned by {pin}. "
-            f"Ask for {smallest} bytes or {share:.2%} or more (a model that is fitted: ebbflow.unfit first), "
+            f"Ask for {smallest} bytes or {share:.2%} or more (of a fitted model: ebbflow.set_budget), "
             "or make the batch smaller" + ("" if machine is None else _machines_for(smallest, machine))
         )
     return BudgetError(
