@@ -13,6 +13,8 @@ help:
 	@echo "make demo        train a language model under half of its peak, same bits, and print the proof"
 	@echo "make test        lint, check types, run all tests and the code of README and docs"
 	@echo "make quick       core, planners and a handful of captured steps, in a minute"
+	@echo "make setup       .venv with everything that the others need; some minutes the first time"
+	@echo "make lint        one part of make test; make types and make unit are the others"
 	@echo "make gpu         with a card: tests/gpu, then benchmarks/gpu.py in steps; 30 minutes, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run them"
 	@echo "make test-torch  the canaries, the numerics tier and the demo on another torch: make test-torch TORCH=2.12.0"

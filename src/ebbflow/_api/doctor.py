@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ebbflow._api.estimate import AheadStep, capture_ahead
+from ebbflow._api.refusals import require_module
 from ebbflow.errors import BudgetError, UsageError
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
@@ -69,6 +70,7 @@ def doctor(
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
         CaptureError: if the call is not one graph; its attributes say where and what to do.
     """
+    require_module(model, "doctor")
     options = Options(
         planner=planner,
         machine=machine,
