@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -362,6 +363,41 @@ def test_what_is_known_of_a_model_goes_with_it() -> None:
     gc.collect()
     assert step() is None
     assert known() is None
+
+
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
+def test_a_step_whose_outputs_torch_does_not_look_into_keeps_its_executable() -> None:
+    @dataclasses.dataclass
+    class Out:
+        loss: torch.Tensor
+        hidden: list[torch.Tensor]
+
+    class Wrapped(Tower):
+        def forward(self, x: torch.Tensor) -> Any:
+            loss = super().forward(x)
+            return Out(loss, [loss * 2])
+
+    class Aside(Tower):
+        def forward(self, x: torch.Tensor) -> Any:
+            self.loss = super().forward(x)
+            return self.loss.detach()
+
+    for kind in (Wrapped, Aside):
+        pair = twins("1GiB", kind())
+        for each in pair:
+            torch.manual_seed(3)
+            first = each(rows(1))
+            first = first.loss if kind is Wrapped else each.loss
+            if each is pair[0]:
+                ebbflow.set_budget(each, "2GiB")
+            with torch.no_grad():
+                pass
+            second = each(rows(2))
+            second = second.loss if kind is Wrapped else each.loss
+            gc.collect()
+            first.backward()
+            second.backward()
+        assert_same(pair)
 
 
 def test_an_unfitted_model_finishes_what_is_in_flight() -> None:

@@ -129,6 +129,40 @@ def test_what_another_models_step_in_flight_keeps_counts() -> None:
     loss.backward()
 
 
+def test_gradients_of_a_module_in_a_list_count() -> None:
+    class Model(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [nn.Linear(WIDTH, WIDTH)]
+
+        def rows(self, x: Any) -> torch.Tensor:
+            return self.hidden[0](x)
+
+    model = ebbflow.fit(Model(), "1GiB", effort=100)
+    hidden = parameters(model.hidden[0])  # type: ignore[index, arg-type]
+    for _ in range(2):
+        model(rows())[0].backward()
+    ebbflow.set_budget(model, "2GiB")
+    model(rows())[0].backward()
+    assert resident(model) == 2 * parameters(model) + BATCH + 2 * hidden
+
+
+def test_what_a_retained_graph_keeps_counts() -> None:
+    model = ebbflow.fit(Tower(), "1GiB", effort=100)
+    kept = model(rows())[0]
+    kept.backward(retain_graph=True)
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    for budget, retained in (("2GiB", plan.boundary_bytes), ("3GiB", 0)):
+        ebbflow.set_budget(model, budget)
+        model.zero_grad()
+        model(rows())[0].backward()
+        most = parameters(model) + BATCH + retained + (BATCH if retained else 0) + 64
+        assert parameters(model) + BATCH + retained <= resident(model) <= most
+        if retained:
+            kept.backward()
+
+
 def test_a_decoder_that_reads_an_encoders_output_counts_it_once() -> None:
     encoder, decoder = ebbflow.fit(Tower(), "1GiB", effort=100), ebbflow.fit(Tower(), "1GiB", effort=100)
     _, hidden = encoder(rows())

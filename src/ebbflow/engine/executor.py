@@ -21,7 +21,7 @@ from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
 from ebbflow.errors import VerificationError
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
-from ebbflow.torch_seams.autograd import in_backward
+from ebbflow.torch_seams.autograd import in_backward, keeps_graph
 
 __all__ = ["Unplanned", "choose_checks", "departing", "run_backward", "run_forward"]
 
@@ -48,6 +48,8 @@ class _Departing(threading.local):
 
 
 _departing = _Departing()
+_choosing = threading.Lock()
+_threads: set[int] = set()  # that have run planned forwards
 
 
 @contextmanager
@@ -64,18 +66,26 @@ def choose_checks(flight: Flight, device: str) -> None:
     """Decide what is proven or measured in a step that is about to run (definitions 3 and 4)."""
     executable = flight.executable
     assert executable is not None
-    executable.start()
     repeated = in_backward()
-    if executable.phase is Phase.PROVING:
-        assert executable.fingerprints is not None
-        if repeated or not flights_of(executable):
-            executable.proving = flight.name
-            executable.fingerprints.restart()
-        elif executable.proving == ANY_FLIGHT:
-            executable.proving = None  # its backward could not be told from this one's
-    elif executable.phase is Phase.MEASURING:
-        disturbed = repeated or flight.hooked or bool(flight.home) or _watched(device)
-        flight.gauge = None if disturbed else StepGauge(device)
+    with _choosing:
+        _threads.add(threading.get_ident())
+        executable.start()
+        if executable.phase is Phase.PROVING:
+            if repeated or (not flights_of(executable) and executable.proving is None) or _is_over(executable):
+                assert executable.fingerprints is not None
+                executable.proving = flight.name
+                executable.fingerprints.restart()
+            elif executable.proving == ANY_FLIGHT:
+                executable.proving = None  # its backward could not be told from this one's
+        elif executable.phase is Phase.MEASURING:
+            disturbed = repeated or flight.hooked or bool(flight.home) or _watched(device)
+            flight.gauge = None if disturbed else StepGauge(device)
+
+
+def _is_over(executable: Executable) -> bool:
+    """Whether the flight that was to be proven came to nothing: its forward raised, or its graph is gone."""
+    name = executable.proving
+    return name is not None and name != ANY_FLIGHT and flight_numbered(name) is None and not flights_of(executable)
 
 
 def run_forward(args: list[Any]) -> tuple[Any, ...]:
@@ -110,7 +120,7 @@ def run_backward(args: list[Any]) -> Any:
             flight.between.mark()
     if executable.proving == name and executable.checked is not None:
         return _proven(executable, executable.checked.backward, flight, args)
-    if gauge is None or _watched(executable.device):
+    if gauge is None or _watched(executable.device) or keeps_graph():  # what is retained is in no plan
         return executable.plain.backward(args)
     gradients = _gauged(gauge, executable.plain.backward, args)
     executable.measured(gauge)
@@ -138,8 +148,11 @@ def _proven(executable: Executable, backward: Callable[..., Any], flight: Flight
 
 
 def _watched(device: str) -> bool:
-    """Whether somebody's profiler runs; then a later step is measured."""
-    return device == "cpu" and profiler_active()
+    """Whether somebody's profiler runs, or other threads train as well; then a later step is measured, or none.
+
+    On CPU a measurement is a profiler's, of which a process has one: other threads must not be inside of a step.
+    """
+    return device == "cpu" and (len(_threads) > 1 or profiler_active())
 
 
 def _gauged(gauge: StepGauge, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:

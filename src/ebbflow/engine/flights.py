@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +24,13 @@ from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.leftovers import leave
 from ebbflow.measurement.peak import StepGauge
-from ebbflow.torch_seams.autograd import is_function_node
+from ebbflow.torch_seams.autograd import has_saved_tensors, is_function_node
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["Flight", "Flights", "bytes_in_the_air", "flight_numbered", "flights_of", "inputs_in_the_air"]
 
+_MOST_UNSEEN = 64
 _numbers = itertools.count(1)  # 0 is tickets.ANY_FLIGHT
 _with_node: dict[int, Flight] = {}  # of all models, those whose autograd node is alive
 
@@ -65,6 +67,7 @@ class Flight:
     restore: Callable[[], None] | None = None
     returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
+    _node: weakref.ref[Any] | None = None
 
     @property
     def name(self) -> int:
@@ -78,12 +81,14 @@ class Flight:
 
     def take_off(self, outputs: object) -> None:
         """The forward has returned ``outputs``: in the air until the backward begins or the graph is gone."""
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        tensors = list(_tensors_in(outputs))
         self.returned = [StorageWatch(each) for each in tensors if each.device.type == "cpu"]
         node = _own_node(tensors)
         if node is None:
             leave(self.returned)
+            self.home.unseen.append(self)
             return
+        self._node = weakref.ref(node)
         _with_node[self.number] = self.home.in_the_air[self.number] = self
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
@@ -93,6 +98,12 @@ class Flight:
         if self.home.in_the_air.pop(self.number, None) is not None:
             leave(self.returned)
             self.returned = []
+
+    @property
+    def retained(self) -> bool:
+        """Whether its backward was told to keep what it needs, so that it holds as much as in the air."""
+        node = None if self._node is None else self._node()
+        return node is not None and has_saved_tensors(node)
 
     def disturb(self) -> None:
         """Definition 3."""
@@ -111,6 +122,8 @@ class Flights:
 
     def __init__(self) -> None:
         self.in_the_air: dict[int, Flight] = {}
+        # Flights whose node was not found in what the forward returned: their executables are needed all the same.
+        self.unseen: deque[Flight] = deque(maxlen=_MOST_UNSEEN)
 
     def __bool__(self) -> bool:
         return bool(self.in_the_air)
@@ -135,7 +148,7 @@ def bytes_in_the_air() -> int:
     return sum(
         each.executable.leaves_bytes
         for each in list(_with_node.values())
-        if each.executable is not None and each.number in each.home.in_the_air
+        if each.executable is not None and (each.number in each.home.in_the_air or each.retained)
     )
 
 
@@ -184,6 +197,16 @@ def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:
             "No gradient of this step was handed out",
             remedy="leave the autocast block before loss.backward(), as PyTorch advises",
         )
+
+
+def _tensors_in(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:
+    """Tensors of what a forward returned, in objects that torch's containers do not know as well."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module):
+            for value in vars(leaf).values():
+                yield from _tensors_in(value, depth - 1)
 
 
 def _own_node(outputs: list[torch.Tensor]) -> Any:

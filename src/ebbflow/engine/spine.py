@@ -26,7 +26,7 @@ from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import own_faults
-from ebbflow.measurement.resident import hidden_bytes
+from ebbflow.measurement.resident import hidden_in
 from ebbflow.planners import Progress
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -61,7 +61,7 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
         return _run(model, step, model.holding(step, now), call, now)
     except Unplanned as asked:
         captured = _capture(step, asked)
-        step.hidden_bytes = hidden_bytes(asked.inputs, call.module, (call.args, call.kwargs))
+        step.hidden = hidden_in(asked.inputs, call.module, (call.args, call.kwargs))
         asked.inputs.clear()
     model.keep(step, now)
     gc.collect()  # what only garbage holds is not to be planned around

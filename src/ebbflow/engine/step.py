@@ -7,11 +7,15 @@ is lowered and proven once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+
+import torch
 
 from ebbflow.capture.joint import Captured
 from ebbflow.engine.compiled import Capture
 from ebbflow.engine.executable import Executable, Phase
+from ebbflow.measurement.resident import storages_in
 from ebbflow.step.plan import Plan
 
 __all__ = ["Step"]
@@ -30,7 +34,7 @@ class Step:
         captured: the step as a value; ``None`` before its first call.
         executable: what ran last; ``None`` before the first plan.
         forward_calls: how many forwards ran.
-        hidden_bytes: of its inputs that no walk over model and arguments finds.
+        hidden: its inputs that no walk over model and arguments finds.
     """
 
     def __init__(self, capture: Capture, *, verify: bool) -> None:
@@ -38,7 +42,7 @@ class Step:
         self.captured: Captured | None = None
         self.executable: Executable | None = None
         self.forward_calls = 0
-        self.hidden_bytes = 0
+        self.hidden: list[weakref.ref[torch.Tensor]] = []
         self._verify = verify
         self._executables: list[Executable] = []  # used last comes last
 
@@ -90,6 +94,14 @@ class Step:
             self._executables.remove(executable)
         self._executables.append(executable)
         del self._executables[:-_MOST_EXECUTABLES]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of ``hidden`` and of their gradients."""
+        if not self.hidden:
+            return 0
+        found = [each for each in (reference() for reference in self.hidden) if each is not None]
+        return sum(storages_in(found).values())
 
     def forget_plans(self) -> None:
         """Plan anew at the next call: what was asked for has changed."""

@@ -7,6 +7,7 @@ start, and a recording has to end outside of a backward (``cpu_allocations``): f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -32,6 +33,7 @@ class BetweenGauge:
         self._cuda = device == "cuda"
         self._done = done
         self._level = 0
+        self._thread = threading.get_ident()  # a profiler has to be stopped where it was started
         self._recorder: AllocationRecorder | None = None
         self._watch = BackwardWatch(self.end)
         self._marked = False
@@ -63,7 +65,7 @@ class BetweenGauge:
 
     def end(self) -> None:
         """The backward has returned, or the step is given up. Inside of a backward, its end is waited for."""
-        if not self.open or in_backward():
+        if not self.open or in_backward() or self._thread != threading.get_ident():
             return
         self.open = False
         self._watch.close()

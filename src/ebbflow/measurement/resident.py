@@ -6,6 +6,7 @@ gradients), optimizers (their state), tensors, and containers of these. On CUDA 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from ebbflow.measurement.leftovers import living
 from ebbflow.torch_seams.storages import StorageWatch, buffer_table, module_table, parameter_table, storage_key
 
-__all__ = ["device_of", "hidden_bytes", "resident_bytes", "start_bytes", "storages_in", "tensors_in", "watched_in"]
+__all__ = ["device_of", "hidden_in", "resident_bytes", "start_bytes", "storages_in", "tensors_in", "watched_in"]
 
 
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
@@ -95,13 +96,12 @@ def start_bytes(
     return sum({**living(), **others, **state, **own}.values())
 
 
-def hidden_bytes(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> int:
-    """Bytes of inputs of a captured step that no walk over its model and arguments finds.
+def hidden_in(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> list[weakref.ref[torch.Tensor]]:
+    """Inputs of a captured step that no walk over its model and arguments finds.
 
     A field of a dataclass, an attribute that is neither parameter nor buffer, another model in a list: the capture has
     them among its inputs, whatever holds them.
     """
     found = storages_in([model, arguments])
     tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-    hidden = {storage_key(each): each.untyped_storage().nbytes() for each in tensors}
-    return sum(size for key, size in hidden.items() if key not in found)
+    return [weakref.ref(each) for each in tensors if storage_key(each) not in found]

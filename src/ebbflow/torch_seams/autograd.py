@@ -13,7 +13,15 @@ from torch._C import _autograd
 
 from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
-__all__ = ["BackwardWatch", "current_graph_task_id", "has_saved_tensor_hooks", "in_backward", "is_function_node"]
+__all__ = [
+    "BackwardWatch",
+    "current_graph_task_id",
+    "has_saved_tensor_hooks",
+    "has_saved_tensors",
+    "in_backward",
+    "is_function_node",
+    "keeps_graph",
+]
 
 _ENTRIES = ("backward", "grad")  # of torch.autograd; Tensor.backward calls the first
 
@@ -35,6 +43,19 @@ def has_saved_tensor_hooks() -> bool:
     argument of torch's own question says to answer also while a graph is traced.
     """
     return bool(_autograd._top_saved_tensors_default_hooks(True))
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs on this thread was asked to retain its graph."""
+    return bool(_autograd._get_current_graph_task_keep_graph())
+
+
+def has_saved_tensors(node: Any) -> bool:
+    """Whether a node of a ``torch.autograd.Function`` has what it saved: a backward frees it unless told not to."""
+    try:
+        return bool(node.saved_tensors)
+    except RuntimeError:
+        return False
 
 
 def is_function_node(node: object) -> bool:

@@ -8,6 +8,7 @@ number is drawn from the user's generator, no mode and no gradient mode of the c
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -226,6 +227,33 @@ def backwards_have_numbers() -> None:
     torch.autograd.grad(output, value, retain_graph=True)
     torch.autograd.grad(output, value)
     expect(-1 not in _Node.tasks and len(set(_Node.tasks)) == 2, f"backwards have the numbers {_Node.tasks}")
+
+
+class _Saving(torch.autograd.Function):
+    kept: list[bool]
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value * 2)
+        return value * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _Saving.kept.append(autograd.keeps_graph())
+        return gradients[0] * 3
+
+
+@canary
+def retained_graphs_are_seen() -> None:
+    """A backward tells whether it retains its graph; a node tells whether it has its saved tensors still."""
+    _Saving.kept = []
+    value = torch.ones((), requires_grad=True)
+    output: Tensor = _Saving.apply(value)  # type: ignore[assignment]
+    torch.autograd.grad(output, value, retain_graph=True)
+    expect(autograd.has_saved_tensors(output.grad_fn), "what was saved is gone though the graph is retained")
+    torch.autograd.grad(output, value)
+    expect(not autograd.has_saved_tensors(output.grad_fn), "what was saved is there after the last backward")
+    expect(_Saving.kept == [True, False], f"backwards say that they retain their graph: {_Saving.kept}")
 
 
 @canary
