@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,44 @@ def test_the_peak_up_to_the_return_of_backward_is_the_predicted_one(name: str) -
     with ebbflow.measure(plain, X) as eager:
         plain(X).backward()
     assert gauge.above_bytes <= 1.3 * eager.above_bytes + 64
+
+
+class _Handed(torch.autograd.Function):
+    """Its gradients are tensors that somebody has already: an input and its own result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result = x * 2
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        return None, x, result
+
+
+def test_gradients_that_are_inputs_or_results_are_copied() -> None:
+    class Handed(Shaped):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _Handed.apply(x, self.w0, self.w1)
+
+    plain = Handed(2, lambda: X)
+    model = ebbflow.fit(copy.deepcopy(plain), "1GiB", effort=100)
+    x = torch.randn(N, N)
+    before = x.clone()
+    for each in (model, plain):
+        for _ in range(2):
+            each(x).backward(torch.ones(N, N))
+    assert torch.equal(x, before), "the second gradient was added to the input"
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    model.zero_grad()
+    with ebbflow.measure(model, x) as gauge:
+        model(x).backward(torch.ones(N, N))
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert gauge.above_bytes <= plan.timeline.above_bytes + 64
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.measurement.leftovers import LOOKED_AT
+from ebbflow.torch_seams.storages import StorageWatch
 
 ROWS, WIDTH = 256, 64
 BATCH = ROWS * WIDTH * 4  # bytes
@@ -129,6 +131,36 @@ def test_what_another_models_step_in_flight_keeps_counts() -> None:
     loss.backward()
 
 
+def test_collected_losses_count_and_do_not_slow_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).square().mean()
+
+    model, losses, x = ebbflow.fit(Small(), "1GiB", effort=10), [], torch.randn(2, 4)
+    looked: list[int] = []
+    honest = StorageWatch.alive.fget
+    assert honest is not None
+    monkeypatch.setattr(StorageWatch, "alive", property(lambda watch: (looked.append(1), honest(watch))[1]))
+    work: list[int] = []
+    for _ in range(300):
+        losses.append(model(x))
+        losses[-1].backward()
+        work.append(len(looked))
+        looked.clear()
+    assert max(work[-50:]) <= LOOKED_AT + 8
+    ebbflow.set_budget(model, "2GiB")
+    model(x).backward()
+    before = resident(model)
+    losses.clear()
+    ebbflow.set_budget(model, "3GiB")
+    model(x).backward()
+    assert before - resident(model) == 300 * 4
+
+
 def test_gradients_of_a_module_in_a_list_count() -> None:
     class Model(Tower):
         def __init__(self) -> None:
@@ -157,6 +189,7 @@ def test_what_a_retained_graph_keeps_counts() -> None:
         ebbflow.set_budget(model, budget)
         model.zero_grad()
         model(rows())[0].backward()
+        # Its own batch is saved as well, and the loss that is kept is a few bytes.
         most = parameters(model) + BATCH + retained + (BATCH if retained else 0) + 64
         assert parameters(model) + BATCH + retained <= resident(model) <= most
         if retained:

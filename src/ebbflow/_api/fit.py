@@ -152,7 +152,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted = _FITTED.pop(model, None)
     if fitted is None:
         raise UsageError("the model is not fitted")
-    fitted.flights.end()
+    fitted.flights.disturb()
     _swap_class(model, fitted.plain_class)
     return model
 

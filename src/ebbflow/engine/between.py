@@ -1,7 +1,6 @@
 """What is known of the time between a forward and its backward: a loss outside, and other forwards of the model.
 
-1. A *slot* is a key and a depth: how many of the model's forwards were in the air when such a call started. Two calls
-   of one key in a row, as in a siamese network, have two slots.
+1. What is known is known of a *slot* (``key``): two calls of one key in a row, as in a siamese network, have two.
 2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
    while it runs, and leaves what crosses its boundary, or the gradients that its backward has made by then; its
    arguments come on top.
@@ -11,18 +10,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ebbflow.engine.flights import Flight
+from ebbflow.engine.key import Slot
 
-__all__ = ["Between", "Knowledge", "Slot"]
-
-
-class Slot(NamedTuple):
-    """Definition 1."""
-
-    key: object
-    depth: int
+__all__ = ["Between", "Knowledge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ class Knowledge:
         """Whether another forward is known to start before the backward."""
         return slot in self._forwards
 
-    def expected(self, slot: Slot) -> frozenset[object]:
+    def expected(self, slot: Slot) -> frozenset[Slot]:
         """The slots of forwards that are known to start before the backward of calls of ``slot``."""
         return frozenset(self._forwards.get(slot, ()))
 
@@ -96,5 +88,5 @@ class Knowledge:
             found = Between(
                 own + executable.needs_bytes, own + executable.leaves_bytes, own + min(least, executable.needs_bytes)
             )
-            self._forwards.setdefault(Slot(*earlier.slot), {})[Slot(*flight.slot)] = found
+            self._forwards.setdefault(earlier.slot, {})[flight.slot] = found
             others += earlier.executable.leaves_bytes

@@ -23,7 +23,7 @@ from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
 
-__all__ = ["Unplanned", "choose_checks", "departing", "run_backward", "run_forward"]
+__all__ = ["Unplanned", "being_watched", "choose_checks", "departing", "run_backward", "run_forward"]
 
 
 class Unplanned(Exception):
@@ -48,8 +48,8 @@ class _Departing(threading.local):
 
 
 _departing = _Departing()
-_choosing = threading.Lock()
-_threads: set[int] = set()  # that have run planned forwards
+_choosing = threading.RLock()
+_threads: set[int | None] = set()  # alive, that have run planned forwards
 
 
 @contextmanager
@@ -71,21 +71,24 @@ def choose_checks(flight: Flight, device: str) -> None:
         _threads.add(threading.get_ident())
         executable.start()
         if executable.phase is Phase.PROVING:
-            if repeated or (not flights_of(executable) and executable.proving is None) or _is_over(executable):
+            if repeated or _may_be_proven(executable, flight):
                 assert executable.fingerprints is not None
                 executable.proving = flight.name
                 executable.fingerprints.restart()
             elif executable.proving == ANY_FLIGHT:
                 executable.proving = None  # its backward could not be told from this one's
         elif executable.phase is Phase.MEASURING:
-            disturbed = repeated or flight.hooked or bool(flight.home) or _watched(device)
+            disturbed = repeated or flight.hooked or bool(flight.home) or being_watched(device)
             flight.gauge = None if disturbed else StepGauge(device)
 
 
-def _is_over(executable: Executable) -> bool:
-    """Whether the flight that was to be proven came to nothing: its forward raised, or its graph is gone."""
-    name = executable.proving
-    return name is not None and name != ANY_FLIGHT and flight_numbered(name) is None and not flights_of(executable)
+def _may_be_proven(executable: Executable, flight: Flight) -> bool:
+    """Whether no other flight is: neither in the air, nor on its way there in another thread.
+
+    One whose node is not known may have come to nothing without a word; the next one takes its place.
+    """
+    unseen = any(each.number == executable.proving for each in flight.home.unseen)
+    return not flights_of(executable) and (executable.proving is None or unseen)
 
 
 def run_forward(args: list[Any]) -> tuple[Any, ...]:
@@ -113,14 +116,15 @@ def run_backward(args: list[Any]) -> Any:
     executable = executable_numbered(number)
     flight = _flight(executable, name)
     gauge = None
+    retained = keeps_graph()
     if flight is not None:
-        flight.land()
+        flight.land(retained=retained)
         gauge, flight.gauge = flight.gauge, None
         if flight.between is not None:
             flight.between.mark()
     if executable.proving == name and executable.checked is not None:
         return _proven(executable, executable.checked.backward, flight, args)
-    if gauge is None or _watched(executable.device) or keeps_graph():  # what is retained is in no plan
+    if gauge is None or being_watched(executable.device) or retained:  # what is retained is in no plan
         return executable.plain.backward(args)
     gradients = _gauged(gauge, executable.plain.backward, args)
     executable.measured(gauge)
@@ -138,21 +142,26 @@ def _flight(executable: Executable, name: int) -> Flight | None:
 def _proven(executable: Executable, backward: Callable[..., Any], flight: Flight | None, args: list[Any]) -> Any:
     try:
         gradients = backward(args)
-    except VerificationError:
+    except BaseException as error:
         executable.proving = None
-        if flight is not None and flight.restore is not None:
+        if isinstance(error, VerificationError) and flight is not None and flight.restore is not None:
             flight.restore()
         raise
     executable.proven()
     return gradients
 
 
-def _watched(device: str) -> bool:
-    """Whether somebody's profiler runs, or other threads train as well; then a later step is measured, or none.
+def being_watched(device: str) -> bool:
+    """Whether nothing may be measured now: somebody's profiler runs, or other threads train as well.
 
     On CPU a measurement is a profiler's, of which a process has one: other threads must not be inside of a step.
     """
-    return device == "cpu" and (len(_threads) > 1 or profiler_active())
+    if device != "cpu":
+        return False
+    if len(_threads) > 1:
+        with _choosing:
+            _threads.intersection_update(each.ident for each in threading.enumerate())
+    return len(_threads) > 1 or profiler_active()
 
 
 def _gauged(gauge: StepGauge, function: Callable[[list[Any]], Any], args: list[Any]) -> Any:

@@ -1,8 +1,9 @@
 """Forwards whose backward has not come.
 
 1. A *flight* begins with a forward. It is *in the air* until its backward begins or its autograd node is gone; the
-   node is what knows, since user code may drop the outputs, keep them, or go backward twice (``retain_graph``).
-2. What a flight keeps (``Executable.leaves_bytes``) is resident for whatever starts meanwhile.
+   node is what knows, since user code may drop the outputs or keep them. A backward that retains its graph leaves it
+   *retained*, until another does not or the node is gone.
+2. What a flight in the air or retained keeps (``Executable.leaves_bytes``) is resident for whatever starts meanwhile.
 3. A flight that another forward of its model joins is *disturbed*: nothing is measured in it any more, and a failed
    proof puts nothing back.
 """
@@ -19,20 +20,25 @@ from typing import Any
 import torch
 
 from ebbflow.engine.executable import Executable
+from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.leftovers import leave
 from ebbflow.measurement.peak import StepGauge
-from ebbflow.torch_seams.autograd import has_saved_tensors, is_function_node
+from ebbflow.torch_seams.autograd import is_function_node
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["Flight", "Flights", "bytes_in_the_air", "flight_numbered", "flights_of", "inputs_in_the_air"]
+__all__ = ["Flight", "Flights", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs"]
 
 _MOST_UNSEEN = 64
+NO_SLOT = Slot(None, 0)
 _numbers = itertools.count(1)  # 0 is tickets.ANY_FLIGHT
-_with_node: dict[int, Flight] = {}  # of all models, those whose autograd node is alive
+# Of all models, by number: those whose autograd node is alive, and of these the ones that keep what they saved. Who
+# collects losses keeps thousands of nodes alive: only the second is ever walked.
+_with_node: dict[int, Flight] = {}
+_keeping: dict[int, Flight] = {}
 
 
 @dataclass(eq=False)
@@ -56,9 +62,9 @@ class Flight:
 
     executable: Executable | None
     home: Flights
-    slot: tuple[object, int] = (None, 0)
+    slot: Slot = NO_SLOT
     inputs: Sequence[StorageWatch] = ()
-    expects: frozenset[object] = frozenset()
+    expects: frozenset[Slot] = frozenset()
     hooked: bool = False
     number: int = field(default_factory=_numbers.__next__)
     ran: bool = False
@@ -67,7 +73,6 @@ class Flight:
     restore: Callable[[], None] | None = None
     returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
-    _node: weakref.ref[Any] | None = None
 
     @property
     def name(self) -> int:
@@ -88,22 +93,24 @@ class Flight:
             leave(self.returned)
             self.home.unseen.append(self)
             return
-        self._node = weakref.ref(node)
-        _with_node[self.number] = self.home.in_the_air[self.number] = self
+        _with_node[self.number] = _keeping[self.number] = self.home.in_the_air[self.number] = self
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
 
-    def land(self) -> None:
-        """Its backward begins, or its graph is gone: what lives of its outputs is somebody else's from here on."""
-        if self.home.in_the_air.pop(self.number, None) is not None:
+    def land(self, *, retained: bool = False) -> None:
+        """Its backward begins, or its graph is gone. Once it keeps nothing, what lives of its outputs is left over."""
+        self.home.in_the_air.pop(self.number, None)
+        if not retained and _keeping.pop(self.number, None) is not None:
             leave(self.returned)
             self.returned = []
 
-    @property
-    def retained(self) -> bool:
-        """Whether its backward was told to keep what it needs, so that it holds as much as in the air."""
-        node = None if self._node is None else self._node()
-        return node is not None and has_saved_tensors(node)
+    def give_up(self) -> None:
+        """It came to nothing: its forward raised, or its graph is gone."""
+        executable = self.executable
+        if executable is not None and executable.proving == self.name:
+            executable.proving = None
+        self.land()
+        self.stop_learning()
 
     def disturb(self) -> None:
         """Definition 3."""
@@ -134,33 +141,21 @@ class Flights:
         return sum(each.executable.leaves_bytes for each in self.in_the_air.values() if each.executable is not None)
 
     def disturb(self) -> None:
-        """A forward of the model starts."""
+        """A forward of the model starts, or the model is not fitted any more."""
         for each in list(self.in_the_air.values()):
             each.disturb()
 
-    def end(self) -> None:
-        """The model is not fitted any more: what is in the air finishes without being looked at."""
-        self.disturb()
 
-
-def bytes_in_the_air() -> int:
+def kept_bytes() -> int:
     """What flights of all models keep (definition 2)."""
-    return sum(
-        each.executable.leaves_bytes
-        for each in list(_with_node.values())
-        if each.executable is not None and (each.number in each.home.in_the_air or each.retained)
-    )
+    flights = list(_keeping.values())
+    return sum(each.executable.leaves_bytes for each in flights if each.executable is not None)
 
 
-def inputs_in_the_air() -> dict[int, int]:
-    """Bytes of the arguments of all flights in the air that live still, by key of the storage."""
-    return {
-        watch.key: watch.bytes
-        for each in list(_with_node.values())
-        if each.number in each.home.in_the_air
-        for watch in each.inputs
-        if watch.alive
-    }
+def kept_inputs() -> dict[int, int]:
+    """Bytes of the arguments that they were called with, as far as they live still, by key of the storage."""
+    watches = (watch for each in list(_keeping.values()) for watch in each.inputs)
+    return {watch.key: watch.bytes for watch in watches if watch.alive}
 
 
 def flight_numbered(number: int) -> Flight | None:
@@ -172,7 +167,7 @@ def flights_of(executable: Executable) -> list[Flight]:
     """All in the air that run ``executable``."""
     return [
         each
-        for each in list(_with_node.values())
+        for each in list(_keeping.values())
         if each.executable is executable and each.number in each.home.in_the_air
     ]
 
@@ -181,8 +176,7 @@ def _end(number: int) -> None:
     """The node of a flight is gone. Runs wherever the last reference goes, so it must not raise."""
     flight = _with_node.pop(number, None)
     if flight is not None:
-        flight.land()
-        flight.stop_learning()
+        flight.give_up()
 
 
 def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ebbflow.torch_seams.trees import tree_flatten
 
-__all__ = ["key_of", "modes_of"]
+__all__ = ["Slot", "key_of", "modes_of"]
+
+
+class Slot(NamedTuple):
+    """Which call of a round it is.
+
+    Attributes:
+        key: of the call.
+        depth: how many of the model's forwards were in the air when it started.
+    """
+
+    key: object
+    depth: int
 
 
 def key_of(modes: object, args: Any, kwargs: Any) -> object:

@@ -22,12 +22,13 @@ import torch
 
 from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.between import Between, Knowledge, Slot
+from ebbflow.engine.between import Between, Knowledge
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
-from ebbflow.engine.flights import Flight, Flights, bytes_in_the_air, flights_of, inputs_in_the_air
+from ebbflow.engine.executor import being_watched
+from ebbflow.engine.flights import Flight, Flights, flights_of, kept_bytes, kept_inputs
 from ebbflow.engine.given import given_plan_here
-from ebbflow.engine.key import key_of, modes_of
+from ebbflow.engine.key import Slot, key_of, modes_of
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
@@ -130,11 +131,11 @@ class FittedModel:
     def look_around(self, call: Call) -> Circumstances:
         """What surrounds ``call``."""
         inputs = watched_in([call.args, call.kwargs]) if call.device == "cpu" else []
-        others = {**inputs_in_the_air(), **{each.key: each.bytes for each in inputs}}
+        others = {**kept_inputs(), **{each.key: each.bytes for each in inputs}}
         trained, own = walk(call.module)
         resident = start_bytes(own, self.optimizer, others, call.device)
         flying = self.flights.bytes if self.flights else 0
-        now = Circumstances(
+        return Circumstances(
             trained=trained,
             slot=Slot(
                 key_of(modes_of(call.module, call.device, trained), call.args, call.kwargs),
@@ -144,17 +145,16 @@ class FittedModel:
             inputs=tuple(inputs),
             device=call.device,
             # On CUDA what is in the air is counted already.
-            resident_bytes=resident + bytes_in_the_air() if call.device == "cpu" else resident,
+            resident_bytes=resident + kept_bytes() if call.device == "cpu" else resident,
             flying_bytes=flying,
             hooked=has_saved_tensor_hooks(),
             repeated=in_backward(),
         )
-        return now
 
     def warn_of_flights(self, now: Circumstances) -> None:
         """Say once that a second forward was not planned for."""
-        in_the_air = [Slot(*each.slot) for each in self.flights.in_the_air.values()]
-        if now.flying_bytes and not any(map(self._between.expects_forwards, in_the_air)) and not now.checkpointed:
+        expected = any(self._between.expects_forwards(each.slot) for each in self.flights.in_the_air.values())
+        if now.flying_bytes and not expected and not now.checkpointed:
             warnings.warn(
                 "another forward of this model is in flight: it was planned without room for this one, so this step "
                 "may exceed the budget. From the next round on it is planned for. Call backward before the next "
@@ -219,7 +219,7 @@ class FittedModel:
         if now.flying_bytes:
             before = [each for each in self.flights.in_the_air.values() if each is not flight]
             self._between.learn_forward(flight, before)
-        elif self._waits_for_a_loss(step, now):
+        elif self._waits_for_a_loss(step, now) and not being_watched(now.device):
             learn = functools.partial(self._learn_loss, now.slot, step)
             flight.between = BetweenGauge(now.device, learn)
             flight.between.begin()
@@ -286,7 +286,7 @@ class FittedModel:
         """Whether all that are in the air are planned with room for a call of ``slot``."""
         return all(slot in each.expects for each in self.flights.in_the_air.values())
 
-    def expected(self, now: Circumstances) -> frozenset[object]:
+    def expected(self, now: Circumstances) -> frozenset[Slot]:
         """Slots of calls that one at this slot leaves room for."""
         return self._between.expected(now.slot)
 

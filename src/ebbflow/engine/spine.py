@@ -26,6 +26,7 @@ from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import own_faults
+from ebbflow.measurement.leftovers import forget_dead
 from ebbflow.measurement.resident import hidden_in
 from ebbflow.planners import Progress
 from ebbflow.step.plan import Plan
@@ -65,7 +66,10 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
         asked.inputs.clear()
     model.keep(step, now)
     gc.collect()  # what only garbage holds is not to be planned around
+    forget_dead()
     now = model.look_around(call)
+    if (executable := model.holding(step, now)) is not None:
+        return _run(model, step, executable, call, now)
     program = _cost(model, captured, now)
     plan, provisional = _plan(model, step, program, now)
     executable = _lower_and_prove(step, plan)
@@ -111,7 +115,11 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
         choose_checks(flight, now.device)
         if flight.proves and alone:
             flight.restore = snapshot(call.module, now.device)
-    outputs, detached = step.capture(call, flight)
+    try:
+        outputs, detached = step.capture(call, flight)
+    except BaseException:
+        flight.give_up()
+        raise
     assert executable is not None
     step.ran(executable)
     flight.take_off(outputs)

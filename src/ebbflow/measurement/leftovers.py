@@ -3,34 +3,59 @@
 ``out = model(x); out["loss"].backward()`` in a loop keeps ``out`` alive through the next forward; so do logged losses
 and hidden states that somebody collects. They are resident for every later step of any fitted model. Nothing is kept
 alive here.
+
+Every call asks, and thousands of losses may be collected: so each question looks again at a few only, and takes the
+others as alive. Too much may be counted that way, never too little; :func:`forget_dead` looks at all.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ebbflow.torch_seams.storages import StorageWatch
 
-__all__ = ["leave", "living"]
+__all__ = ["forget_dead", "leave", "left_bytes"]
+
+LOOKED_AT = 32  # of what is left, the longest not looked at, per question
 
 _lock = threading.Lock()
-_watches: dict[int, StorageWatch] = {}
+_watches: dict[int, StorageWatch] = {}  # looked at longest ago comes first
+_total_bytes = 0
 
 
 def leave(watches: Iterable[StorageWatch]) -> None:
     """A step has ended; ``watches`` are of what its forward returned."""
+    global _total_bytes
     alive = [each for each in watches if each.alive]
-    if alive:
-        with _lock:
-            _watches.update((each.key, each) for each in alive)
-
-
-def living() -> dict[int, int]:
-    """Bytes of what lives still, by key of the storage."""
-    if not _watches:
-        return {}
     with _lock:
-        for key in [key for key, each in _watches.items() if not each.alive]:
-            del _watches[key]
-        return {key: each.bytes for key, each in _watches.items()}
+        for each in alive:
+            if each.key not in _watches:
+                _watches[each.key] = each
+                _total_bytes += each.bytes
+
+
+def left_bytes(*counted: Mapping[int, int]) -> int:
+    """Bytes of what is left, without the storages whose keys are in ``counted``."""
+    if not _watches:
+        return 0
+    with _lock:
+        _look(LOOKED_AT)
+        shared = {key for each in counted for key in _watches.keys() & each.keys()}
+        return _total_bytes - sum(_watches[key].bytes for key in shared)
+
+
+def forget_dead() -> None:
+    """Look at all that is left."""
+    with _lock:
+        _look(len(_watches))
+
+
+def _look(count: int) -> None:
+    global _total_bytes
+    for key in [key for key, _ in zip(_watches, range(count), strict=False)]:
+        watch = _watches.pop(key)
+        if watch.alive:
+            _watches[key] = watch
+        else:
+            _total_bytes -= watch.bytes

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from ebbflow.measurement.leftovers import living
+from ebbflow.measurement.leftovers import left_bytes
 from ebbflow.torch_seams.storages import StorageWatch, buffer_table, module_table, parameter_table, storage_key
 
 __all__ = ["device_of", "hidden_in", "resident_bytes", "start_bytes", "storages_in", "tensors_in", "watched_in"]
@@ -93,7 +93,8 @@ def start_bytes(
     if device == "cuda":
         return torch.cuda.memory_allocated()
     state = {} if optimizer is None else storages_in([optimizer])
-    return sum({**living(), **others, **state, **own}.values())
+    reached = {**others, **state, **own}
+    return sum(reached.values()) + left_bytes(reached)
 
 
 def hidden_in(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> list[weakref.ref[torch.Tensor]]:

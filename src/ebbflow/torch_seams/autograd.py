@@ -17,7 +17,6 @@ __all__ = [
     "BackwardWatch",
     "current_graph_task_id",
     "has_saved_tensor_hooks",
-    "has_saved_tensors",
     "in_backward",
     "is_function_node",
     "keeps_graph",
@@ -48,14 +47,6 @@ def has_saved_tensor_hooks() -> bool:
 def keeps_graph() -> bool:
     """Whether the backward that runs on this thread was asked to retain its graph."""
     return bool(_autograd._get_current_graph_task_keep_graph())
-
-
-def has_saved_tensors(node: Any) -> bool:
-    """Whether a node of a ``torch.autograd.Function`` has what it saved: a backward frees it unless told not to."""
-    try:
-        return bool(node.saved_tensors)
-    except RuntimeError:
-        return False
 
 
 def is_function_node(node: object) -> bool:

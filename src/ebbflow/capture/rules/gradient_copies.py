@@ -5,7 +5,8 @@ A gradient that arrives at a leaf becomes its ``.grad`` as it is, or is copied f
 
 1. it is not laid out as its parameter: other strides in a dimension of more than one element, or not contiguous where
    the parameter is not dense (``obeys_layout_contract``); an expanded gradient never is;
-2. somebody else has it too: another parameter has the same one, or it is the tangent that user code passed.
+2. somebody else has it too: another parameter has the same one, or it is a tangent, an input or an output of the step,
+   as a backward that user code wrote may return them.
 
 The copies come after the backward graph has returned, outside of every plan. Made here, where each gradient is made,
 they have the same bits, they are planned and measured, and what they were copied from can go.
@@ -34,7 +35,8 @@ def copy_gradients(graph: fx.Graph, forward_output_count: int) -> None:
     results = tree_leaves(output.args)
     placeholders = list(graph.find_nodes(op="placeholder"))
     primals = [node for node in placeholders if not is_tangent(node)]
-    taken = [node.meta["val"] for node in placeholders if is_tangent(node)]
+    others = [*placeholders, *(each for each in results[:forward_output_count] if isinstance(each, fx.Node))]
+    taken = [node.meta["val"] for node in others if isinstance(node.meta.get("val"), torch.Tensor)]
     for position, primal in enumerate(primals, forward_output_count):
         gradient = results[position]
         if not isinstance(gradient, fx.Node) or not isinstance(gradient.meta.get("val"), torch.Tensor):
