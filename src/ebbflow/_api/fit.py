@@ -1,14 +1,10 @@
-"""``fit`` and ``unfit``: the model keeps its identity, its class is swapped for a generated subclass.
+"""``fit`` and ``unfit``: the model keeps its identity, its class is swapped (``engine/fitted_class.py``).
 
-The subclass overrides ``forward`` alone, as PyTorch's ``fully_shard`` does, so ``isinstance``, attributes,
-``state_dict`` keys, hooks, optimizers and saving keep working. What Ebbflow knows about the model lives outside it in a
-:class:`~ebbflow.engine.model.FittedModel`, held weakly by the model; copies and pickles of it are plain models.
+What Ebbflow knows about the model lives outside it in a :class:`~ebbflow.engine.model.FittedModel`.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -16,13 +12,11 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ebbflow._api.refusals import refuse_to_fit, require_module
-from ebbflow.engine.compiled import Call
+from ebbflow.engine.calls import Calls, watch_optimizers
+from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class
 from ebbflow.engine.model import FittedModel
-from ebbflow.engine.spine import train
 from ebbflow.engine.step import Step
 from ebbflow.errors import UsageError
-from ebbflow.measurement.device import on_device_of
-from ebbflow.measurement.resident import device_of
 from ebbflow.options import Options
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
@@ -32,12 +26,9 @@ from ebbflow.planning.shape_plans import Buckets
 from ebbflow.step.plan import Plan
 from ebbflow.units import Budget
 
-__all__ = ["fit", "plan_of", "set_budget", "step_of", "unfit"]
+__all__ = ["calls_of", "fit", "plan_of", "set_budget", "step_of", "unfit"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
-
-
-_FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
 
 
 def fit(
@@ -84,7 +75,7 @@ def fit(
         PlanMismatch: at the first training call, if the given plan is of another program, device or torch build.
     """
     require_module(model, "fit")
-    if model in _FITTED:
+    if model in FITTED:
         raise UsageError(
             "the model is fitted already; ebbflow.set_budget(model, budget) gives it another budget, "
             "and ebbflow.unfit(model) first lets you fit it with other options",
@@ -104,7 +95,7 @@ def fit(
     planner_named(options.planner)
     limit, given = _limit_of(budget)
     refuse_to_fit(model)
-    _FITTED[model] = FittedModel(
+    FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
         given_plan=given,
@@ -113,7 +104,8 @@ def fit(
         verify=verify,
         every_output=options.every_output,
     )
-    _swap_class(model, _fitted_class(type(model)))
+    _swap_class(model, fitted_class(type(model)))
+    watch_optimizers(calls_of_fitted)
     return model
 
 
@@ -129,11 +121,27 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     Raises:
         UsageError: if the model is not fitted, or for a budget that is none.
     """
-    fitted = _FITTED.get(model)
+    fitted = FITTED.get(model)
     if fitted is None:
         raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first")
     fitted.set_budget(*_limit_of(budget))
     return model
+
+
+def calls_of(model: torch.nn.Module) -> Calls:
+    """How the calls of a fitted model went: how many were planned, and how many were not and why.
+
+    Returns:
+        :attr:`~ebbflow.engine.calls.Calls.planned`, a number, and :attr:`~ebbflow.engine.calls.Calls.unplanned`,
+        numbers by reason, counted since :func:`fit`.
+
+    Raises:
+        UsageError: if the model is not fitted.
+    """
+    fitted = FITTED.get(model)
+    if fitted is None:
+        raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first", argument="model")
+    return fitted.calls.copy()
 
 
 def _limit_of(budget: str | int | Budget | Plan) -> tuple[Budget, Plan | None]:
@@ -149,7 +157,7 @@ def unfit(model: ModelT) -> ModelT:
     Raises:
         UsageError: if the model is not fitted.
     """
-    fitted = _FITTED.pop(model, None)
+    fitted = FITTED.pop(model, None)
     if fitted is None:
         raise UsageError("the model is not fitted")
     fitted.flights.disturb()
@@ -188,7 +196,7 @@ def _swap_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
 
 def step_of(model: torch.nn.Module) -> Step | None:
     """The step that ran last, with its plan and what was verified and measured; ``None`` before the first."""
-    fitted = _FITTED.get(model)
+    fitted = FITTED.get(model)
     return fitted.last if fitted is not None else None
 
 
@@ -196,33 +204,3 @@ def plan_of(model: torch.nn.Module) -> Plan | None:
     """The plan of the step that ran last; ``None`` before the first."""
     step = step_of(model)
     return step.plan if step is not None else None
-
-
-def _blank(plain: type[torch.nn.Module]) -> torch.nn.Module:
-    """An empty object of the model's own class, for copies and pickles."""
-    return plain.__new__(plain)
-
-
-@functools.cache
-def _fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A subclass of ``plain`` under the same name whose ``forward`` runs planned steps."""
-
-    @functools.wraps(plain.forward)
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        fitted = _FITTED.get(self)
-        if fitted is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return plain.forward(self, *args, **kwargs)
-        call = Call(self, plain.forward, args, kwargs, device_of([self]), fitted.every_output)
-        if call.device == "cpu":
-            return train(fitted, call)
-        with on_device_of([self]):  # which may not be the current one
-            return train(fitted, call)
-
-    def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        _, _, *rest = object.__reduce_ex__(self, max(2, protocol))  # type: ignore[misc]
-        return (_blank, (plain,), *rest)
-
-    names = {"forward": forward, "__reduce_ex__": reduce, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    kind = type(plain.__name__, (plain,), names)
-    kind.__qualname__ = plain.__qualname__
-    return kind

@@ -12,6 +12,7 @@ import torch
 from ebbflow._api.refusals import refuse_to_fit, require_call, require_module
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
+from ebbflow.capture.trace import forward_of
 from ebbflow.cost.attach import is_measured_form
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
@@ -131,7 +132,7 @@ class Verifier:
         self._kwargs = dict(kwargs or {})
         self._device = device_of([model, args])
         self._every_output = Options(gradients=gradients).every_output
-        forward = type(model).forward
+        forward = forward_of(model)
         self._call = Call(model, forward, self._args, self._kwargs, self._device, self._every_output)
         self._capture = Capture(device=self._device, name=type(model).__name__)
         self._eager: _Result | None = None
@@ -147,7 +148,7 @@ class Verifier:
             return self._checked(plan)
 
     def _checked(self, plan: Plan) -> Verification:
-        forward = type(self._model).forward
+        forward = forward_of(self._model)
         state = _State(self._model, (self._args, self._kwargs), self._device)
         try:
             if self._eager is None:

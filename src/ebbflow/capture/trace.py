@@ -30,12 +30,25 @@ from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recu
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
-from ebbflow.torch_seams.dynamo import capture_error_type, forget_compiled, one_graph_settings
+from ebbflow.torch_seams.dynamo import (
+    capture_error_type,
+    forget_compiled,
+    is_switched_off,
+    one_graph_settings,
+)
 from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, LIMITS, FakeTensorMode, quiet_log
 from ebbflow.torch_seams.graphs import data_dependent_guard_type
 from ebbflow.torch_seams.versions import require_supported_torch
 
-__all__ = ["Partitioner", "capture_settings", "compile_step", "forget_step", "translated_errors"]
+__all__ = [
+    "Partitioner",
+    "capture_settings",
+    "compile_step",
+    "forget_step",
+    "forward_of",
+    "translated_errors",
+    "without_model",
+]
 
 
 class Partitioner(Protocol):
@@ -52,6 +65,21 @@ class Partitioner(Protocol):
     def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """What runs the backward, likewise."""
         ...
+
+
+def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """What runs when ``model`` is called, as a function that takes it first; one put on the model itself counts."""
+    own = model.__dict__.get("forward")
+    return type(model).forward if own is None else without_model(own)
+
+
+def without_model(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``forward`` that was put on a model itself, as a function that takes the model first."""
+
+    def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return forward
 
 
 _counter = itertools.count()
@@ -92,6 +120,11 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         CaptureError: on a release of torch that is not supported.
     """
     require_supported_torch()
+    if is_switched_off():
+        raise CaptureError(
+            "torch.compile is switched off in this process, and Ebbflow captures steps with it",
+            remedy="start Python without TORCHDYNAMO_DISABLE=1",
+        )
     held = weakref.ref(partitioner)
 
     def kept() -> Partitioner:
@@ -136,6 +169,8 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
+        # Dynamo looks at the gradients of the tensors that it is given; of one that is a result it has to warn.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         yield
 
 
@@ -224,4 +259,4 @@ def _exception_of_the_model(
 
 def _as_plain(module: torch.nn.Module, forward: Callable[..., Any]) -> type:
     """The class of ``module`` with ``forward`` as its forward (the class swap of ``fit`` taken off)."""
-    return next(c for c in type(module).__mro__ if getattr(c, "forward", None) is forward)
+    return next((c for c in type(module).__mro__ if getattr(c, "forward", None) is forward), type(module))

@@ -23,6 +23,7 @@ import torch
 from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.cost.cache import device_context
 from ebbflow.engine.between import Between, Knowledge
+from ebbflow.engine.calls import Calls
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import being_watched
@@ -33,6 +34,7 @@ from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError
+from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import start_bytes, watched_in
@@ -59,6 +61,7 @@ class Circumstances:
     Attributes:
         slot: key of the call, and how many of the model's forwards are in the air (``between``).
         trained: per parameter whether it takes a gradient.
+        accumulating: whether every parameter that takes a gradient has one.
         module: whose call it is.
         inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
@@ -70,6 +73,7 @@ class Circumstances:
 
     slot: Slot
     trained: bytes
+    accumulating: bool
     module: torch.nn.Module
     inputs: tuple[StorageWatch, ...]
     device: str
@@ -103,6 +107,7 @@ class FittedModel:
         every_output: whether outputs beside a scalar loss take gradients too.
         last: the step that ran last.
         flights: forwards whose backward has not come.
+        calls: how its calls went.
     """
 
     plain_class: type[torch.nn.Module]
@@ -114,6 +119,7 @@ class FittedModel:
     every_output: bool
     last: Step | None = None
     flights: Flights = field(default_factory=Flights)
+    calls: Calls = field(default_factory=Calls)
     _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
     _between: Knowledge = field(default_factory=Knowledge)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
@@ -132,11 +138,12 @@ class FittedModel:
         """What surrounds ``call``."""
         inputs = watched_in([call.args, call.kwargs]) if call.device == "cpu" else []
         others = {**kept_inputs(), **{each.key: each.bytes for each in inputs}}
-        trained, own = walk(call.module)
+        trained, accumulating, own = walk(call.module)
         resident = start_bytes(own, self.optimizer, others, call.device)
         flying = self.flights.bytes if self.flights else 0
         return Circumstances(
             trained=trained,
+            accumulating=accumulating,
             slot=Slot(
                 key_of(modes_of(call.module, call.device, trained), call.args, call.kwargs),
                 len(self.flights.in_the_air),
@@ -159,7 +166,7 @@ class FittedModel:
                 "another forward of this model is in flight: it was planned without room for this one, so this step "
                 "may exceed the budget. From the next round on it is planned for. Call backward before the next "
                 "forward, or compute what needs no backward under torch.no_grad()",
-                stacklevel=4,
+                stacklevel=users_level(),
             )
 
     def steps_for(self, call: Call, now: Circumstances) -> Iterator[Step]:
@@ -187,7 +194,7 @@ class FittedModel:
                 f"{self.plain_class.__name__} has been captured {_MANY_CAPTURES} times for the same inputs: "
                 "something that its step depends on changes between calls (an attribute that counts steps, say). "
                 "Each capture takes seconds; keep counters in tensors (register_buffer)",
-                stacklevel=5,
+                stacklevel=users_level(),
             )
 
     def keep(self, step: Step, now: Circumstances) -> None:
@@ -207,7 +214,7 @@ class FittedModel:
                 f"{self.plain_class.__name__} has been called with more than {_MOST_STEPS} kinds of arguments; those "
                 "used longest ago are forgotten and captured again when they come back, which takes seconds. Pad "
                 "lengths to multiples of 8 or 16 to have fewer shapes",
-                stacklevel=5,
+                stacklevel=users_level(),
             )
 
     def ran(self, step: Step, flight: Flight, now: Circumstances) -> None:
@@ -242,7 +249,11 @@ class FittedModel:
         resident = now.resident_bytes + self._hidden_bytes(step, now)
         known = not self._is_guess(step, now)
         fitting = [
-            each for each in step.executables if _holds(each, resident, between) and not (each.provisional and known)
+            each
+            for each in step.executables
+            if _holds(each, resident, between)
+            and not (each.provisional and known)
+            and (now.accumulating or not each.accumulates)
         ]
         return min(fitting, key=lambda each: each.overhead) if fitting else None
 
@@ -319,7 +330,7 @@ class FittedModel:
                 f"code outside the model took {format_bytes(peak_bytes)} between forward and backward, so this first "
                 f"step took {format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; "
                 "from the next step on it is planned for",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
 
 

@@ -27,7 +27,6 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead
-from ebbflow.measurement.resident import hidden_in
 from ebbflow.planners import Progress
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -61,8 +60,8 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
     try:
         return _run(model, step, model.holding(step, now), call, now)
     except Unplanned as asked:
-        captured = _capture(step, asked)
-        step.hidden = hidden_in(asked.inputs, call.module, (call.args, call.kwargs))
+        _capture(step, asked)
+        step.look_at_inputs(asked.inputs, call)
         asked.inputs.clear()
     model.keep(step, now)
     gc.collect()  # what only garbage holds is not to be planned around
@@ -70,18 +69,18 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
     now = model.look_around(call)
     if (executable := model.holding(step, now)) is not None:
         return _run(model, step, executable, call, now)
+    captured = step.captured_for(accumulating=now.accumulating and model.given_plan is None)
     program = _cost(model, captured, now)
     plan, provisional = _plan(model, step, program, now)
-    executable = _lower_and_prove(step, plan)
+    executable = _lower_and_prove(step, captured, plan)
     executable.provisional = provisional
     return _run(model, step, executable, call, now)
 
 
-def _capture(step: Step, asked: Unplanned) -> Captured:
+def _capture(step: Step, asked: Unplanned) -> None:
     """The step as a value. Its compiled function has just been called, with nothing to run."""
     if step.captured is None:
         step.captured = step.capture.at(asked.sizes)
-    return step.captured
 
 
 def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program:
@@ -98,10 +97,10 @@ def _plan(model: FittedModel, step: Step, program: Program, now: Circumstances) 
         return model.plan_for(step, program, now)
 
 
-def _lower_and_prove(step: Step, plan: Plan) -> Executable:
+def _lower_and_prove(step: Step, captured: Captured, plan: Plan) -> Executable:
     """The plan's two graphs, each node of which is one of the captured step's."""
     with own_faults():
-        return step.made_for(plan)
+        return step.made_for(captured, plan)
 
 
 def _run(model: FittedModel, step: Step, executable: Executable | None, call: Call, now: Circumstances) -> Any:
