@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,19 +56,25 @@ def main() -> int:
     record = Record(
         "promises", {"counts": "Counts", "oracle": "The oracle", **GROUPS}, {"slack_bytes": SLACK_BYTES}
     )
-    _run(record, wanted, options.jobs)
-    if options.out.exists() and options.only:
-        known = Record.read(options.out, record.titles)
-        known.take(record)
-        names = {each.name for each in all_situations().values()} | {"counter"}
-        known.rows = [row for row in known.rows if row.columns["case"] in names]
-        known.machine = record.machine
-        record = known
-    record.rows = [row for row in record.rows if row.question != "counts"]
-    record.rows += _counts([row for row in record.rows if row.question in GROUPS])
+    before = Record.read(options.out, record.titles) if options.out.exists() and options.only else None
+    _run(record, wanted, options.jobs, lambda: _joined(before, record).write(options.out))
+    record = _joined(before, record)
     record.write(options.out)
     print(f"\n{record.markdown()}")
     return 0 if record.passed else 1
+
+
+def _joined(before: Record | None, record: Record) -> Record:
+    """``record`` with what an earlier run knows of other situations, and the counts."""
+    joined = Record(record.name, record.titles, record.settings, record.machine)
+    if before is not None:
+        joined.take(before)
+    joined.take(record)
+    names = {*all_situations(), "counter"}
+    joined.rows = [row for row in joined.rows if row.question != "counts" and row.columns["case"] in names]
+    joined.failures = [each for each in joined.failures if each["case"] in names]
+    joined.rows += _counts([row for row in joined.rows if row.question in GROUPS])
+    return joined
 
 
 def _options() -> argparse.Namespace:
@@ -88,8 +95,8 @@ def _wanted(only: list[str]) -> list[Situation]:
     return exact or [each for each in known if any(word in each.name for word in only)]
 
 
-def _run(record: Record, wanted: list[Situation], jobs: int) -> None:
-    """All of ``wanted``, in slices of one group each."""
+def _run(record: Record, wanted: list[Situation], jobs: int, save: Callable[[], None]) -> None:
+    """All of ``wanted``, in slices of one group each; ``save`` after each slice."""
     slices: list[list[Situation]] = []
     for each in wanted:
         if slices and slices[-1][0].group == each.group and len(slices[-1]) < AT_ONCE:
@@ -130,6 +137,7 @@ def _run(record: Record, wanted: list[Situation], jobs: int) -> None:
                             record.failures.append({"case": each.name, "error": error})
                             record.case_seconds[each.name] = round(time.monotonic() - begin, 1)
                             print(f"{each.name} FAILED: {error}", flush=True)
+                save()
 
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(run, slices))

@@ -160,7 +160,7 @@ def _outcome(situation: Situation, outcome: str, told: str) -> Check:
     refused = situation.refused
     if refused is None or (situation.either and outcome == PLANNED):
         return holds("planned", outcome == PLANNED)
-    right = outcome == refused.error and re.search(refused.text, told, re.IGNORECASE | re.DOTALL) is not None
+    right = re.fullmatch(refused.error, outcome) is not None and re.search(refused.text, told, re.IGNORECASE | re.DOTALL) is not None
     return holds(f"refused by {refused.error}{' or planned' if situation.either else ''}", right)
 
 
@@ -173,7 +173,9 @@ def _held(
     calls = called if situation.calls is None else situation.calls
     captures = eager.fits if situation.captures is None else situation.captures
     wrong = differences(ours.seen, eager.seen)
+    unforeseen = max((p - q for p, q in zip(ours.peaks, ours.predicted, strict=True) if q), default=0)
     columns |= {
+        "above_predicted_bytes": max(0, unforeseen),
         "budget_bytes": max(ours.budgets, default=0),
         "peak_bytes": max(ours.peaks, default=0),
         "steps_over": ", ".join(map(str, over[:8])) + (f" of {len(ours.peaks)}" if over else ""),

@@ -87,6 +87,7 @@ class Run:
         self.fits = 0
         self.peaks: list[int] = []
         self.budgets: list[int] = []
+        self.predicted: list[int] = []
         self.seen: Seen = {}
         self.wrong: list[str] = []
         self._budget = budget
@@ -122,6 +123,8 @@ class Run:
         self.peaks.append(peak)
         if not self.eager:
             self.budgets.append(self._budget_now())
+            plans = [ebbflow.plan_of(model) for model in self._models]
+            self.predicted.append(max((plan.predicted_peak_bytes for plan in plans if plan is not None), default=0))
 
     def train(
         self,

@@ -89,14 +89,16 @@ def validated_with_gradients_on(run: Run) -> None:
     model = run.fit(Chain())
     for i in range(6):
         model.zero_grad()
-        x, y = run.x(i), run.x(i + 50)
+        x = run.x(i)
         with run.step():
             loss = model(x)
             loss.backward()
+        del x, loss
+        y = run.x(i + 50)
         with run.step():
             seen = model(y)
         run.see(f"validated {i}", seen)
-        del loss, seen
+        del y, seen
         run.see_model(model, f"step {i}")
 
 
@@ -122,14 +124,16 @@ def validated_in_eval_mode(run: Run) -> None:
     for i in range(5):
         model.train()
         model.zero_grad()
-        x, y = run.x(i), run.x(i + 50)
+        x = run.x(i)
         with run.step():
             loss = model(x)
             loss.backward()
+        del x, loss
         model.eval()
+        y = run.x(i + 50)
         with run.step():
             run.see(f"validated {i}", model(y))
-        del loss
+        del y
         run.see_model(model, f"step {i}")
 
 
