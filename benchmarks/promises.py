@@ -27,7 +27,7 @@ from situations.registry import GROUPS, Situation, all_situations
 
 BENCHMARKS = Path(__file__).resolve().parent
 OUT = BENCHMARKS / "results" / "promises.json"
-AT_ONCE = 12
+AT_ONCE = 40
 """Situations that share one imported torch; each is a process of its own."""
 
 _KINDS = {

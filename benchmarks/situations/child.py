@@ -1,11 +1,13 @@
-"""Situations, each in a process of its own: forked from one that has imported torch and done nothing else.
+"""Situations, each in a process of its own: forked from one that has imported modules and done nothing else.
 
-The fork has no thread, no fitted model and no cache yet; a directory of its own is its user cache. It runs the situation
-by eager and fitted, judges it and sends a row through a pipe.
+1. Which modules a first step imports is told by a scout, a fork that trains a toy model and ends.
+2. The fork has no thread, no fitted model and no cache yet; a directory of its own is its user cache. It runs the
+   situation by eager and fitted, judges it and sends a row through a pipe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 
+import ebbflow
 from harness.record import Check, Row, at_most, holds
 from situations.oracle import SLACK_BYTES, counter
 from situations.registry import Situation, all_situations
@@ -33,17 +36,20 @@ from situations.run import COUNTS, Run, differences, seed_all, watch_engine
 __all__ = ["PLANNED", "judged", "rows"]
 
 PLANNED = "planned"
+_LOADED = {"torch", "ebbflow", "numba", "llvmlite", "highspy", "sympy", "mpmath", "functorch", "networkx", "filelock"}
 _HERE = str(Path(__file__).resolve().parent)
 
 
 def rows(names: Sequence[str]) -> Iterator[Row]:
     """The rows of the situations ``names``."""
     torch.set_num_threads(1)
-    for module in ("torch._dynamo", "ebbflow._api.fit"):
-        importlib.import_module(module)
+    for module in _scouted():
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
     counter()
     watch_engine()
     known = all_situations()
+    names = [name for name in names if name in known]
     for group in {known[name].group for name in names}:
         for module in getattr(importlib.import_module(f"situations.{group}"), "PRELOAD", ()):
             importlib.import_module(module)
@@ -51,6 +57,30 @@ def rows(names: Sequence[str]) -> Iterator[Row]:
     gc.freeze()
     for name in names:
         yield _forked(known[name])
+
+
+def _scouted() -> list[str]:
+    """Definition 1, in the order of import."""
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("ebbflow._api.fit")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with tempfile.TemporaryDirectory() as caches:
+                os.environ["XDG_CACHE_HOME"] = caches
+                model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1MiB")
+                for _ in range(2):
+                    model(torch.randn(3, 4)).sum().backward()
+            with os.fdopen(writer, "w") as out:
+                out.write("\n".join(name for name in sys.modules if name.partition(".")[0] in _LOADED))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    names = (_read(reader, 120.0) or "").splitlines()
+    os.close(reader)
+    os.waitpid(child, 0)
+    return names
 
 
 def _forked(situation: Situation) -> Row:

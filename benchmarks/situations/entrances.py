@@ -398,11 +398,9 @@ def tiny_gpt2(**settings: Any) -> Any:
     return GPT2LMHeadModel(GPT2Config(**(given | settings)))
 
 
-class _Counted:
+def _trainer(kind: type[Any], run: Run) -> type[Any]:
     """Steps of the trainer as steps of the run: from the forward to the end of the backward."""
 
-
-def _trainer(kind: type[Any], run: Run) -> type[Any]:
     class Watched(kind):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             state = self.optimizer.state.values() if self.optimizer is not None else ()
@@ -447,7 +445,7 @@ def trainer(run: Run, settings: Any) -> None:
 def trainer_compiles(run: Run) -> None:
     """``TrainingArguments(torch_compile=True)``."""
     model = run.fit(tiny_gpt2())
-    arguments = _arguments(torch_compile=True, torch_compile_backend="aot_eager")
+    arguments = _arguments(torch_compile=True, torch_compile_backend="eager")
     done = _trainer(Trainer, run)(model=model, args=arguments, train_dataset=_Data())
     done.train()
     run.see_model(model)

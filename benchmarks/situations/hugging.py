@@ -100,15 +100,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         "word_embed_proj_dim": 32, "max_position_embeddings": 64}, _words),
     "bloom": ("BloomConfig", "BloomForCausalLM", {**_TEXT, "hidden_size": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _words),
     "falcon": ("FalconConfig", "FalconForCausalLM", {**_ENCODER, "use_cache": False, "alibi": False}, _words),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _DECODER, _words),
     "mamba": ("MambaConfig", "MambaForCausalLM", {**_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "use_cache": False, "time_step_rank": 4}, _words),
     "bert": ("BertConfig", "BertForMaskedLM", _ENCODER, _masked),
     "bert_classifier": ("BertConfig", "BertForSequenceClassification", _ENCODER, _classified),
     "bert_answers": ("BertConfig", "BertForQuestionAnswering", _ENCODER, _answers),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", _ENCODER, _masked),
-    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", {**_TEXT, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}, _masked),
     "albert": ("AlbertConfig", "AlbertForMaskedLM", {**_ENCODER, "embedding_size": 16}, _masked),
-    "electra": ("ElectraConfig", "ElectraForMaskedLM", {**_ENCODER, "embedding_size": 16}, _masked),
     "mpnet": ("MPNetConfig", "MPNetForMaskedLM", _ENCODER, _masked),
     "deberta_v2": ("DebertaV2Config", "DebertaV2ForMaskedLM", {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 16}, _masked),
     "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {**_ENCODER, "local_attention": 8, "pad_token_id": 0, "reference_compile": False}, _masked),
@@ -118,15 +115,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         "decoder_start_token_id": 0}, _masked),
     "bart": ("BartConfig", "BartForConditionalGeneration", _SEQ2SEQ, _words),
     "m2m100": ("M2M100Config", "M2M100ForConditionalGeneration", {**_SEQ2SEQ, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, _words),
-    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", _SEQ2SEQ, _words),
-    "marian": ("MarianConfig", "MarianMTModel", _SEQ2SEQ, _words),
     "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {
         **_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32}, _features),
     "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**_WAVE, "layerdrop": 0.0}, _waves),
-    "hubert": ("HubertConfig", "HubertForCTC", {**_WAVE, "layerdrop": 0.0}, _waves),
     "vit": ("ViTConfig", "ViTForImageClassification", {
-        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 8}, _images),
-    "deit": ("DeiTConfig", "DeiTForImageClassification", {
         **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 8}, _images),
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {
         **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "drop_path_rate": 0.1}, _images),

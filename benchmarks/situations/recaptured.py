@@ -99,14 +99,9 @@ ARGUMENTS = {
     "new_object": Settings,
     "one_object": lambda kept=Settings(): kept,
     "function": lambda: lambda x: x,
-    "string": lambda: "mean",
     "none": lambda: None,
-    "number": lambda: 3,
     "list": lambda: [1, 2, 3],
-    "slice": lambda: slice(0, 4),
-    "device": lambda: torch.device("cpu"),
     "type": lambda: torch.float32,
-    "frozenset": lambda: frozenset({1, 2}),
 }
 
 

@@ -382,7 +382,7 @@ def input_requires_grad(run: Run, before: Any) -> None:
             return self.net(tokens, tokens)
 
     model = Adapted()
-    hook = lambda mod, args, out: out.requires_grad_(True) and None  # noqa: E731
+    hook = lambda mod, args, out: (out.requires_grad_(True), None)[1]  # noqa: E731
     if before:
         model.net.embed.register_forward_hook(hook)
     run.fit(model)
@@ -417,7 +417,7 @@ def gradient_checkpointing_of_adapters(run: Run) -> None:
     """Frozen layers, adapters, checkpoints, and the hook that gradient checkpointing needs: PEFT's usual set-up."""
     model = _Checkpointed(Chain(p=0.1).requires_grad_(False))
     model.adapter.requires_grad_(True)
-    model.first.register_forward_hook(lambda mod, args, out: out.requires_grad_(True) and None)
+    model.first.register_forward_hook(lambda mod, args, out: (out.requires_grad_(True), None)[1])
     run.train(model, lambda m, i: _loss(m, run.x(i)))
 
 
@@ -473,17 +473,12 @@ ALGEBRA = {
     "logdet": lambda m, x: torch.logdet(_square(m, x)) / 64,
     "slogdet": lambda m, x: torch.linalg.slogdet(_square(m, x)).logabsdet / 64,
     "inv": lambda m, x: torch.linalg.inv(_square(m, x)).square().mean(),
-    "det": lambda m, x: torch.linalg.det(_square(m, x)[:4, :4]),
     "cholesky": lambda m, x: torch.linalg.cholesky(_square(m, x)).square().mean(),
-    "cholesky_solve": lambda m, x: torch.cholesky_solve(x[:64], torch.linalg.cholesky(_square(m, x))).square().mean(),
-    "triangular": lambda m, x: torch.linalg.solve_triangular(_square(m, x).tril(), x[:64], upper=False).square().mean(),
-    "lu": lambda m, x: torch.linalg.lu(_square(m, x))[1].square().mean(),
     "lu_solve": lambda m, x: torch.linalg.lu_solve(*torch.linalg.lu_factor(_square(m, x)), x[:64]).square().mean(),
     "eigh": lambda m, x: torch.linalg.eigh(_square(m, x)).eigenvalues.square().mean(),
     "svd": lambda m, x: torch.linalg.svdvals(x[:64]).mean(),
     "qr": lambda m, x: torch.linalg.qr(x[:128])[1].abs().mean(),
     "lstsq": lambda m, x: torch.linalg.lstsq(x[:128], x[128:256]).solution.square().mean(),
-    "pinv": lambda m, x: torch.linalg.pinv(x[:128]).square().mean(),
     "matrix_exp": lambda m, x: torch.linalg.matrix_exp(_square(m, x) / 100).square().mean(),
 }
 
@@ -513,14 +508,11 @@ CRITERIA = {
         x.view(128, 8, 64).log_softmax(-1), torch.ones(8, 20, dtype=torch.long), (128,) * 8, (20,) * 8
     ),
     "nll": lambda m, x: F.nll_loss(x.log_softmax(-1), torch.arange(1024) % 64),
-    "nll_weighted": lambda m, x: F.nll_loss(x.log_softmax(-1), torch.arange(1024) % 64, weight=torch.ones(64)),
     "cross_entropy_ignored": lambda m, x: F.cross_entropy(x, torch.arange(1024) % 65 - 1, ignore_index=-1),
     "cross_entropy_smoothed": lambda m, x: F.cross_entropy(x, torch.arange(1024) % 64, label_smoothing=0.1),
     "multi_margin": lambda m, x: F.multi_margin_loss(x, torch.arange(1024) % 64),
-    "multilabel_margin": lambda m, x: F.multilabel_margin_loss(x, torch.ones(1024, 64, dtype=torch.long)),
     "cosine": lambda m, x: F.cosine_embedding_loss(x[:512], x[512:], torch.ones(512)),
     "gaussian_nll": lambda m, x: F.gaussian_nll_loss(x, torch.zeros_like(x), x.exp()),
-    "poisson": lambda m, x: F.poisson_nll_loss(x, torch.ones_like(x)),
 }
 
 

@@ -101,7 +101,8 @@ class Run:
         """``model``, fitted within ``budget`` (default: the situation's; a float is a share of that) unless eager."""
         self.fits += 1
         if self.eager:
-            model.register_forward_pre_hook(_CountCalls(model))
+            if not isinstance(model, torch.jit.ScriptModule):
+                model.register_forward_pre_hook(_CountCalls(model))
             return model
         own = isinstance(budget, str)
         self._own |= own
