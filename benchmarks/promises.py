@@ -44,7 +44,7 @@ def main() -> int:
     if options.child:
         from situations.child import rows
 
-        emit(rows(options.child))
+        emit(rows(options.child[0], options.child[1:]))
         return 0
     wanted = _wanted(options.only)
     if options.list:
@@ -53,9 +53,7 @@ def main() -> int:
             print(f"{each.group:12} {each.name:48} share {each.share:<5g} {expected}")
         print(f"{len(wanted)} situations")
         return 0
-    record = Record(
-        "promises", {"counts": "Counts", "oracle": "The oracle", **GROUPS}, {"slack_bytes": SLACK_BYTES}
-    )
+    record = Record("promises", {"counts": "Counts", "oracle": "The oracle", **GROUPS}, {"slack_bytes": SLACK_BYTES})
     before = Record.read(options.out, record.titles) if options.out.exists() and options.only else None
     _run(record, wanted, options.jobs, lambda: _joined(before, record).write(options.out))
     record = _joined(before, record)
@@ -88,11 +86,14 @@ def _options() -> argparse.Namespace:
 
 
 def _wanted(only: list[str]) -> list[Situation]:
-    known = all_situations().values()
-    if not only:
-        return list(known)
-    exact = [each for each in known if each.name in only or each.group in only]
-    return exact or [each for each in known if any(word in each.name for word in only)]
+    """Those that ``only`` names: a name or group as it is, else whatever contains the word."""
+    known = list(all_situations().values())
+    exact = {name for each in known for name in (each.name, each.group)}
+
+    def named(each: Situation) -> bool:
+        return any(word in (each.name, each.group) if word in exact else word in each.name for word in only)
+
+    return [each for each in known if not only or named(each)]
 
 
 def _run(record: Record, wanted: list[Situation], jobs: int, save: Callable[[], None]) -> None:
@@ -108,7 +109,9 @@ def _run(record: Record, wanted: list[Situation], jobs: int, save: Callable[[], 
         library, reason = build_counter(Path(folder))
         record.rows.append(_oracle(library, reason))
         environment = {
-            "PYTHONPATH": os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent / "src", BENCHMARKS.parent / "tests"))),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (BENCHMARKS, BENCHMARKS.parent / "src", BENCHMARKS.parent / "tests"))
+            ),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -128,7 +131,7 @@ def _run(record: Record, wanted: list[Situation], jobs: int, save: Callable[[], 
                     record.case_seconds[row.columns["case"]] = row.columns.get("seconds", 0.0)
                     print(_line(row), flush=True)
 
-            arguments = [__file__, "--child", *(each.name for each in part)]
+            arguments = [__file__, "--child", part[0].group, *(each.name for each in part)]
             error = run_child(arguments, on_row, environment, sum(each.seconds for each in part) + 60.0)
             with lock:
                 if error is not None:

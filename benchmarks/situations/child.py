@@ -40,19 +40,17 @@ _LOADED = {"torch", "ebbflow", "numba", "llvmlite", "highspy", "sympy", "mpmath"
 _HERE = str(Path(__file__).resolve().parent)
 
 
-def rows(names: Sequence[str]) -> Iterator[Row]:
-    """The rows of the situations ``names``."""
+def rows(group: str, names: Sequence[str]) -> Iterator[Row]:
+    """The rows of the situations ``names`` of ``group``."""
     torch.set_num_threads(1)
     for module in _scouted():
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     counter()
     watch_engine()
-    known = all_situations()
-    names = [name for name in names if name in known]
-    for group in {known[name].group for name in names}:
-        for module in getattr(importlib.import_module(f"situations.{group}"), "PRELOAD", ()):
-            importlib.import_module(module)
+    known = all_situations([group])
+    for module in getattr(importlib.import_module(f"situations.{group}"), "PRELOAD", ()):
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
     for name in names:
@@ -190,7 +188,10 @@ def _outcome(situation: Situation, outcome: str, told: str) -> Check:
     refused = situation.refused
     if refused is None or (situation.either and outcome == PLANNED):
         return holds("planned", outcome == PLANNED)
-    right = re.fullmatch(refused.error, outcome) is not None and re.search(refused.text, told, re.IGNORECASE | re.DOTALL) is not None
+    right = (
+        re.fullmatch(refused.error, outcome) is not None
+        and re.search(refused.text, told, re.IGNORECASE | re.DOTALL) is not None
+    )
     return holds(f"refused by {refused.error}{' or planned' if situation.either else ''}", right)
 
 

@@ -96,7 +96,9 @@ def accumulated(run: Run, make: Any) -> None:
 @variants(
     {
         "einsum": lambda: Wrapped(lambda m, x: torch.einsum("bi,oi->bo", x, m.w).square().mean(), w=_p(1024, 64)),
-        "cat": lambda: Wrapped(lambda m, x: (x @ torch.cat([m.a, m.b], 1)).square().mean(), a=_p(64, 512), b=_p(64, 512)),
+        "cat": lambda: Wrapped(
+            lambda m, x: (x @ torch.cat([m.a, m.b], 1)).square().mean(), a=_p(64, 512), b=_p(64, 512)
+        ),
         "sum": lambda: Wrapped(lambda m, x: x.square().mean() + m.w.sum(), w=_p(512, 512)),
         "added": lambda: Wrapped(
             lambda m, x: (x @ (m.a + m.b + m.c + m.d)).square().mean(), **{n: _p(64, 1024) for n in "abcd"}

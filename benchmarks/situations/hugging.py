@@ -277,6 +277,11 @@ def generation_between(run: Run) -> None:
         del loss
         model.eval()
         with torch.no_grad():
-            run.see(f"generated {i}", model.generate(given["input_ids"][:1, :4], max_new_tokens=3, do_sample=False, use_cache=True, pad_token_id=0))
+            run.see(
+                f"generated {i}",
+                model.generate(
+                    given["input_ids"][:1, :4], max_new_tokens=3, do_sample=False, use_cache=True, pad_token_id=0
+                ),
+            )
         model.train()
         run.see_model(model, f"step {i}")

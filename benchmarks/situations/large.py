@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import ebbflow
 from situations.oracle import counter, hwm_bytes, reset_hwm, vm_bytes
 from situations.parts import Chain
-from situations.registry import situation, variants
+from situations.registry import variants
 from situations.run import Run
 
 RESOLUTION_BYTES = 6 * 2**20
@@ -52,7 +52,9 @@ MADE: dict[str, tuple[Any, tuple[int, ...]]] = {
     "chain": (lambda: Chain(384, 8), (8192, 384)),
     "heavy": (Heavy, (4096, 512)),
     "convolutions": (
-        lambda: nn.Sequential(*[nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()) for _ in range(5)], nn.Flatten()),
+        lambda: nn.Sequential(
+            *[nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()) for _ in range(5)], nn.Flatten()
+        ),
         (8, 16, 96, 96),
     ),
     "dropout": (lambda: Chain(384, 6, 0.1), (8192, 384)),
@@ -86,7 +88,8 @@ def high_water(run: Run, case: Any) -> None:
         most = run.peaks[-1] if run.eager else run.budgets[-1]
         allowed = most + (OWN_BYTES if i == 0 and not run.eager else RESOLUTION_BYTES)
         run.expect(
-            f"VmHWM is {(high - most) / 2**20:.1f} MiB above the budget of {most / 2**20:.0f} at step {i}", high <= allowed
+            f"VmHWM is {(high - most) / 2**20:.1f} MiB above the budget of {most / 2**20:.0f} at step {i}",
+            high <= allowed,
         )
         start = max(start, vm_bytes("VmRSS") - counter().bytes) if i == 0 else start
     run.see_model(model)

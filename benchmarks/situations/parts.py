@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["Attention", "Chain", "ConvNet", "Mapped", "TokenModel", "Wrapped"]
+__all__ = ["Around", "Attention", "Chain", "ConvNet", "Mapped", "TokenModel", "Wrapped"]
 
 
 class Chain(nn.Module):
-    """``depth`` layers of ``width``, with GELU and dropout ``p``; returns the loss, or with ``loss=False`` the features."""
+    """``depth`` layers of ``width``, with GELU and dropout ``p``; returns the loss, or the features."""
 
     def __init__(self, width: int = 64, depth: int = 8, p: float = 0.0, *, loss: bool = True) -> None:
         super().__init__()
@@ -27,6 +27,17 @@ class Chain(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         x = self.features(x)
         return x.square().mean() if self.loss else x
+
+
+class Around(nn.Module):
+    """Another model behind a layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.first = inner, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(x)) * 2
 
 
 class Wrapped(nn.Module):

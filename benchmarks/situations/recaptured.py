@@ -78,7 +78,7 @@ BATCHES = {
     "slots": Slotted,
     "user_dict": lambda x, y: collections.UserDict(x=x, y=y),
     "batch_encoding": _hugging,
-    "named_tuple": collections.namedtuple("Pair", "x y"),  # noqa: PYI024
+    "named_tuple": collections.namedtuple("Pair", "x y"),
     "dict": lambda x, y: {"x": x, "y": y},
 }
 
@@ -95,9 +95,10 @@ class Settings:
     scale = 1.0
 
 
+ONE = Settings()
 ARGUMENTS = {
     "new_object": Settings,
-    "one_object": lambda kept=Settings(): kept,
+    "one_object": lambda: ONE,
     "function": lambda: lambda x: x,
     "none": lambda: None,
     "list": lambda: [1, 2, 3],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,26 @@ __all__ = ["GROUPS", "Refusal", "Situation", "all_situations", "situation", "var
 
 GROUPS = {
     "copies": "Gradients that autograd copies",
-    "resident": "What is resident: outputs kept alive, states of optimizers, hidden tensors",
-    "several": "Several forwards, retained graphs, losses outside, 100 %",
-    "numbers": "Numbers: hooks, autocast, interpolation, what is rewritten",
-    "entrances": "Every way into a model: instance forwards, wrappers, trainers, threads",
-    "refused": "What eager runs: planned, or refused by name",
-    "recaptured": "Captured once: batches, arguments, frozen layers",
-    "loops": "Training loops: accumulation, clipping, averages, copies, exceptions",
+    "outputs": "Outputs of the last call stay alive",
+    "optimizers": "States of optimizers",
+    "resident": "What is resident: tensors that no module lists, first calls",
+    "several": "Several forwards before a backward",
+    "retained": "Retained graphs, losses outside, 100 %",
+    "hooks": "Hooks that come late, and other changes",
+    "autocast": "Autocast and other types",
+    "kernels": "Kernels that could be decomposed",
+    "rewritten": "Orders of summation, memory that is rewritten",
+    "forwards": "Ways into a model",
+    "compiled": "torch.compile and threads",
+    "trainers": "Trainers",
+    "roles": "Roles of outputs, frozen models, keys",
+    "draws": "Random draws, dropped layers, hooks that ask for gradients",
+    "algebra": "Kernels that cannot be timed alone, sparse gradients",
+    "checkpoints": "Checkpoints, adapters, preferences",
+    "refused": "What no plan can hold",
+    "recaptured": "Captured once",
+    "loops": "Training loops",
+    "exceptions": "Exceptions, interruptions, observers",
     "leftovers": "Nothing stays behind",
     "hugging": "Hugging Face's models from configurations, tiny",
     "large": "Second oracles: VmHWM and RLIMIT_DATA on models of 64 MiB and more",
@@ -110,8 +123,8 @@ def _add(name: str, function: Callable[..., None], settings: Mapping[str, Any]) 
     _FOUND[name] = Situation(name, module.rpartition(".")[2].rstrip("_0123456789"), function, **settings)
 
 
-def all_situations() -> dict[str, Situation]:
-    """All, by name, in the order of :data:`GROUPS`."""
-    for group in GROUPS:
+def all_situations(groups: Iterable[str] = GROUPS) -> dict[str, Situation]:
+    """Those of ``groups`` by name, in order."""
+    for group in groups:
         importlib.import_module(f"situations.{group}")
     return dict(_FOUND)
