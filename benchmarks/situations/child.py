@@ -181,6 +181,9 @@ def judged(situation: Situation) -> Row:
     if error_here is not None and not checks[0].passed:
         columns["where"] = _where(error_here)
     columns["warned"] = _warned(said)
+    columns |= {f"eager, {name}": value for name, value in eager.facts.items()} | ours.facts
+    checks += [holds(f"eager: {what}", False) for what in eager.wrong]
+    columns["why"] = "; ".join(filter(None, [columns["why"], *eager.wrong]))
     return Row(situation.group, columns, tuple(checks))
 
 

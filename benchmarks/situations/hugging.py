@@ -80,15 +80,18 @@ _WAVE = {
 }  # fmt: skip
 
 MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _words),
-    "gpt2_masked": ("GPT2Config", "GPT2LMHeadModel", {**_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _masked),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {
+        **_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _words),
+    "gpt2_masked": ("GPT2Config", "GPT2LMHeadModel", {
+        **_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _masked),
     "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {
         **_TEXT, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]],
         "window_size": 8, "use_cache": False, "max_position_embeddings": 64}, _words),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**_ENCODER, "use_cache": False}, _words),
     "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER, _words),
     "llama_masked": ("LlamaConfig", "LlamaForCausalLM", _DECODER, _masked),
-    "llama_eager": ("LlamaConfig", "LlamaForCausalLM", {**_DECODER, "attn_implementation": "eager", "attention_dropout": 0.1}, _words),
+    "llama_eager": ("LlamaConfig", "LlamaForCausalLM", {
+        **_DECODER, "attn_implementation": "eager", "attention_dropout": 0.1}, _words),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, "sliding_window": 8}, _words),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _DECODER, _words),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, "head_dim": 16}, _words),
@@ -98,23 +101,31 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "opt": ("OPTConfig", "OPTForCausalLM", {
         **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64, "use_cache": False,
         "word_embed_proj_dim": 32, "max_position_embeddings": 64}, _words),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {**_TEXT, "hidden_size": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _words),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {
+        **_TEXT, "hidden_size": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _words),
     "falcon": ("FalconConfig", "FalconForCausalLM", {**_ENCODER, "use_cache": False, "alibi": False}, _words),
-    "mamba": ("MambaConfig", "MambaForCausalLM", {**_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "use_cache": False, "time_step_rank": 4}, _words),
+    "mamba": ("MambaConfig", "MambaForCausalLM", {
+        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "use_cache": False,
+        "time_step_rank": 4}, _words),
     "bert": ("BertConfig", "BertForMaskedLM", _ENCODER, _masked),
     "bert_classifier": ("BertConfig", "BertForSequenceClassification", _ENCODER, _classified),
     "bert_answers": ("BertConfig", "BertForQuestionAnswering", _ENCODER, _answers),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", _ENCODER, _masked),
     "albert": ("AlbertConfig", "AlbertForMaskedLM", {**_ENCODER, "embedding_size": 16}, _masked),
     "mpnet": ("MPNetConfig", "MPNetForMaskedLM", _ENCODER, _masked),
-    "deberta_v2": ("DebertaV2Config", "DebertaV2ForMaskedLM", {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 16}, _masked),
-    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {**_ENCODER, "local_attention": 8, "pad_token_id": 0, "reference_compile": False}, _masked),
-    "xlnet": ("XLNetConfig", "XLNetLMHeadModel", {**_TEXT, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, _words),
+    "deberta_v2": ("DebertaV2Config", "DebertaV2ForMaskedLM", {
+        **_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 16},
+        _masked),
+    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {
+        **_ENCODER, "local_attention": 8, "pad_token_id": 0, "reference_compile": False}, _masked),
+    "xlnet": ("XLNetConfig", "XLNetLMHeadModel", {
+        **_TEXT, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}, _words),
     "t5": ("T5Config", "T5ForConditionalGeneration", {
         **_TEXT, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "use_cache": False,
         "decoder_start_token_id": 0}, _masked),
     "bart": ("BartConfig", "BartForConditionalGeneration", _SEQ2SEQ, _words),
-    "m2m100": ("M2M100Config", "M2M100ForConditionalGeneration", {**_SEQ2SEQ, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, _words),
+    "m2m100": ("M2M100Config", "M2M100ForConditionalGeneration", {
+        **_SEQ2SEQ, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}, _words),
     "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {
         **_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32}, _features),
     "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**_WAVE, "layerdrop": 0.0}, _waves),
@@ -124,10 +135,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "drop_path_rate": 0.1}, _images),
     "swin": ("SwinConfig", "SwinForImageClassification", {
         **_IMAGE, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 2, "drop_path_rate": 0.0}, _images),
-    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {**_IMAGE, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.1}, _images),
+    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {
+        **_IMAGE, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.1}, _images),
     "resnet": ("ResNetConfig", "ResNetForImageClassification", {
         "num_labels": 5, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, _images),
-    "mobilenet_v2": ("MobileNetV2Config", "MobileNetV2ForImageClassification", {**_IMAGE, "depth_multiplier": 0.25}, _images),
+    "mobilenet_v2": ("MobileNetV2Config", "MobileNetV2ForImageClassification", {
+        **_IMAGE, "depth_multiplier": 0.25}, _images),
     "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", {
         "num_labels": 5, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16],
         "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],

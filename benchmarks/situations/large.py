@@ -1,7 +1,8 @@
 """Models of 64 MiB and more, by oracles of the kernel's: ``VmHWM``, and ``RLIMIT_DATA`` under which eager dies.
 
-1. Above the level before the first step, a step may raise ``VmHWM`` by its budget less what is resident, and by the
-   oracle's own resolution: pages, what Python and oneDNN take, measured on steps of eager whose bytes are known.
+1. A step may raise ``VmHWM``, counted from what the process took before there was a model, to its budget and the
+   oracle's own resolution: pages, what Python and oneDNN take. Eager's steps, whose bytes the counter knows, measure it;
+   :data:`RESOLUTION_BYTES` is what they have to stay below, and what ours is allowed.
 2. The first step captures and plans as well. What a process takes for that is not the budget's; it is allowed
    :data:`OWN_BYTES`, after a first capture of a toy model has loaded the compiler.
 """
@@ -85,6 +86,8 @@ def high_water(run: Run, case: Any) -> None:
         run.see(f"loss {i}", loss)
         del loss, x
         gc.collect()
+        error = f"VmHWM less the counter's peak, step {i}_bytes"
+        run.facts[error] = high - run.peaks[-1]
         most = run.peaks[-1] if run.eager else run.budgets[-1]
         allowed = most + (OWN_BYTES if i == 0 and not run.eager else RESOLUTION_BYTES)
         run.expect(

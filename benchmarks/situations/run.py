@@ -90,6 +90,7 @@ class Run:
         self.predicted: list[int] = []
         self.seen: Seen = {}
         self.wrong: list[str] = []
+        self.facts: dict[str, Any] = {}
         self._budget = budget
         self._models: list[nn.Module] = []
         self._zero = counter().bytes
