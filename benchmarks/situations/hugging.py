@@ -138,7 +138,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {
         **_IMAGE, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.1}, _images),
     "resnet": ("ResNetConfig", "ResNetForImageClassification", {
-        "num_labels": 5, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, _images),
+        "num_labels": 5, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        _images),
     "mobilenet_v2": ("MobileNetV2Config", "MobileNetV2ForImageClassification", {
         **_IMAGE, "depth_multiplier": 0.25}, _images),
     "segformer": ("SegformerConfig", "SegformerForSemanticSegmentation", {
