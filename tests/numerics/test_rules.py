@@ -21,7 +21,6 @@ Case = tuple[nn.Module, tuple[Any, ...]]
 CASES: dict[str, Callable[[], Case]] = {}
 CAUSES = {
     "checkpoint around batch norm": "eager runs the region twice and updates the running statistics twice",
-    "bilinear upsampling": "AOTAutograd decomposes its backward, which sums in another order",
 }
 
 

@@ -25,6 +25,7 @@ from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only
 from ebbflow.capture.refusals import ours_inside, refusal
 from ebbflow.capture.rules.dropout import dropout_as_eager
+from ebbflow.capture.rules.eager_kernels import eager_kernels
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
@@ -131,6 +132,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         joint_graph_settings(),
         one_graph_settings(),
         true_layouts() if here else nullcontext(),
+        eager_kernels(),
         dropout_as_eager() if here else nullcontext(),
         nullcontext() if cuda is None else cuda_kernels(cuda),
     ):

@@ -166,6 +166,34 @@ def composites_are_traced_by_our_kernels() -> None:
 
 
 @canary
+def operators_are_traced_by_their_compiled_kernels() -> None:
+    """With Python's kernels out of force an operator is one call in the joint graph, and so is its backward.
+
+    Composite ones are taken apart as in eager; Dynamo leaves ``addcdiv`` and its kin whole.
+    """
+    split, weight = Split(), torch.linspace(-1, 1, 16).reshape(1, 1, 4, 4).requires_grad_()
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.nn.functional.hardshrink(torch.nn.functional.interpolate(x * weight, scale_factor=2, mode="bilinear"))
+        return torch.addcdiv(y, y, y + 3, value=0.5).addcdiv_(y, y + 3, value=0.5).sum()
+
+    before = {op: dict(op.py_kernels) for op in (_aten.upsample_bilinear2d.vec, _aten.hardshrink.default)}
+    with _settings(), ExitStack() as stack:
+        for op in (_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default, _aten.hardshrink.default):
+            stack.enter_context(dispatcher.traced_as_compiled(op))
+        step = _compiled(forward, split)
+        step(torch.ones(1, 1, 4, 4))
+    calls = [n.target for n in split.joint.graph.nodes]
+    for target in (_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default):
+        expect(calls.count(target) == (target is not _aten.upsample_bilinear2d.vec), f"{target} is traced as {calls}")
+    expect(_aten.upsample_bilinear2d_backward.default in calls, f"a backward is traced as {calls}")
+    expect(_aten.hardshrink_backward.default in calls, f"a backward is traced as {calls}")
+    expect(calls.count(_aten.addcdiv.default) == 2, f"addcdiv is traced as {calls}")
+    expect(all(op.py_kernels == kernels for op, kernels in before.items()), "a kernel in Python was not put back")
+    dynamo.forget_compiled(step)
+
+
+@canary
 def marked_sizes_become_symbols() -> None:
     """A marked size is an input of the joint graph that knows its symbol and its value; the marks can be taken off."""
     split, weight, data = Split(), torch.ones(3, requires_grad=True), torch.ones(5, 3)

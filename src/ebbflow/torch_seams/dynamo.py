@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 
-from ebbflow.torch_seams.patches import Setting, patched
+from ebbflow.torch_seams.patches import Item, Setting, patched, wrapped
 
 __all__ = ["capture_error_type", "forget_compiled", "inner_exception", "one_graph_settings", "sizes_as_symbols"]
 
@@ -55,21 +55,33 @@ def one_graph_settings() -> Iterator[None]:
     - ``ignore_logger_methods``: calls that are left out of the graph instead of breaking it. Torch 2.11 sorts them
       when it logs a compilation's metrics, cannot, and logs an error of 20 lines for each capture.
     - ``skip_nnmodule_hook_guards`` off: a hook that is put on a submodule later makes another step.
+    - ``enable_dynamo_decompositions`` off: ``addcmul_``, ``addcdiv_`` and ``add_`` with a factor stay one operator. The
+      handler that takes ``torch.addcdiv`` apart asks no setting, so it hands the call on.
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
     """
     from torch._dynamo import config
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     values = {
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
         "ignore_logger_methods": _ignored_messages(),
+        "enable_dynamo_decompositions": False,
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": False,
     }
     with ExitStack() as stack:
         for name, value in values.items():
-            stack.enter_context(patched(Setting(config, name), value))
+            if hasattr(config, name):  # enable_dynamo_decompositions is newer than 2.11
+                stack.enter_context(patched(Setting(config, name), value))
+        if torch.addcdiv in handlers:
+            stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))
         yield
+
+
+def _not_handled(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: None
 
 
 @contextmanager
