@@ -274,6 +274,20 @@ def _() -> Case:
     return Written(body, linear(), linear(), linear()), (rows(),)
 
 
+@case("norms under autocast")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for norm in m.parts[1:]:
+                x = norm(m.parts[0](x)).tanh()
+            x = F.layer_norm(m.parts[0](x), (16,), m.weight)
+            x = F.batch_norm(m.parts[0](x), m.mean, m.mean.exp(), training=True) + F.group_norm(x, 2)
+        return x.float().sum()
+
+    norms = (nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, track_running_stats=True))
+    return Written(body, conv(), *norms, mean=torch.zeros(8), weight=nn.Parameter(torch.randn(16))), (images(),)
+
+
 @case("complex numbers")
 def _() -> Case:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:

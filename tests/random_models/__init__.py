@@ -23,7 +23,6 @@ __all__ = ["BLOCKS", "EAGER_DIFFERS", "RandomModel", "random_case"]
 
 EAGER_DIFFERS = {
     "dropout:all": "eager draws no numbers for a dropout with p=1, a capture does",
-    "autocast(": "eager casts a weight once and sums its gradients in bfloat16, a capture casts it at every use",
     "statistics:prod": "eager's backward of prod looks at the values: it divides where no factor is zero",
     "recurrent:LSTM": "eager takes oneDNN's kernel, which sums in another order",
 }

@@ -27,6 +27,7 @@ from ebbflow.capture.refusals import ours_inside, refusal
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.eager_kernels import eager_kernels
 from ebbflow.capture.rules.layouts import true_layouts
+from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.torch_seams import trees as pytree
@@ -134,6 +135,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         true_layouts() if here else nullcontext(),
         eager_kernels(),
         dropout_as_eager() if here else nullcontext(),
+        true_norms() if here else nullcontext(),
         nullcontext() if cuda is None else cuda_kernels(cuda),
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.

@@ -194,6 +194,24 @@ def operators_are_traced_by_their_compiled_kernels() -> None:
 
 
 @canary
+def autocast_casts_a_leaf_once() -> None:
+    """A float32 leaf that is used often in an autocast block is cast once in the joint graph; data at every use."""
+    split, weight = Split(), torch.ones(2, 2, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return ((x @ weight) @ weight + x @ weight).float().sum()
+
+    with _settings():
+        step = _compiled(forward, split)
+        step(torch.ones(2, 2))
+    casts = [n.args[0] for n in split.joint.graph.nodes if n.target is _aten._to_copy.default]
+    counts = sorted(casts.count(n) for n in split.joint.graph.find_nodes(op="placeholder") if n in casts)
+    expect(counts == [1, 2], f"a leaf and an input are cast {counts} times")
+    dynamo.forget_compiled(step)
+
+
+@canary
 def marked_sizes_become_symbols() -> None:
     """A marked size is an input of the joint graph that knows its symbol and its value; the marks can be taken off."""
     split, weight, data = Split(), torch.ones(3, requires_grad=True), torch.ones(5, 3)
