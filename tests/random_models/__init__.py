@@ -22,7 +22,6 @@ from random_models.model import RandomModel
 __all__ = ["BLOCKS", "EAGER_DIFFERS", "RandomModel", "random_case"]
 
 EAGER_DIFFERS = {
-    "dropout:all": "eager draws no numbers for a dropout with p=1, a capture does",
     "statistics:prod": "eager's backward of prod looks at the values: it divides where no factor is zero",
     "recurrent:LSTM": "eager takes oneDNN's kernel, which sums in another order",
 }
