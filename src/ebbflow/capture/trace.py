@@ -25,7 +25,10 @@ from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only
 from ebbflow.capture.refusals import ours_inside, refusal
 from ebbflow.capture.rules.dropout import dropout_as_eager
+from ebbflow.capture.rules.eager_kernels import eager_kernels
 from ebbflow.capture.rules.layouts import true_layouts
+from ebbflow.capture.rules.linalg_checks import checks_as_ops
+from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.torch_seams import trees as pytree
@@ -164,7 +167,10 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         joint_graph_settings(),
         one_graph_settings(),
         true_layouts() if here else nullcontext(),
+        eager_kernels(),
+        checks_as_ops(),
         dropout_as_eager() if here else nullcontext(),
+        true_norms() if here else nullcontext(),
         nullcontext() if cuda is None else cuda_kernels(cuda),
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.

@@ -1,7 +1,7 @@
 """Seconds and workspace of each distinct op, measured by running it alone on this device.
 
 Every distinct call (``Call.signature``) runs on synthetic inputs of the same shapes, strides and dtypes: floats
-are uniform, integers zero, booleans true; no data dependence of bytes has been seen. Only one op's tensors
+are uniform, integers zero, booleans true, pivots one, which permute nothing; no data dependence of bytes has been seen. Only one op's tensors
 exist at a time, so profiling stays under any budget that the step itself can meet.
 """
 
@@ -18,6 +18,7 @@ from ebbflow.cost.call import Call, TensorSpec, same_strides
 from ebbflow.measurement.cpu_allocations import AllocationRecorder
 from ebbflow.measurement.peak import peak_above
 from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
 from ebbflow.torch_seams.fake_tensors import without_modes
 
 __all__ = ["Cost", "UnexpectedResult", "profile_calls", "run_alone"]
@@ -28,6 +29,8 @@ _LEAST_RUNS = 3
 _MOST_RUNS = 30
 _WANTED_SECONDS = 0.02
 _CUDA_GRANULARITY_BYTES = 512
+_PIVOTS = ("pivots", "LU_pivots")
+"""What schemas call the rows that a factorisation has swapped, counted from one."""
 
 
 class UnexpectedResult(Exception):
@@ -77,6 +80,10 @@ def _arguments(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
         return _synthetic(value) if isinstance(value, TensorSpec) else value
 
     args, kwargs = pytree.tree_map(make, (call.args, call.kwargs), is_leaf=lambda v: isinstance(v, TensorSpec))
+    if isinstance(call.target, OpOverload):
+        for argument, value in zip(schema_of(call.target).arguments, args, strict=False):
+            if argument.name in _PIVOTS:
+                value.fill_(1)
     return args, kwargs
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 
-from ebbflow.torch_seams.patches import Attribute, Patch, Setting, patched, wrapped
+from ebbflow.torch_seams.patches import Attribute, Item, Patch, Setting, patched, wrapped
 
 __all__ = [
     "NotCompiled",
@@ -180,22 +180,34 @@ def one_graph_settings() -> Iterator[None]:
       when it logs a compilation's metrics, cannot, and logs an error of 20 lines for each capture.
     - ``skip_nnmodule_hook_guards`` off: a hook that is put on a submodule later makes another step.
     - ``disable`` off: somebody may have switched compilation off for their own code.
+    - ``enable_dynamo_decompositions`` off: ``addcmul_``, ``addcdiv_`` and ``add_`` with a factor stay one operator. The
+      handler that takes ``torch.addcdiv`` apart asks no setting, so it hands the call on.
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
     """
     from torch._dynamo import config
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     values = {
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
         "ignore_logger_methods": _ignored_messages(),
+        "enable_dynamo_decompositions": False,
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": False,
         "disable": False,
     }
     with ExitStack() as stack:
         for name, value in values.items():
-            stack.enter_context(patched(Setting(config, name), value))
+            if hasattr(config, name):  # enable_dynamo_decompositions is newer than 2.11
+                stack.enter_context(patched(Setting(config, name), value))
+        if torch.addcdiv in handlers:
+            stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))
         yield
+
+
+def _not_handled(_: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: None
 
 
 @contextmanager
