@@ -109,15 +109,15 @@ def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
 
 
 def test_a_batch_of_one_that_does_not_fit_is_refused_with_the_least_budget_for_it() -> None:
-    case = make(1)
+    case = make(8)
     smallest = ebbflow.plan(case.model, case.args, budget="1GiB", effort=50).smallest_bytes
     with pytest.raises(BudgetError, match="not even a batch of 1 fits") as raised:
-        ebbflow.max_batch(make, budget="20KiB", effort=50)
+        ebbflow.max_batch(lambda batch: make(8 * batch), budget="20KiB", effort=50)
     assert raised.value.budget_bytes == 20 * 1024
     assert raised.value.smallest_bytes == smallest
     assert str(smallest) in str(raised.value)
     with pytest.raises(BudgetError, match=r"not even a batch of 1 fits.*at most 0\.00 % is allowed") as raised:
-        ebbflow.max_batch(make, budget=smallest, overhead=0.0, effort=50)
+        ebbflow.max_batch(lambda batch: make(8 * batch), budget=smallest, overhead=0.0, effort=50)
     assert raised.value.smallest_bytes <= smallest
 
 
