@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
     from ebbflow.case import Case
     from ebbflow.step.machine import Machine
+    from ebbflow.step.plan import Plan
 
     AnyOptimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 
-__all__ = ["DEFAULT_EFFORT", "Options"]
+__all__ = ["DEFAULT_EFFORT", "Options", "no_optimizer", "require_gradients", "require_text"]
 
 GRADIENTS = ("loss", "all")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
@@ -55,6 +57,8 @@ class Options:
     gradients: Literal["loss", "all"] | None = None
     """Which outputs take gradients. ``"loss"``, also meant by ``None``: scalars alone where one is returned that
     requires a gradient; ``"all"``: every output."""
+    start: Plan | None = None
+    """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
     verify: bool = True
     """Whether the first step is proven and a later one measured."""
     interrupt: Interrupt | None = None
@@ -71,6 +75,7 @@ class Options:
         _check_callable("loss", self.loss, "a function of what the model returns")
         _check_machine(self.machine)
         _check_gradients(self.gradients)
+        _check_start(self.start)
         if not isinstance(self.verify, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _refusal("verify", self.verify, "True", "False")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -108,6 +113,8 @@ class Options:
         """
         if self.optimizer is None or _is_optimizer(self.optimizer):
             return self.optimizer  # type: ignore[return-value]
+        if self.optimizer is no_optimizer:
+            return None
         assert callable(self.optimizer)
         made = self.optimizer(model)
         if not _is_optimizer(made):
@@ -118,6 +125,32 @@ class Options:
                 value=made,
             )
         return made
+
+
+def no_optimizer(_: torch.nn.Module) -> Any:
+    """Given as ``optimizer``: none, whatever the case says."""
+    return None
+
+
+def require_gradients(value: object) -> None:
+    """Refuse ``None`` besides what :class:`Options` refuses, where no case could say what is meant.
+
+    Raises:
+        UsageError: saying what ``gradients`` takes.
+    """
+    if value is None:
+        raise _refusal("gradients", value, '"loss"', '"all"')
+    _check_gradients(value)
+
+
+def require_text(argument: str, value: object) -> None:
+    """Refuse what is no text.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    if not isinstance(value, str):
+        raise _refusal(argument, value, "a str")
 
 
 def _refusal(argument: str, value: object, *accepted: str, near: str = "") -> UsageError:
@@ -180,6 +213,16 @@ def _check_machine(value: object) -> None:
         machine_named(value)
     elif value is not None and not isinstance(value, Machine):
         raise _refusal("machine", value, "an ebbflow.Machine", "the name of one in the catalogue, such as a100-80gb")
+
+
+def _check_start(value: object) -> None:
+    if value is None:
+        return
+    from ebbflow.step.plan import Plan
+
+    if not isinstance(value, Plan):
+        near = "; read the file first: ebbflow.Plan.load(path)" if isinstance(value, str | os.PathLike) else ""
+        raise _refusal("start", value, "an ebbflow.Plan", near=near)
 
 
 def _is_optimizer(value: object) -> bool:

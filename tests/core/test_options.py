@@ -46,6 +46,8 @@ ABSURD: list[tuple[str, object]] = [
     ("verify", 1),
     ("verify", "yes"),
     ("interrupt", True),
+    ("start", "plan.json"),
+    ("start", 5),
 ]
 
 

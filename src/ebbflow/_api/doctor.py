@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow._api.refusals import require_module
 from ebbflow.errors import BudgetError, UsageError
-from ebbflow.options import Options
+from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planning.pipeline import PlanningOptions
@@ -71,6 +71,8 @@ def doctor(
         CaptureError: if the call is not one graph; its attributes say where and what to do.
     """
     require_module(model, "doctor")
+    require_gradients(gradients)
+    require_text("name", name)
     options = Options(
         planner=planner,
         machine=machine,

@@ -22,7 +22,7 @@ from ebbflow.faults import own_faults
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_bytes
-from ebbflow.options import Options
+from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planning.frontier import Refusal, frontier
@@ -31,7 +31,7 @@ from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
-from ebbflow.units import Budget
+from ebbflow.units import Budget, format_bytes
 
 if TYPE_CHECKING:
     from ebbflow.options import AnyOptimizer
@@ -84,6 +84,8 @@ def plan(
         CaptureError: if the call is not one graph.
         BudgetError: if the budget is below what is workable.
     """
+    require_gradients(gradients)
+    require_text("name", name)
     options = Options(
         planner=planner,
         effort=effort,
@@ -150,6 +152,8 @@ def sweep(
         CaptureError: if the call is not one graph.
         BudgetError: if no budget is workable.
     """
+    require_gradients(gradients)
+    require_text("name", name)
     options = Options(
         effort=effort,
         time_limit=time_limit,
@@ -162,10 +166,11 @@ def sweep(
         progress=progress,
     )
     parsed = [Budget.parse(budget) for budget in _several("budgets", budgets)]
-    for each in _several("planners", planners):
+    names = _several("planners", planners)
+    for each in names:
         planner_named(each)
     step = capture_ahead(model, args, kwargs, options=options, name=name)
-    outcomes = list(step.frontier(parsed, planners, PlanningOptions.of(options)))
+    outcomes = list(step.frontier(parsed, names, PlanningOptions.of(options)))
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if refusals and not plans:
@@ -268,19 +273,33 @@ def capture_ahead(
         resident_bytes([model, args, kwargs, optimizer], granularity) + to_come + held,
         reserve_bytes(model, device, verify=options.verify),
         target,
-        provenance,
+        replace(provenance, optimizer="" if optimizer is None else type(optimizer).__name__),
+    )
+
+
+def _usable(machine: Machine) -> str:
+    """What is taken off the memory of ``machine``, with sources; empty if nothing is."""
+    if not machine.memory_bytes or machine.usable_bytes == machine.memory_bytes:
+        return ""
+    source = machine.sources.get
+    return (
+        f"less {format_bytes(machine.context_bytes)} for the device's context ({source('context_bytes', 'as given')}), "
+        f"and {machine.fragmentation:.0%} of the rest for fragmentation ({source('fragmentation', 'as given')})"
     )
 
 
 def _several(argument: str, values: object) -> Sequence[Any]:
-    """The elements of ``values``; a string is one value and no sequence of them."""
+    """The elements of ``values``, one or more; a string is one value and not a sequence of them."""
     if isinstance(values, str | bytes | Budget) or not isinstance(values, Iterable):
         raise UsageError(
             f"{argument}={values!r} is one value; {argument} takes a sequence of them: {argument}=({values!r},)",
             argument=argument,
             value=values,
         )
-    return list(cast("Iterable[Any]", values))
+    several = list(cast("Iterable[Any]", values))
+    if not several:
+        raise UsageError(f"{argument} is empty; give one or more", argument=argument, value=values)
+    return several
 
 
 def capture_program(
@@ -333,6 +352,8 @@ def capture_program(
         machine=machine.name,
         costs=Costs.ROOFLINE,
         memory_bytes=machine.memory_bytes or None,
+        usable_bytes=machine.usable_bytes if machine.memory_bytes else None,
+        usable=_usable(machine),
         estimate=f"captured on {device}; fit re-captures on the real device",
         mapped=ops_as_on_cuda(joint.program, machine) if cuda is not None else "",
         workspace=workspace_on_cuda(joint.program, machine) if cuda is not None else "",

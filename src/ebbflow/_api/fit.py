@@ -17,7 +17,7 @@ from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.step import Step
 from ebbflow.errors import UsageError
-from ebbflow.options import Options
+from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planning.cache import PlanCache
@@ -42,6 +42,7 @@ def fit(
     effort: int | None = None,
     time_limit: float | None = None,
     seed: int = 0,
+    start: Plan | None = None,
     verify: bool = True,
     progress: Callable[[Progress], None] = silent,
 ) -> ModelT:
@@ -63,6 +64,8 @@ def fit(
         effort: local-search moves; the default is about a second on a 600-op program.
         time_limit: seconds of planning per step, after which the best plan so far is taken.
         seed: of every random choice; plans are reproducible for one effort and seed.
+        start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
+            plan starts from that one's schedule too.
         verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
         progress: called with what is known while a first call captures and plans; ``print`` will do.
 
@@ -72,7 +75,7 @@ def fit(
             or is on a device that is neither CPU nor CUDA.
         BudgetError: at the first training call, before any training, if the budget is too small.
         CaptureError: at the first training call, if the step is not one graph.
-        PlanMismatch: at the first training call, if the given plan is of another program, device or torch build.
+        PlanMismatch: at the first training call, if the given plan is of another program, machine or torch build.
     """
     require_module(model, "fit")
     if model in FITTED:
@@ -89,11 +92,18 @@ def fit(
         effort=DEFAULT_EFFORT if effort is None else effort,
         time_limit=time_limit,
         seed=seed,
+        start=start,
         verify=verify,
         progress=progress,
     )
     planner_named(options.planner)
     limit, given = _limit_of(budget)
+    if given is not None and start is not None:
+        raise UsageError(
+            "fit takes a plan to run or a plan to start from, not both: give a budget with start=",
+            argument="start",
+            value=start,
+        )
     refuse_to_fit(model)
     FITTED[model] = FittedModel(
         plain_class=type(model),
@@ -103,6 +113,7 @@ def fit(
         optimizer=optimizer,
         verify=verify,
         every_output=options.every_output,
+        start=start,
     )
     _swap_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)
@@ -121,6 +132,7 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     Raises:
         UsageError: if the model is not fitted, or for a budget that is none.
     """
+    require_module(model, "set_budget")
     fitted = FITTED.get(model)
     if fitted is None:
         raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first")
@@ -138,6 +150,7 @@ def calls_of(model: torch.nn.Module) -> Calls:
     Raises:
         UsageError: if the model is not fitted.
     """
+    require_module(model, "calls_of")
     fitted = FITTED.get(model)
     if fitted is None:
         raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first", argument="model")
@@ -157,6 +170,7 @@ def unfit(model: ModelT) -> ModelT:
     Raises:
         UsageError: if the model is not fitted.
     """
+    require_module(model, "unfit")
     fitted = FITTED.pop(model, None)
     if fitted is None:
         raise UsageError("the model is not fitted")
@@ -179,6 +193,7 @@ def _options(**given: Any) -> Options:
             argument="loss",
             value=given["loss"],
         )
+    require_gradients(given["gradients"])
     options = Options(**given)
     if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
         raise UsageError(
@@ -195,12 +210,22 @@ def _swap_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
 
 
 def step_of(model: torch.nn.Module) -> Step | None:
-    """The step that ran last, with its plan and what was verified and measured; ``None`` before the first."""
+    """The step that ran last, with its plan and what was verified and measured; ``None`` before the first.
+
+    Raises:
+        UsageError: for what is not a module.
+    """
+    require_module(model, "step_of")
     fitted = FITTED.get(model)
     return fitted.last if fitted is not None else None
 
 
 def plan_of(model: torch.nn.Module) -> Plan | None:
-    """The plan of the step that ran last; ``None`` before the first."""
+    """The plan of the step that ran last; ``None`` before the first.
+
+    Raises:
+        UsageError: for what is not a module.
+    """
+    require_module(model, "plan_of")
     step = step_of(model)
     return step.plan if step is not None else None

@@ -22,7 +22,7 @@ from ebbflow.errors import PlanMismatch, UsageError
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.peak import measure
 from ebbflow.measurement.resident import device_of
-from ebbflow.options import Options
+from ebbflow.options import Options, require_gradients
 from ebbflow.step.plan import Plan
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.torch_seams import trees as pytree
@@ -76,9 +76,9 @@ class _Result:
 
 def verify(
     model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    plan: Plan,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | None = None,
     *,
     gradients: Literal["loss", "all"] = "loss",
 ) -> Verification:
@@ -90,7 +90,7 @@ def verify(
         model: whose call ``plan`` was made for; not fitted.
         args: positional arguments of the call.
         kwargs: keyword arguments.
-        plan: from :func:`ebbflow.plan`.
+        plan: from :func:`ebbflow.plan`; best given by name, ``verify(model, args, plan=plan)``.
         gradients: as for :func:`ebbflow.fit`. The backward starts with ones from all outputs that take gradients.
 
     Raises:
@@ -99,9 +99,11 @@ def verify(
     """
     require_module(model, "verify")
     require_call(args, kwargs)
-    if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+    require_gradients(gradients)
+    if not isinstance(plan, Plan):
         raise UsageError(
-            f"verify takes a Plan, not {type(plan).__name__}: make one with ebbflow.plan",
+            f"verify takes a Plan, not {type(plan).__name__}: make one with ebbflow.plan and give it by name, "
+            "verify(model, args, plan=plan)",
             argument="plan",
             value=plan,
         )

@@ -28,7 +28,7 @@ from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import being_watched
 from ebbflow.engine.flights import Flight, Flights, flights_of, kept_bytes, kept_inputs
-from ebbflow.engine.given import given_plan_here
+from ebbflow.engine.given import given_plan_here, start_here
 from ebbflow.engine.key import Slot, key_of, modes_of
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.engine.shared_calls import Kinds
@@ -42,7 +42,7 @@ from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
-from ebbflow.step.provenance import Costs
+from ebbflow.step.provenance import Costs, LossPlace
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.storages import StorageWatch, walk
 from ebbflow.units import Budget, format_bytes
@@ -105,6 +105,7 @@ class FittedModel:
         optimizer: whose state counts as resident.
         verify: whether first steps are proven and later ones measured.
         every_output: whether outputs beside a scalar loss take gradients too.
+        start: a plan from whose schedule searches start too, made anywhere.
         last: the step that ran last.
         flights: forwards whose backward has not come.
         calls: how its calls went.
@@ -117,6 +118,7 @@ class FittedModel:
     optimizer: torch.optim.Optimizer | None
     verify: bool
     every_output: bool
+    start: Plan | None = None
     last: Step | None = None
     flights: Flights = field(default_factory=Flights)
     calls: Calls = field(default_factory=Calls)
@@ -268,11 +270,19 @@ class FittedModel:
             resident += future_state_bytes(self.optimizer)
         if self.given_plan is not None:
             return given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve), False
-        source = replace(self.options.provenance, machine=now.device, costs=Costs.MEASURED)
-        options, guess = replace(self.options, provenance=source), self._waits_for_a_loss(step, now)
+        guess = self._waits_for_a_loss(step, now)
+        source = replace(
+            self.options.provenance,
+            machine=now.device,
+            costs=Costs.MEASURED,
+            optimizer="" if self.optimizer is None else type(self.optimizer).__name__,
+            loss=LossPlace.OUTSIDE if guess else None,
+        )
+        options = replace(self.options, provenance=source)
         if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
             options = replace(options, planner="least_memory")
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
+        seeds += start_here(self.start, program)
         make = functools.partial(make_plan, budget=self.budget, reserve_bytes=reserve, seeds=seeds)
         between = self._between.of(now.slot)
         try:
