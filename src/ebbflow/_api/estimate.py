@@ -12,7 +12,7 @@ from ebbflow._api.refusals import refuse_to_plan, require_call, require_module
 from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
 from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.capture.offline import capture
-from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
+from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.cost.cuda_workspace import cublas_bytes
 from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
@@ -327,7 +327,8 @@ def capture_program(
     loss_place = LossPlace.OUTSIDE if loss_is_outside(joint) else None
     if not is_elsewhere(machine):
         program = with_measured_costs(joint.program, joint.calls, device)
-        return program, Provenance(machine=device, costs=Costs.MEASURED, loss=loss_place)
+        costs, estimated = costs_of(joint.calls, device)
+        return program, Provenance(machine=device, costs=costs, estimate=estimated, loss=loss_place)
     assert machine is not None
     provenance = Provenance(
         machine=machine.name,

@@ -17,6 +17,7 @@ from typing import Any
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import with_measured_costs
+from ebbflow.cost.room import Room, within
 from ebbflow.engine.compiled import Call, StaleCapture
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import Unplanned, choose_checks
@@ -27,10 +28,11 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead
-from ebbflow.measurement.resident import hidden_in
+from ebbflow.measurement.resident import hidden_in, tensors_in
 from ebbflow.planners import Progress
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.unplanned import unplanned_bytes
 
 __all__ = ["train"]
 
@@ -58,23 +60,38 @@ def train(model: FittedModel, call: Call) -> Any:
 
 def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Any:
     """``call`` under a plan of ``step`` that holds, or under a new one."""
-    try:
-        return _run(model, step, model.holding(step, now), call, now)
-    except Unplanned as asked:
-        captured = _capture(step, asked)
-        step.hidden = hidden_in(asked.inputs, call.module, (call.args, call.kwargs))
-        asked.inputs.clear()
+    if (executable := model.holding(step, now)) is not None:
+        return _run(model, step, executable, call, now)
+    with within(_room(model, step, call, now)):
+        try:
+            return _run(model, step, None, call, now)
+        except Unplanned as asked:
+            captured = _capture(step, asked)
+            step.hidden = hidden_in(asked.inputs, call.module, (call.args, call.kwargs))
+            asked.inputs.clear()
     model.keep(step, now)
     gc.collect()  # what only garbage holds is not to be planned around
     forget_dead()
     now = model.look_around(call)
     if (executable := model.holding(step, now)) is not None:
         return _run(model, step, executable, call, now)
-    program = _cost(model, captured, now)
+    with within(_room(model, step, call, now)):
+        program = _cost(model, captured, now)
     plan, provisional = _plan(model, step, program, now)
     executable = _lower_and_prove(step, plan)
     executable.provisional = provisional
     return _run(model, step, executable, call, now)
+
+
+def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Room:
+    """What of the budget is free for finding out about a step; nothing is known of a share before the capture."""
+    resident = model.resident_bytes(step, now)
+    if model.budget.share is not None and step.captured is None:
+        free = 0
+    else:
+        above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
+        free = model.budget.resolve(resident + above) - resident
+    return Room(free, list(tensors_in([call.module, call.args, call.kwargs])))
 
 
 def _capture(step: Step, asked: Unplanned) -> Captured:
