@@ -24,7 +24,8 @@ from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_bytes
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.base import DEFAULT_EFFORT
+from ebbflow.planners.narration import aloud, narrated
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.machine import Machine, is_elsewhere
@@ -54,7 +55,7 @@ def plan(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
 ) -> Plan:
     """Plan one training call of ``model`` under ``budget``; nothing of the model runs.
@@ -76,7 +77,8 @@ def plan(
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
         seed: of every random choice; plans are reproducible for one effort and seed.
         interrupt: set it from elsewhere to end planning with the best plan so far.
-        progress: called with what is known while capturing and planning; ``print`` will do.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
         name: of the case, for reports; the model's class if empty.
 
     Raises:
@@ -98,8 +100,9 @@ def plan(
     )
     parsed = Budget.parse(budget)
     planner_named(planner)
-    step = capture_ahead(model, args, kwargs, options=options, name=name)
-    return step.plan(parsed, PlanningOptions.of(options))
+    with narrated(options.tell):
+        step = capture_ahead(model, args, kwargs, options=options, name=name)
+        return step.plan(parsed, PlanningOptions.of(options))
 
 
 def sweep(
@@ -117,7 +120,7 @@ def sweep(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
 ) -> list[Plan]:
     """The memory/time frontier of one training call: a plan per budget and planner, from one capture.
@@ -139,7 +142,8 @@ def sweep(
         time_limit: seconds per plan.
         seed: as for :func:`plan`.
         interrupt: as for :func:`plan`; once it is set, each plan that is left is the best at hand.
-        progress: called with what is known while capturing and planning; ``print`` will do.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
         name: of the case, for reports.
 
     Returns:
@@ -164,8 +168,9 @@ def sweep(
     parsed = [Budget.parse(budget) for budget in _several("budgets", budgets)]
     for each in _several("planners", planners):
         planner_named(each)
-    step = capture_ahead(model, args, kwargs, options=options, name=name)
-    outcomes = list(step.frontier(parsed, planners, PlanningOptions.of(options)))
+    with narrated(options.tell):
+        step = capture_ahead(model, args, kwargs, options=options, name=name)
+        outcomes = list(step.frontier(parsed, planners, PlanningOptions.of(options)))
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if refusals and not plans:
@@ -247,7 +252,7 @@ def capture_ahead(
     require_module(model, "plan")
     require_call(args, kwargs)
     refuse_to_plan(model, (args, kwargs))
-    target, progress, optimizer = options.target, options.progress, options.optimizer_of(model)
+    target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
         program, provenance = capture_program(

@@ -25,7 +25,8 @@ from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.resident import device_of
 from ebbflow.options import Options
 from ebbflow.planners import Progress, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.base import DEFAULT_EFFORT
+from ebbflow.planners.narration import aloud
 from ebbflow.planning.cache import PlanCache
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.planning.shape_plans import Buckets
@@ -52,7 +53,7 @@ def fit(
     time_limit: float | None = None,
     seed: int = 0,
     verify: bool = True,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
     """Keep every training step of ``model`` within ``budget``; returns the same object.
 
@@ -73,7 +74,8 @@ def fit(
         time_limit: seconds of planning per step, after which the best plan so far is taken.
         seed: of every random choice; plans are reproducible for one effort and seed.
         verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
-        progress: called with what is known while a first call captures and plans; ``print`` will do.
+        progress: called with what is known while a first call captures and plans; ``print`` will do. By default one
+            line is logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
 
     Raises:
         UsageError: for an argument that is none of what is said above; for a model that is fitted already, is a

@@ -30,6 +30,7 @@ from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead
 from ebbflow.measurement.resident import hidden_in, tensors_in
 from ebbflow.planners import Progress
+from ebbflow.planners.narration import narrated
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
@@ -62,25 +63,27 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
     """``call`` under a plan of ``step`` that holds, or under a new one."""
     if (executable := model.holding(step, now)) is not None:
         return _run(model, step, executable, call, now)
+    with narrated(model.options.progress):
+        now, executable = _made(model, step, call, now)
+    return _run(model, step, executable, call, now)
+
+
+def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tuple[Circumstances, Executable]:
+    """What surrounds ``call`` once ``step`` is captured, and an executable for it."""
     with within(_room(model, step, call, now)):
-        try:
-            return _run(model, step, None, call, now)
-        except Unplanned as asked:
-            captured = _capture(step, asked)
-            step.hidden = hidden_in(asked.inputs, call.module, (call.args, call.kwargs))
-            asked.inputs.clear()
+        captured = _capture(model, step, call, now)
     model.keep(step, now)
     gc.collect()  # what only garbage holds is not to be planned around
     forget_dead()
     now = model.look_around(call)
     if (executable := model.holding(step, now)) is not None:
-        return _run(model, step, executable, call, now)
+        return now, executable
     with within(_room(model, step, call, now)):
         program = _cost(model, captured, now)
     plan, provisional = _plan(model, step, program, now)
     executable = _lower_and_prove(step, plan)
     executable.provisional = provisional
-    return _run(model, step, executable, call, now)
+    return now, executable
 
 
 def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Room:
@@ -94,11 +97,17 @@ def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Roo
     return Room(free, list(tensors_in([call.module, call.args, call.kwargs])))
 
 
-def _capture(step: Step, asked: Unplanned) -> Captured:
-    """The step as a value. Its compiled function has just been called, with nothing to run."""
-    if step.captured is None:
-        step.captured = step.capture.at(asked.sizes)
-    return step.captured
+def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Captured:
+    """The step as a value, found by a call with nothing to run."""
+    try:
+        _run(model, step, None, call, now)
+    except Unplanned as asked:
+        if step.captured is None:
+            step.captured = step.capture.at(asked.sizes)
+        step.hidden = hidden_in(asked.inputs, call.module, (call.args, call.kwargs))
+        asked.inputs.clear()
+        return step.captured
+    raise AssertionError("a step without a plan ran")
 
 
 def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program:
