@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 from ebbflow.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, silent
+from ebbflow.planners.narration import aloud
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +64,9 @@ class Options:
     """Whether the first step is proven and a later one measured."""
     interrupt: Interrupt | None = None
     """Set from elsewhere to end planning with the best plan so far."""
-    progress: Callable[[Progress], None] = silent
-    """Called with what is known while capturing and planning."""
+    progress: Callable[[Progress], None] | None = aloud
+    """Called with what is known while capturing and planning. The default says so once that has taken two seconds;
+    ``None`` says nothing."""
 
     def __post_init__(self) -> None:
         require_planner(self.planner)
@@ -80,9 +82,12 @@ class Options:
             raise _refusal("verify", self.verify, "True", "False")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _refusal("interrupt", self.interrupt, "an ebbflow.planners.Interrupt")
-        if self.progress is None:
-            raise _refusal("progress", None, "a function of one argument, such as print")
         _check_callable("progress", self.progress, "a function of one argument, such as print")
+
+    @property
+    def tell(self) -> Callable[[Progress], None]:
+        """Who is told what is known while capturing and planning."""
+        return self.progress or silent
 
     @property
     def target(self) -> Machine | None:

@@ -41,7 +41,6 @@ ABSURD: list[tuple[str, object]] = [
     ("machine", 80),
     ("gradients", "al"),
     ("gradients", True),
-    ("progress", None),
     ("progress", "loud"),
     ("verify", 1),
     ("verify", "yes"),

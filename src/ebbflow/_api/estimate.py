@@ -12,7 +12,7 @@ from ebbflow._api.refusals import refuse_to_plan, require_call, require_module
 from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
 from ebbflow.capture.loss_place import loss_is_outside
 from ebbflow.capture.offline import capture
-from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
+from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.cost.cuda_workspace import cublas_bytes
 from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
@@ -24,7 +24,8 @@ from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_bytes
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.base import DEFAULT_EFFORT
+from ebbflow.planners.narration import aloud, narrated
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.machine import Machine, is_elsewhere
@@ -54,7 +55,7 @@ def plan(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
 ) -> Plan:
     """Plan one training call of ``model`` under ``budget``; nothing of the model runs.
@@ -76,7 +77,8 @@ def plan(
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
         seed: of every random choice; plans are reproducible for one effort and seed.
         interrupt: set it from elsewhere to end planning with the best plan so far.
-        progress: called with what is known while capturing and planning; ``print`` will do.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
         name: of the case, for reports; the model's class if empty.
 
     Raises:
@@ -100,8 +102,9 @@ def plan(
     )
     parsed = Budget.parse(budget)
     planner_named(planner)
-    step = capture_ahead(model, args, kwargs, options=options, name=name)
-    return step.plan(parsed, PlanningOptions.of(options))
+    with narrated(options.tell):
+        step = capture_ahead(model, args, kwargs, options=options, name=name)
+        return step.plan(parsed, PlanningOptions.of(options))
 
 
 def sweep(
@@ -119,7 +122,7 @@ def sweep(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
 ) -> list[Plan]:
     """The memory/time frontier of one training call: a plan per budget and planner, from one capture.
@@ -141,7 +144,8 @@ def sweep(
         time_limit: seconds per plan.
         seed: as for :func:`plan`.
         interrupt: as for :func:`plan`; once it is set, each plan that is left is the best at hand.
-        progress: called with what is known while capturing and planning; ``print`` will do.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
         name: of the case, for reports.
 
     Returns:
@@ -169,8 +173,9 @@ def sweep(
     names = _several("planners", planners)
     for each in names:
         planner_named(each)
-    step = capture_ahead(model, args, kwargs, options=options, name=name)
-    outcomes = list(step.frontier(parsed, names, PlanningOptions.of(options)))
+    with narrated(options.tell):
+        step = capture_ahead(model, args, kwargs, options=options, name=name)
+        outcomes = list(step.frontier(parsed, names, PlanningOptions.of(options)))
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if refusals and not plans:
@@ -252,7 +257,7 @@ def capture_ahead(
     require_module(model, "plan")
     require_call(args, kwargs)
     refuse_to_plan(model, (args, kwargs))
-    target, progress, optimizer = options.target, options.progress, options.optimizer_of(model)
+    target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
         program, provenance = capture_program(
@@ -346,7 +351,8 @@ def capture_program(
     loss_place = LossPlace.OUTSIDE if loss_is_outside(joint) else None
     if not is_elsewhere(machine):
         program = with_measured_costs(joint.program, joint.calls, device)
-        return program, Provenance(machine=device, costs=Costs.MEASURED, loss=loss_place)
+        costs, estimated = costs_of(joint.calls, device)
+        return program, Provenance(machine=device, costs=costs, estimate=estimated, loss=loss_place)
     assert machine is not None
     provenance = Provenance(
         machine=machine.name,

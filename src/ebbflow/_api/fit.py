@@ -19,7 +19,8 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import UsageError
 from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.base import DEFAULT_EFFORT
+from ebbflow.planners.narration import aloud
 from ebbflow.planning.cache import PlanCache
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.planning.shape_plans import Buckets
@@ -44,7 +45,7 @@ def fit(
     seed: int = 0,
     start: Plan | None = None,
     verify: bool = True,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
     """Keep every training step of ``model`` within ``budget``; returns the same object.
 
@@ -67,7 +68,8 @@ def fit(
         start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
             plan starts from that one's schedule too.
         verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
-        progress: called with what is known while a first call captures and plans; ``print`` will do.
+        progress: called with what is known while a first call captures and plans; ``print`` will do. By default one
+            line is logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
 
     Raises:
         UsageError: for an argument that is none of what is said above; for a model that is fitted already, is a

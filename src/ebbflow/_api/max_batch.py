@@ -23,6 +23,7 @@ from ebbflow.errors import BudgetError, UsageError
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.narration import aloud, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
@@ -79,7 +80,7 @@ def max_batch(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
 ) -> BatchPlan:
     """The largest batch whose training step fits ``budget``.
 
@@ -100,7 +101,7 @@ def max_batch(
         time_limit: seconds per plan.
         seed: of every random choice.
         interrupt: set it from elsewhere to take every later plan as it is at hand.
-        progress: called with what is known while searching.
+        progress: called with what is known while searching; by default as for :func:`ebbflow.plan`.
 
     Raises:
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
@@ -142,12 +143,13 @@ def max_batch(
         )
     planner_named(planner)
     search = _Search(make_case, parsed, overhead, options)
-    batch = search.run()
-    if batch == 0:
-        raise search.refusal()
-    step = search.step(batch)
-    plan = search.plan_of(step, batch, effort) or search.plans[batch]
-    assert plan is not None
+    with narrated(options.tell):
+        batch = search.run()
+        if batch == 0:
+            raise search.refusal()
+        step = search.step(batch)
+        plan = search.plan_of(step, batch, effort) or search.plans[batch]
+        assert plan is not None
     return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures)
 
 
@@ -181,7 +183,7 @@ class _Search:
         self._budget = budget
         self._overhead = overhead
         self._options = options
-        self._progress = options.progress
+        self._progress = options.tell
         self._effort = min(options.effort, SEARCH_EFFORT)
         self._steps: dict[int, AheadStep] = {}
         self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ebbflow.capture.loss_place import loss_is_outside
+from ebbflow.cost.attach import costs_of
 from ebbflow.cost.cache import device_context
 from ebbflow.engine.between import Between, Knowledge
 from ebbflow.engine.calls import Calls
@@ -42,7 +43,7 @@ from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
-from ebbflow.step.provenance import Costs, LossPlace
+from ebbflow.step.provenance import LossPlace
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.storages import StorageWatch, walk
 from ebbflow.units import Budget, format_bytes
@@ -248,7 +249,7 @@ class FittedModel:
         if current is not None and now.checkpointed and flights_of(current):
             return current
         between = self._between.of(now.slot)
-        resident = now.resident_bytes + self._hidden_bytes(step, now)
+        resident = self.resident_bytes(step, now)
         known = not self._is_guess(step, now)
         fitting = [
             each
@@ -265,16 +266,18 @@ class FittedModel:
         Nothing of the model has run when this returns or raises.
         """
         reserve = reserve_bytes(now.module, now.device, verify=self.verify)
-        resident = now.resident_bytes + self._hidden_bytes(step, now)
+        resident = self.resident_bytes(step, now)
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)
         if self.given_plan is not None:
             return given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve), False
         guess = self._waits_for_a_loss(step, now)
+        costs, estimated = costs_of(step.captured.calls if step.captured else (), now.device)
         source = replace(
             self.options.provenance,
             machine=now.device,
-            costs=Costs.MEASURED,
+            costs=costs,
+            estimate=estimated,
             optimizer="" if self.optimizer is None else type(self.optimizer).__name__,
             loss=LossPlace.OUTSIDE if guess else None,
         )
@@ -319,8 +322,9 @@ class FittedModel:
         """Whether something that a plan depends on is not known yet."""
         return self._waits_for_a_loss(step, now) or (bool(now.flying_bytes) and not self._was_expected(now.slot))
 
-    def _hidden_bytes(self, step: Step, now: Circumstances) -> int:
-        return step.hidden_bytes if now.device == "cpu" else 0  # the allocator of a card has them
+    def resident_bytes(self, step: Step, now: Circumstances) -> int:
+        """What is resident before a call of ``step``; the allocator of a card has its hidden inputs."""
+        return now.resident_bytes + (step.hidden_bytes if now.device == "cpu" else 0)
 
     def _plans(self) -> Iterator[Plan]:
         return (plan for step in self._all_steps() for plan in step.plans())

@@ -17,6 +17,7 @@ from typing import Any
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import with_measured_costs
+from ebbflow.cost.room import Room, within
 from ebbflow.engine.compiled import Call, StaleCapture
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import Unplanned, choose_checks
@@ -27,9 +28,12 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead
+from ebbflow.measurement.resident import tensors_in
 from ebbflow.planners import Progress
+from ebbflow.planners.narration import narrated
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.unplanned import unplanned_bytes
 
 __all__ = ["train"]
 
@@ -57,30 +61,54 @@ def train(model: FittedModel, call: Call) -> Any:
 
 def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Any:
     """``call`` under a plan of ``step`` that holds, or under a new one."""
-    try:
-        return _run(model, step, model.holding(step, now), call, now)
-    except Unplanned as asked:
-        _capture(step, asked)
-        step.look_at_inputs(asked.inputs, call)
-        asked.inputs.clear()
+    if (executable := model.holding(step, now)) is not None:
+        return _run(model, step, executable, call, now)
+    with narrated(model.options.progress):
+        now, executable = _made(model, step, call, now)
+    return _run(model, step, executable, call, now)
+
+
+def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tuple[Circumstances, Executable]:
+    """What surrounds ``call`` once ``step`` is captured, and an executable for it."""
+    with within(_room(model, step, call, now)):
+        _capture(model, step, call, now)
     model.keep(step, now)
     gc.collect()  # what only garbage holds is not to be planned around
     forget_dead()
     now = model.look_around(call)
     if (executable := model.holding(step, now)) is not None:
-        return _run(model, step, executable, call, now)
+        return now, executable
     captured = step.captured_for(accumulating=now.accumulating and model.given_plan is None)
-    program = _cost(model, captured, now)
+    with within(_room(model, step, call, now)):
+        program = _cost(model, captured, now)
     plan, provisional = _plan(model, step, program, now)
     executable = _lower_and_prove(step, captured, plan)
     executable.provisional = provisional
-    return _run(model, step, executable, call, now)
+    return now, executable
 
 
-def _capture(step: Step, asked: Unplanned) -> None:
-    """The step as a value. Its compiled function has just been called, with nothing to run."""
-    if step.captured is None:
-        step.captured = step.capture.at(asked.sizes)
+def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Room:
+    """What of the budget is free for finding out about a step; nothing is known of a share before the capture."""
+    resident = model.resident_bytes(step, now)
+    if model.budget.share is not None and step.captured is None:
+        free = 0
+    else:
+        above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
+        free = model.budget.resolve(resident + above) - resident
+    return Room(free, list(tensors_in([call.module, call.args, call.kwargs])))
+
+
+def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> None:
+    """Make the step a value, found by a call with nothing to run."""
+    try:
+        _run(model, step, None, call, now)
+    except Unplanned as asked:
+        if step.captured is None:
+            step.captured = step.capture.at(asked.sizes)
+        step.look_at_inputs(asked.inputs, call)
+        asked.inputs.clear()
+    else:
+        raise AssertionError("a step without a plan ran")
 
 
 def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program:

@@ -62,7 +62,7 @@ class PlanningOptions:
             time_limit_seconds=options.time_limit,
             machine=options.target,
             interrupt=options.interrupt,
-            progress=options.progress,
+            progress=options.tell,
         )
 
 

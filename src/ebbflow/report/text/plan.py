@@ -134,7 +134,7 @@ def room_of(source: Provenance, peak_bytes: int) -> str:
 def _kit(plan: Plan) -> str:
     """What measured costs depend on; a roofline depends on the machine alone."""
     source = plan.provenance
-    if source.costs is not Costs.MEASURED:
+    if source.costs is Costs.ROOFLINE:
         return ""
     facts = [f"torch {source.torch}"] if source.torch else []
     facts += [f"threads {source.threads}"] if source.threads is not None else []
