@@ -85,7 +85,7 @@ def capture(
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return loss(plain(module, *args, **kwargs))
 
-    errors = translated_errors(model, forward, args, kwargs, here=here, cuda=cuda)
+    errors = translated_errors(model, args, kwargs, here=here, cuda=cuda)
     with mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
         step(model, forward, args, kwargs, every_output)
     if reader.joint is None:

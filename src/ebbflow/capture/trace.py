@@ -23,16 +23,22 @@ from torch import fx
 
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only
-from ebbflow.capture.refusals import ours_inside, refusal
+from ebbflow.capture.refusals import ours_inside, refusal, users_line
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
-from ebbflow.errors import CaptureError, EbbflowError
-from ebbflow.torch_seams import trees as pytree
+from ebbflow.errors import CaptureError
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
-from ebbflow.torch_seams.dynamo import capture_error_type, forget_compiled, one_graph_settings
-from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, LIMITS, FakeTensorMode, quiet_log
+from ebbflow.torch_seams.dynamo import (
+    capture_error_type,
+    forget_compiled,
+    one_graph_settings,
+    raised_by_the_model,
+    without_the_compilers_words,
+)
+from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
 from ebbflow.torch_seams.graphs import data_dependent_guard_type
+from ebbflow.torch_seams.tracing import corrected_tracing
 from ebbflow.torch_seams.versions import require_supported_torch
 
 __all__ = ["Partitioner", "capture_settings", "compile_step", "forget_step", "translated_errors"]
@@ -130,6 +136,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         warnings.catch_warnings(),
         joint_graph_settings(),
         one_graph_settings(),
+        corrected_tracing(),
         true_layouts() if here else nullcontext(),
         dropout_as_eager() if here else nullcontext(),
         nullcontext() if cuda is None else cuda_kernels(cuda),
@@ -142,22 +149,18 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
 @contextmanager
 def translated_errors(
     module: torch.nn.Module,
-    forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    runnable: bool = False,
     here: bool = True,
     cuda: tuple[int, int] | None = None,
 ) -> Iterator[None]:
-    """Turn Dynamo's errors into ours or the user's own.
+    """Turn Dynamo's errors into ours or the user's own. Nothing of the user's is run for it.
 
     Args:
         module: whose call is captured.
-        forward: its class's forward.
         args: positional arguments of the call.
         kwargs: keyword arguments.
-        runnable: whether a call that fails may be run as it is, so that it fails in its own words.
         here: whether the step is for this machine, so that its kernels may be asked (``capture/rules/layouts.py``).
         cuda: compute capability of the CUDA device for which CPU tensors are traced (``capture/cuda/kernels.py``).
 
@@ -175,53 +178,17 @@ def translated_errors(
         if ours is not None:
             raise ours from ours.__cause__
         packed = packed_sequence_refusal((args, kwargs), str(error))
-        theirs = None if packed else _exception_of_the_model(module, forward, args, kwargs)
+        theirs = None if packed else raised_by_the_model(error)
         if theirs is not None:
-            if runnable:
-                with torch.no_grad():
-                    forward(module, *args, **kwargs)
+            theirs.add_note(f"Raised while the step was captured: {users_line(error)}")
             raise theirs from None
-        found = refusal(error, packed)
+        found = refusal(error, module, packed)
         raise found from found.__cause__ or error
+    except Exception as error:
+        without_the_compilers_words(error)
+        raise
 
 
 def _data_dependent() -> tuple[type[Exception], ...]:
     """What torch raises where a size or a number depends on data, also where Dynamo does not wrap it."""
     return (*DATA_DEPENDENT, data_dependent_guard_type())
-
-
-def _exception_of_the_model(
-    module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Exception | None:
-    """What the model itself raises on these arguments, found out on fake tensors: no memory, no side effects."""
-    # What fake tensors raise where real ones would not: the model itself is not to blame.
-    limits = (*LIMITS, data_dependent_guard_type())
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(value: object) -> object:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
-    fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
-    original = type(module)
-    attributes = [(each, dict(each.__dict__)) for each in module.modules()]
-    try:
-        with quiet_log(), mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            module.__class__ = _as_plain(module, forward)
-            torch.func.functional_call(module, state, fake_args, fake_kwargs)
-    except (*limits, EbbflowError):
-        return None
-    except Exception as error:
-        return error.with_traceback(None)
-    finally:
-        module.__class__ = original
-        for each, before in attributes:  # what the forward stored on the model is fake
-            each.__dict__.clear()
-            each.__dict__.update(before)
-    return None
-
-
-def _as_plain(module: torch.nn.Module, forward: Callable[..., Any]) -> type:
-    """The class of ``module`` with ``forward`` as its forward (the class swap of ``fit`` taken off)."""
-    return next(c for c in type(module).__mro__ if getattr(c, "forward", None) is forward)

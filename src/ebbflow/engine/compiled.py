@@ -104,7 +104,7 @@ class Capture:
         arguments = (call.module, call.forward, call.args, call.kwargs, call.every_output)
         with departing(flight):
             if not self.made:
-                with translated_errors(call.module, call.forward, call.args, call.kwargs, runnable=True):
+                with translated_errors(call.module, call.args, call.kwargs):
                     with self._marked((call.args, call.kwargs)):
                         outputs, detached = self._compiled(*arguments)
             else:

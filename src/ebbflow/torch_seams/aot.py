@@ -69,13 +69,17 @@ def joint_graph_settings() -> Iterator[None]:
       and torch, which reads the setting anew at the backward, takes that for something donated.
     - ``backward_pass_autocast`` off: eager's backward runs outside of ``torch.autocast``, where people call it; by
       default a capture's backward takes the forward's state.
+    - Inductor's ``fallback_random`` on: AOTAutograd drops draws whose result nobody reads unless it is, and all later
+      draws would be others than eager's.
     """
     from torch._functorch import config
+    from torch._inductor import config as inductor
 
     values = {"donated_buffer": True, "enable_autograd_cache": False, "backward_pass_autocast": "off"}
     with ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(patched(Setting(config, name), value))
+        stack.enter_context(patched(Setting(inductor, "fallback_random"), True))
         yield
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,9 +13,19 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 
+from ebbflow.torch_seams.fake_tensors import LIMITS
 from ebbflow.torch_seams.patches import Setting, patched
 
-__all__ = ["capture_error_type", "forget_compiled", "inner_exception", "one_graph_settings", "sizes_as_symbols"]
+__all__ = [
+    "capture_error_type",
+    "forget_compiled",
+    "inner_exception",
+    "is_argument",
+    "one_graph_settings",
+    "raised_by_the_model",
+    "sizes_as_symbols",
+    "without_the_compilers_words",
+]
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
@@ -29,6 +41,60 @@ def inner_exception(error: BaseException) -> BaseException | None:
     """The exception that an error of Dynamo wraps, if it wraps one."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, BaseException) and inner is not error else None
+
+
+_RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
+_NO_METHOD = re.compile(r"call_method TensorVariable\(\) (\w+)")
+_COMPILERS_WORDS = re.compile(r"\n*from user code:\n.*|\n*Set TORCHDYNAMO_VERBOSE=1.*", re.DOTALL)
+
+
+def raised_by_the_model(error: BaseException) -> Exception | None:
+    """The exception that the traced code itself would raise, made anew; ``None`` if torch does not say.
+
+    Nothing is run for it. Relied on, each a canary: an exception that no frame of the code catches is wrapped with its
+    arguments in the text; a kernel that refuses its arguments fails likewise on fake tensors and stands in the chain; so
+    does what binding arguments to a function raises.
+    """
+    from torch._dynamo.exc import ObservedException, TorchDynamoException, observed_exception_map
+
+    chain: list[BaseException] = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
+        chain.append(following)
+    text, last = str(error), chain[-1]
+    observed = next((each for each in chain if isinstance(each, ObservedException)), None)
+    if observed is not None:
+        kinds = [kind for kind, wrapper in observed_exception_map.items() if type(observed) is wrapper]
+        said = _RAISED.search(text)
+        try:
+            args = ast.literal_eval(f"({said[1]},)" if said is not None and said[1] else "()")
+        except (SyntaxError, ValueError):
+            return None
+        return _anew(kinds[0], args) if kinds else None
+    if (missing := _NO_METHOD.search(text)) is not None and not hasattr(torch.Tensor, missing[1]):
+        return AttributeError(f"'Tensor' object has no attribute '{missing[1]}'")
+    if text.startswith("failed to bind arguments") and isinstance(last, TypeError):
+        return _anew(TypeError, last.args)
+    if type(error).__name__ != "TorchRuntimeError" or isinstance(last, (TorchDynamoException, *LIMITS)):
+        return None
+    return _anew(type(last), last.args) if isinstance(last, Exception) else None
+
+
+def _anew(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    """An exception of this kind; its class may want other arguments than it keeps."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
+
+def without_the_compilers_words(error: Exception) -> None:
+    """Take off what Dynamo appends to the message of an exception that it lets through."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (_COMPILERS_WORDS.sub("", error.args[0]), *error.args[1:])
+
+
+def is_argument(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is a tensor among ``args`` or ``kwargs`` of the function that was compiled."""
+    return node.op == "placeholder" and str(node.target).startswith(("L_args_", "L_kwargs_"))
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:
@@ -55,6 +121,8 @@ def one_graph_settings() -> Iterator[None]:
     - ``ignore_logger_methods``: calls that are left out of the graph instead of breaking it. Torch 2.11 sorts them
       when it logs a compilation's metrics, cannot, and logs an error of 20 lines for each capture.
     - ``skip_nnmodule_hook_guards`` off: a hook that is put on a submodule later makes another step.
+    - ``trace_autograd_ops`` on: ``torch.autograd.grad`` inside of the step is part of its graph.
+    - ``use_numpy_random_stream`` on: NumPy's draws are refused; else torch's generator takes their place.
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
     """
     from torch._dynamo import config
@@ -65,10 +133,13 @@ def one_graph_settings() -> Iterator[None]:
         "ignore_logger_methods": _ignored_messages(),
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": False,
+        "trace_autograd_ops": True,
+        "use_numpy_random_stream": True,
     }
     with ExitStack() as stack:
         for name, value in values.items():
-            stack.enter_context(patched(Setting(config, name), value))
+            if hasattr(config, name):  # trace_autograd_ops came after torch 2.11
+                stack.enter_context(patched(Setting(config, name), value))
         yield
 
 
