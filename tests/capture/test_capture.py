@@ -235,7 +235,7 @@ def test_the_users_exception_is_the_users(body: Body) -> None:
         with pytest.raises(type(expected.value)) as caught:
             fitted(X)
         assert type(caught.value) is type(expected.value)
-        # Kernels refuse fake tensors in words of their own, of which the model's line is one: nothing is run for others.
+        # Kernels refuse fake tensors in words of their own, and nothing is run to hear others.
         assert caught.value.args == expected.value.args or (body is has_wrong_shape and "[3, 2]" in str(caught.value))
         if body is not reads_beyond:
             assert "test_capture.py" in caught.value.__notes__[0]

@@ -93,7 +93,7 @@ def _layerdrop(module: torch.nn.Module) -> tuple[str, str]:
     fields = sorted(set(_rates(module)))
     named = f" ({', '.join(fields)})" if fields else ""
     return (
-        "Whether a layer runs is drawn anew in every step (layerdrop), and each pattern of layers is a graph of its own.",
+        "Whether a layer runs is drawn in every step (layerdrop), and each pattern of layers is a graph of its own.",
         f"Make the model with a rate of 0{named}: then all layers run and the step is planned",
     )
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
-from ebbflow.capture.loss import loss_only
+from ebbflow.capture.loss import loss_only, settle_roles
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.layouts import true_layouts
@@ -84,8 +84,8 @@ def _no_inference_graph(graph: fx.GraphModule) -> Any:
 def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic: bool = False) -> Callable[..., Any]:
     """A function ``step(module, forward, args, kwargs, every_output)`` that captures at its first call.
 
-    It runs what the partitioner returned, and gives the forward's outputs and those of them that were detached
-    (``outputs.loss_only``) unless every output is to take gradients. The first call has to be made inside
+    It runs what the partitioner returned, and gives the forward's outputs and those of them that may be detached
+    (``loss.loss_only``) unless every output is to take gradients. The first call has to be made inside
     :func:`translated_errors`. The caller keeps the partitioner alive; Dynamo keeps backends for good.
 
     Args:
@@ -113,6 +113,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
     )
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        settle_roles(graph)
         unroll_recurrent(graph)
         if elsewhere:
             refuse_autocast(graph)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ebbflow.capture.loss_place import loss_is_outside
+from ebbflow.capture.loss import loss_is_outside
 from ebbflow.cost.cache import device_context
 from ebbflow.engine.between import Between, Knowledge
 from ebbflow.engine.compiled import Call, Capture

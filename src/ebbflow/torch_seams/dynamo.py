@@ -51,9 +51,9 @@ _COMPILERS_WORDS = re.compile(r"\n*from user code:\n.*|\n*Set TORCHDYNAMO_VERBOS
 def raised_by_the_model(error: BaseException) -> Exception | None:
     """The exception that the traced code itself would raise, made anew; ``None`` if torch does not say.
 
-    Nothing is run for it. Relied on, each a canary: an exception that no frame of the code catches is wrapped with its
-    arguments in the text; a kernel that refuses its arguments fails likewise on fake tensors and stands in the chain; so
-    does what binding arguments to a function raises.
+    Nothing is run for it. Relied on: an exception that no frame of the code catches is wrapped, with its arguments in
+    the text; a kernel that refuses its arguments fails likewise on fake tensors, and what it raised stands in the
+    chain; so does what binding arguments to a function raises.
     """
     from torch._dynamo.exc import ObservedException, TorchDynamoException, observed_exception_map
 
