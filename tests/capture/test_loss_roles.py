@@ -17,7 +17,7 @@ from ebbflow.capture.offline import capture
 
 X, Y = torch.randn(1, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([1])
 Body = Callable[["Model", torch.Tensor, torch.Tensor], Any]
-Pair = namedtuple("Pair", "loss logits")  # noqa: PYI024 - the untyped kind, which people return
+Pair = namedtuple("Pair", "loss logits")
 
 
 class Model(nn.Module):
