@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from ebbflow._api.copies import copying
 from ebbflow._api.refusals import refuse_to_fit, require_module
 from ebbflow.engine.compiled import Call
 from ebbflow.engine.model import FittedModel
@@ -198,11 +199,6 @@ def plan_of(model: torch.nn.Module) -> Plan | None:
     return step.plan if step is not None else None
 
 
-def _blank(plain: type[torch.nn.Module]) -> torch.nn.Module:
-    """An empty object of the model's own class, for copies and pickles."""
-    return plain.__new__(plain)
-
-
 @functools.cache
 def _fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A subclass of ``plain`` under the same name whose ``forward`` runs planned steps."""
@@ -218,11 +214,7 @@ def _fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
         with on_device_of([self]):  # which may not be the current one
             return train(fitted, call)
 
-    def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        _, _, *rest = object.__reduce_ex__(self, max(2, protocol))  # type: ignore[misc]
-        return (_blank, (plain,), *rest)
-
-    names = {"forward": forward, "__reduce_ex__": reduce, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    kind = type(plain.__name__, (plain,), names)
+    names = {"forward": forward, "_ebbflow_plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    kind = type(plain.__name__, (plain,), {**names, **copying(plain, _FITTED.__contains__)})
     kind.__qualname__ = plain.__qualname__
     return kind

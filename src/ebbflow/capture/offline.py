@@ -42,6 +42,12 @@ class _Reader:
 
     backward_callable = forward_callable
 
+    def nothing_to_train(self, graph: fx.GraphModule) -> NoReturn:
+        raise CaptureError(
+            "the step needs no gradient: no parameter that requires one takes part in it",
+            remedy="unfreeze a parameter that takes part in it; a model that is not trained needs no plan",
+        )
+
 
 def capture(
     model: torch.nn.Module,

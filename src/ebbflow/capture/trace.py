@@ -27,7 +27,6 @@ from ebbflow.capture.refusals import ours_inside, refusal, users_line
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
-from ebbflow.errors import CaptureError
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
 from ebbflow.torch_seams.dynamo import (
     capture_error_type,
@@ -59,6 +58,10 @@ class Partitioner(Protocol):
         """What runs the backward, likewise."""
         ...
 
+    def nothing_to_train(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """What is called in place of a step of which nothing takes a gradient; or raises."""
+        ...
+
 
 _counter = itertools.count()
 
@@ -72,13 +75,6 @@ def _fresh_step() -> Callable[..., Any]:
     """A function with a code object of its own: Dynamo keeps its cache and its recompile limit per code object."""
     name = f"ebbflow_step_{next(_counter)}"
     return types.FunctionType(_template.__code__.replace(co_name=name), globals(), name)
-
-
-def _no_inference_graph(graph: fx.GraphModule) -> Any:
-    raise CaptureError(
-        "the step needs no gradient: no parameter that requires one takes part in it",
-        remedy="call the model under torch.no_grad(), which runs unplanned, or unfreeze a parameter",
-    )
 
 
 def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic: bool = False) -> Callable[..., Any]:
@@ -109,7 +105,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         partition=lambda joint, forward_output_count: kept().partition(joint, forward_output_count),
         forward_callable=lambda graph: kept().forward_callable(graph),
         backward_callable=lambda graph: kept().backward_callable(graph),
-        inference_callable=_no_inference_graph,
+        inference_callable=lambda graph: kept().nothing_to_train(graph),
     )
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:

@@ -103,6 +103,8 @@ class FittedModel:
         every_output: whether outputs beside a scalar loss take gradients too.
         last: the step that ran last.
         flights: forwards whose backward has not come.
+        untrained_calls: how many had nothing to train, and ran as they are.
+        not_captured: keys of such calls that are no graph either.
     """
 
     plain_class: type[torch.nn.Module]
@@ -114,6 +116,8 @@ class FittedModel:
     every_output: bool
     last: Step | None = None
     flights: Flights = field(default_factory=Flights)
+    untrained_calls: int = 0
+    not_captured: set[object] = field(default_factory=set[object])
     _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
     _between: Knowledge = field(default_factory=Knowledge)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
