@@ -10,7 +10,7 @@ import torch
 
 from ebbflow._api.refusals import refuse_to_plan, require_call, require_module
 from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
-from ebbflow.capture.loss_place import loss_is_outside
+from ebbflow.capture.loss import loss_is_outside
 from ebbflow.capture.offline import capture
 from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context

@@ -43,6 +43,12 @@ class _Reader:
 
     backward_callable = forward_callable
 
+    def nothing_to_train(self, graph: fx.GraphModule) -> NoReturn:
+        raise CaptureError(
+            "the step needs no gradient: no parameter that requires one takes part in it",
+            remedy="unfreeze a parameter that takes part in it; a model that is not trained needs no plan",
+        )
+
 
 def capture(
     model: torch.nn.Module,
@@ -86,7 +92,7 @@ def capture(
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return loss(plain(module, *args, **kwargs))
 
-    errors = translated_errors(model, forward, args, kwargs, here=here, cuda=cuda)
+    errors = translated_errors(model, args, kwargs, here=here, cuda=cuda)
     with mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
         OwnStance().compiling(step, model, forward, args, kwargs, every_output)
     if reader.joint is None:

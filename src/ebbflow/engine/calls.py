@@ -21,8 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ebbflow.errors import UsageError
 from ebbflow.faults import users_level
 
-__all__ = ["ADVICE", "PAST_THE_MODEL", "Calls", "watch_optimizers"]
+__all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "Calls", "watch_optimizers"]
 
+NOTHING_TO_TRAIN = "nothing to train: no parameter or argument takes a gradient"
 PAST_THE_MODEL = "optimizer steps on gradients of no planned call"
 
 ADVICE = (

@@ -24,7 +24,7 @@ from ebbflow.capture.joint import Captured, accumulating, read_joint
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
 from ebbflow.capture.trace import capture_settings, compile_step, forget_step, translated_errors
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.executor import departing, run_backward, run_forward
+from ebbflow.engine.executor import departing, run_backward, run_forward, run_nothing
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError, InternalError
@@ -97,6 +97,7 @@ class Capture:
         """Run ``call`` as ``flight``: what it returns, and what of that was detached (``capture.loss``).
 
         Raises:
+            NothingToTrain: if nothing of it takes a gradient; nothing has run.
             Unplanned: if the flight has no executable; the joint graph is at hand then, and nothing has run.
             StaleCapture: if the model has changed since the first call; nothing has run.
             CaptureError: if it is not one graph.
@@ -105,7 +106,7 @@ class Capture:
         arguments = (call.module, call.forward, call.args, call.kwargs, call.every_output)
         with departing(flight):
             if not self.made:
-                with translated_errors(call.module, call.forward, call.args, call.kwargs, runnable=True):
+                with translated_errors(call.module, call.args, call.kwargs):
                     with self._marked((call.args, call.kwargs)):
                         outputs, detached = self._stance.compiling(self._compiled, *arguments)
             else:
@@ -182,3 +183,8 @@ class Capture:
     def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Runs the backward of the flight whose ticket comes first."""
         return boxed(run_backward)
+
+    def nothing_to_train(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Says at every call whose guards hold that nothing takes a gradient."""
+        self.made = True
+        return boxed(run_nothing)

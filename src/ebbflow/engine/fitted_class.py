@@ -24,6 +24,7 @@ import torch
 from ebbflow.capture.trace import without_model
 from ebbflow.engine.calls import ADVICE, PAST_THE_MODEL, Calls
 from ebbflow.engine.compiled import Call
+from ebbflow.engine.copies import copying
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.spine import train
 from ebbflow.errors import UsageError
@@ -53,26 +54,18 @@ def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 @functools.cache  # a class whose forward is replaced later has another one then
 def _made(plain: type[torch.nn.Module], forward: _Forward, training_step: _Forward | None) -> type[torch.nn.Module]:
-    def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        _, _, *rest = object.__reduce_ex__(self, max(2, protocol))  # type: ignore[misc]
-        return (_blank, (plain,), *rest)
-
     names: dict[str, Any] = {
         "forward": _ForwardOfModel(forward),
-        "__reduce_ex__": reduce,
+        "_ebbflow_plain": plain,
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
+        **copying(plain, FITTED.__contains__),
     }
     if training_step is not None:
         names["training_step"] = _with_a_planned_call(training_step)
     kind = type(plain.__name__, (plain,), names)
     kind.__qualname__ = plain.__qualname__
     return kind
-
-
-def _blank(plain: type[torch.nn.Module]) -> torch.nn.Module:
-    """An empty object of the model's own class, for copies and pickles."""
-    return plain.__new__(plain)
 
 
 class _ForwardOfModel:
@@ -152,12 +145,9 @@ def _train(model: torch.nn.Module, forward: _Forward, args: tuple[Any, ...], kwa
         return forward(model, *args, **kwargs)
     call = Call(model, forward, args, kwargs, device_of([model]), fitted.every_output)
     if call.device == "cpu":
-        outputs = train(fitted, call)
-    else:
-        with on_device_of([model]):  # which may not be the current one
-            outputs = train(fitted, call)
-    fitted.calls.count_planned()
-    return outputs
+        return train(fitted, call)
+    with on_device_of([model]):  # which may not be the current one
+        return train(fitted, call)
 
 
 def _with_a_planned_call(training_step: _Forward) -> _Forward:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ebbflow.capture.loss_place import loss_is_outside
+from ebbflow.capture.loss import loss_is_outside
 from ebbflow.cost.attach import costs_of
 from ebbflow.cost.cache import device_context
 from ebbflow.engine.between import Between, Knowledge
@@ -110,6 +110,7 @@ class FittedModel:
         last: the step that ran last.
         flights: forwards whose backward has not come.
         calls: how its calls went.
+        not_captured: keys of calls that have nothing to train and are no graph either.
     """
 
     plain_class: type[torch.nn.Module]
@@ -123,6 +124,7 @@ class FittedModel:
     last: Step | None = None
     flights: Flights = field(default_factory=Flights)
     calls: Calls = field(default_factory=Calls)
+    not_captured: set[object] = field(default_factory=set[object])
     _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
     _between: Knowledge = field(default_factory=Knowledge)
     _captures: dict[object, int] = field(default_factory=dict[object, int])

@@ -7,6 +7,8 @@
    *costs*, a schedule within the budget is *planned*, *lowered* to two graphs, and these are *proven* to be the
    program.
 4. Then the step *runs*: its forward now, its backward when autograd comes to it (``executor``).
+
+A call of which nothing takes a gradient has no step: the capture says so, and it runs as it is.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
+
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.room import Room, within
+from ebbflow.engine.calls import NOTHING_TO_TRAIN
 from ebbflow.engine.compiled import Call, StaleCapture
 from ebbflow.engine.executable import Executable
-from ebbflow.engine.executor import Unplanned, choose_checks
+from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbflow.engine.flights import Flight
+from ebbflow.engine.flights import tensors_in as tensors_of
 from ebbflow.engine.model import Circumstances, FittedModel
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
@@ -34,6 +40,7 @@ from ebbflow.planners.narration import narrated
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["train"]
 
@@ -47,16 +54,45 @@ def train(model: FittedModel, call: Call) -> Any:
         PlanMismatch: if the plan that the user gave is not of this step.
     """
     now = model.look_around(call)
+    if now.key in model.not_captured:
+        return _as_it_is(model, call)
     model.warn_of_flights(now)
     for step in model.steps_for(call, now):
         try:
             return _planned(model, step, call, now)
         except StaleCapture:
             continue
-        except (CaptureError, InternalError):
-            if not step.capture.symbolic or step.forward_calls:
+        except NothingToTrain:
+            model.keep(step, now)
+            break
+        except (CaptureError, InternalError) as error:
+            if step.capture.symbolic and not step.forward_calls:
+                continue
+            if _takes_gradients(call, now):
                 raise
-    raise AssertionError("a fresh capture of a call's own is never stale")
+            return _unless_trained(model, call, now, error)
+    return _as_it_is(model, call)
+
+
+def _as_it_is(model: FittedModel, call: Call) -> Any:
+    """``call`` as eager runs it: it has nothing to train, so that nothing is kept and nothing needs a plan."""
+    model.calls.count_unplanned(NOTHING_TO_TRAIN)
+    return call.forward(call.module, *call.args, **call.kwargs)
+
+
+def _takes_gradients(call: Call, now: Circumstances) -> bool:
+    """Whether a parameter or an argument of ``call`` does, as far as can be seen."""
+    arguments = tree_leaves((call.args, call.kwargs))
+    return any(now.trained) or any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
+
+
+def _unless_trained(model: FittedModel, call: Call, now: Circumstances, error: Exception) -> Any:
+    """``call`` as it is, though it is no graph; ``error`` says why. Something hidden that takes a gradient raises it."""
+    outputs = _as_it_is(model, call)
+    if any(each.requires_grad for each in tensors_of(outputs)):
+        raise error
+    model.not_captured.add(now.key)
+    return outputs
 
 
 def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Any:
@@ -151,4 +187,5 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
     step.ran(executable)
     flight.take_off(outputs)
     model.ran(step, flight, now)
+    model.calls.count_planned()
     return guarded(outputs, detached)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
+import re
 import threading
 import warnings
 import weakref
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 
+from ebbflow.torch_seams.fake_tensors import LIMITS
 from ebbflow.torch_seams.patches import Attribute, Item, Patch, Setting, patched, wrapped
 
 __all__ = [
@@ -25,11 +28,14 @@ __all__ = [
     "exporting_here",
     "forget_compiled",
     "inner_exception",
+    "is_argument",
     "is_switched_off",
     "left_out_of_traces",
     "one_graph_settings",
+    "raised_by_the_model",
     "sizes_as_symbols",
     "tracing_here",
+    "without_the_compilers_words",
 ]
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
@@ -46,6 +52,60 @@ def inner_exception(error: BaseException) -> BaseException | None:
     """The exception that an error of Dynamo wraps, if it wraps one."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, BaseException) and inner is not error else None
+
+
+_RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
+_NO_METHOD = re.compile(r"call_method TensorVariable\(\) (\w+)")
+_COMPILERS_WORDS = re.compile(r"\n*from user code:\n.*|\n*Set TORCHDYNAMO_VERBOSE=1.*", re.DOTALL)
+
+
+def raised_by_the_model(error: BaseException) -> Exception | None:
+    """The exception that the traced code itself would raise, made anew; ``None`` if torch does not say.
+
+    Nothing is run for it. Relied on: an exception that no frame of the code catches is wrapped, with its arguments in
+    the text; a kernel that refuses its arguments fails likewise on fake tensors, and what it raised stands in the
+    chain; so does what binding arguments to a function raises.
+    """
+    from torch._dynamo.exc import ObservedException, TorchDynamoException, observed_exception_map
+
+    chain: list[BaseException] = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
+        chain.append(following)
+    text, last = str(error), chain[-1]
+    observed = next((each for each in chain if isinstance(each, ObservedException)), None)
+    if observed is not None:
+        kinds = [kind for kind, wrapper in observed_exception_map.items() if type(observed) is wrapper]
+        said = _RAISED.search(text)
+        try:
+            args = ast.literal_eval(f"({said[1]},)" if said is not None and said[1] else "()")
+        except (SyntaxError, ValueError):
+            return None
+        return _anew(kinds[0], args) if kinds else None
+    if (missing := _NO_METHOD.search(text)) is not None and not hasattr(torch.Tensor, missing[1]):
+        return AttributeError(f"'Tensor' object has no attribute '{missing[1]}'")
+    if text.startswith("failed to bind arguments") and isinstance(last, TypeError):
+        return _anew(TypeError, last.args)
+    if type(error).__name__ != "TorchRuntimeError" or isinstance(last, (TorchDynamoException, *LIMITS)):
+        return None
+    return _anew(type(last), last.args) if isinstance(last, Exception) else None
+
+
+def _anew(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    """An exception of this kind; its class may want other arguments than it keeps."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
+
+def without_the_compilers_words(error: Exception) -> None:
+    """Take off what Dynamo appends to the message of an exception that it lets through."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (_COMPILERS_WORDS.sub("", error.args[0]), *error.args[1:])
+
+
+def is_argument(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is a tensor among ``args`` or ``kwargs`` of the function that was compiled."""
+    return node.op == "placeholder" and str(node.target).startswith(("L_args_", "L_kwargs_"))
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:
@@ -182,6 +242,8 @@ def one_graph_settings() -> Iterator[None]:
     - ``disable`` off: somebody may have switched compilation off for their own code.
     - ``enable_dynamo_decompositions`` off: ``addcmul_``, ``addcdiv_`` and ``add_`` with a factor stay one operator. The
       handler that takes ``torch.addcdiv`` apart asks no setting, so it hands the call on.
+    - ``trace_autograd_ops`` on: ``torch.autograd.grad`` inside of the step is part of its graph.
+    - ``use_numpy_random_stream`` on: NumPy's draws are refused; else torch's generator takes their place.
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
     """
     from torch._dynamo import config
@@ -196,10 +258,12 @@ def one_graph_settings() -> Iterator[None]:
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": False,
         "disable": False,
+        "trace_autograd_ops": True,
+        "use_numpy_random_stream": True,
     }
     with ExitStack() as stack:
         for name, value in values.items():
-            if hasattr(config, name):  # enable_dynamo_decompositions is newer than 2.11
+            if hasattr(config, name):  # enable_dynamo_decompositions and trace_autograd_ops are newer than 2.11
                 stack.enter_context(patched(Setting(config, name), value))
         if torch.addcdiv in handlers:
             stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))
