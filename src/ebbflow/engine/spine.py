@@ -87,7 +87,7 @@ def _takes_gradients(call: Call, now: Circumstances) -> bool:
 
 
 def _unless_trained(model: FittedModel, call: Call, now: Circumstances, error: Exception) -> Any:
-    """``call`` as it is, though it is no graph; ``error`` says why. Something hidden that takes a gradient raises it."""
+    """``call`` as it is, though it is no graph; what is hidden and takes gradients raises ``error``: it says why."""
     outputs = _as_it_is(model, call)
     if any(each.requires_grad for each in tensors_of(outputs)):
         raise error

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import _guards
 from torch._C._dynamo.eval_frame import reset_code
 
 from ebbflow.torch_seams.fake_tensors import LIMITS
@@ -118,14 +119,14 @@ def forget_compiled(function: Callable[..., Any]) -> None:
 
 def tracing_here() -> bool:
     """Whether this thread compiles or exports something; ``torch.compiler.is_compiling`` speaks for the process."""
-    return torch._guards.TracingContext.try_get() is not None
+    return _guards.TracingContext.try_get() is not None
 
 
 def exporting_here() -> bool:
     """Whether this thread exports a model or traces it for ``torch.jit``: nothing is trained then."""
     if torch.compiler.is_exporting():  # in some thread
-        return tracing_here() or torch._guards.detect_fake_mode() is not None
-    return torch.jit.is_tracing()
+        return tracing_here() or _guards.detect_fake_mode() is not None
+    return bool(torch.jit.is_tracing())  # pyright: ignore[reportPrivateImportUsage]
 
 
 class NotCompiled(RuntimeError):
