@@ -58,7 +58,7 @@ def _is_called(file: str) -> bool:
 def users_level() -> int:
     """``stacklevel`` of a warning that the caller gives: the innermost frame of the user's code."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_back is not None and (_is_ours(frame.f_code.co_filename) or _is_called(frame.f_code.co_filename)):
+    while frame is not None and (_is_ours(frame.f_code.co_filename) or _is_called(frame.f_code.co_filename)):
         frame, level = frame.f_back, level + 1
     return level
 
