@@ -99,7 +99,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_DECODER, "head_dim": 16, "sliding_window": 8}, _words),
     "phi": ("PhiConfig", "PhiForCausalLM", {**_DECODER, "num_key_value_heads": 2}, _words),
     "opt": ("OPTConfig", "OPTForCausalLM", {
-        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64, "use_cache": False,
+        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64,
+        "use_cache": False,
         "word_embed_proj_dim": 32, "max_position_embeddings": 64}, _words),
     "bloom": ("BloomConfig", "BloomForCausalLM", {
         **_TEXT, "hidden_size": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _words),
@@ -130,11 +131,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         **_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32}, _features),
     "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**_WAVE, "layerdrop": 0.0}, _waves),
     "vit": ("ViTConfig", "ViTForImageClassification", {
-        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 8}, _images),
+        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 64, "patch_size": 8}, _images),
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {
-        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "drop_path_rate": 0.1}, _images),
+        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8,
+        "drop_path_rate": 0.1}, _images),
     "swin": ("SwinConfig", "SwinForImageClassification", {
-        **_IMAGE, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 2, "drop_path_rate": 0.0}, _images),
+        **_IMAGE, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 2,
+        "drop_path_rate": 0.0}, _images),
     "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {
         **_IMAGE, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.1}, _images),
     "resnet": ("ResNetConfig", "ResNetForImageClassification", {

@@ -1,8 +1,8 @@
 """Models of 64 MiB and more, by oracles of the kernel's: ``VmHWM``, and ``RLIMIT_DATA`` under which eager dies.
 
-1. A step may raise ``VmHWM``, counted from what the process took before there was a model, to its budget and
-   the oracle's own resolution: pages, what Python and oneDNN take. Eager's steps, whose bytes the counter knows, measure it;
-   :data:`RESOLUTION_BYTES` is what they have to stay below, and what ours is allowed.
+1. A step may raise ``VmHWM``, counted from what the process took before there was a model, to its budget and the
+   oracle's own resolution: pages, what Python and oneDNN take. Eager's steps, whose bytes the counter knows, measure
+   it; :data:`RESOLUTION_BYTES` is what they have to stay below, and what ours is allowed.
 2. The first step captures and plans as well. What a process takes for that is not the budget's; it is allowed
    :data:`OWN_BYTES`, after a first capture of a toy model has loaded the compiler.
 """
