@@ -160,7 +160,7 @@ def _built(case: tuple[str, str, dict[str, Any], Any]) -> Any:
     return getattr(hf, model)(getattr(hf, config)(**settings)).train()
 
 
-@variants(MODELS, share=1.1, seconds=120.0)
+@variants(MODELS, share=1.1, seconds=400.0)
 def model(run: Run, case: Any) -> None:
     """Loss inside, as it comes from the library, through two optimizer steps."""
     batch = case[3]
@@ -173,7 +173,7 @@ def model(run: Run, case: Any) -> None:
     run.train(_built(case), step, steps=3, optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
 
 
-@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert", "t5", "vit")}, share=0.85, seconds=120.0)
+@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert", "t5", "vit")}, share=0.85, seconds=400.0)
 def tight(run: Run, case: Any) -> None:
     """Batches large enough for activations to be most of it; the whole output kept alive."""
     batch = case[3]
@@ -190,7 +190,7 @@ def tight(run: Run, case: Any) -> None:
         run.see(f"loss {i}", out.loss)
 
 
-@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert", "t5")}, share=1.1, seconds=120.0)
+@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert", "t5")}, share=1.1, seconds=400.0)
 def autocast(run: Run, case: Any) -> None:
     """bf16 autocast with the library's dropouts."""
     batch = case[3]
@@ -204,7 +204,7 @@ def autocast(run: Run, case: Any) -> None:
     run.train(_built(case), step, steps=3)
 
 
-@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert")}, share=1.3, seconds=120.0)
+@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert")}, share=1.3, seconds=400.0)
 def gradient_checkpointing(run: Run, case: Any) -> None:
     """``gradient_checkpointing_enable()`` with ``enable_input_require_grads()``, all frozen but one layer."""
     batch, made = case[3], _built(case)

@@ -62,7 +62,7 @@ MADE: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@variants(MADE, share=0.7, seconds=300.0)
+@variants(MADE, share=0.7, seconds=600.0)
 def high_water(run: Run, case: Any) -> None:
     """``VmHWM`` of every step against the budget, beside the counter."""
     make, shape = case
@@ -98,7 +98,7 @@ def high_water(run: Run, case: Any) -> None:
     run.see_model(model)
 
 
-@variants({"chain": MADE["chain"], "dropout": MADE["dropout"]}, share=0.6, seconds=300.0)
+@variants({"chain": MADE["chain"], "dropout": MADE["dropout"]}, share=0.6, seconds=600.0)
 def hard_limit(run: Run, case: Any) -> None:
     """Under one ``RLIMIT_DATA`` midway between the budget and eager's peak, eager dies and the fitted model trains."""
     make, shape = case
