@@ -21,7 +21,6 @@ Case = tuple[nn.Module, tuple[Any, ...]]
 CASES: dict[str, Callable[[], Case]] = {}
 CAUSES = {
     "checkpoint around batch norm": "eager runs the region twice and updates the running statistics twice",
-    "bilinear upsampling": "AOTAutograd decomposes its backward, which sums in another order",
 }
 
 
@@ -273,6 +272,20 @@ def _() -> Case:
         return x.float().sum()
 
     return Written(body, linear(), linear(), linear()), (rows(),)
+
+
+@case("norms under autocast")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for norm in m.parts[1:]:
+                x = norm(m.parts[0](x)).tanh()
+            x = F.layer_norm(m.parts[0](x), (16,), m.weight)
+            x = F.batch_norm(m.parts[0](x), m.mean, m.mean.exp(), training=True) + F.group_norm(x, 2)
+        return x.float().sum()
+
+    norms = (nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, track_running_stats=True))
+    return Written(body, conv(), *norms, mean=torch.zeros(8), weight=nn.Parameter(torch.randn(16))), (images(),)
 
 
 @case("complex numbers")

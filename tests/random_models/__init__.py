@@ -22,13 +22,8 @@ from random_models.model import RandomModel
 __all__ = ["BLOCKS", "EAGER_DIFFERS", "RandomModel", "random_case"]
 
 EAGER_DIFFERS = {
-    "dropout:all": "eager draws no numbers for a dropout with p=1, a capture does",
-    "bilinear": "AOTAutograd decomposes bilinear upsampling, whose backward then sums in another order",
-    "autocast(": "eager casts a weight once and sums its gradients in bfloat16, a capture casts it at every use",
     "statistics:prod": "eager's backward of prod looks at the values: it divides where no factor is zero",
-    "loss:margin": "AOTAutograd decomposes multi_margin_loss",
     "recurrent:LSTM": "eager takes oneDNN's kernel, which sums in another order",
-    "addcmul": "Dynamo writes addcmul_ as a product and a fused multiply-add, which rounds otherwise than the kernel",
 }
 """Parts of recipes whose captured step differs from eager in bits, and why."""
 

@@ -12,12 +12,13 @@ of lines between them, so nothing is imported from there):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import fx
 
-from ebbflow.torch_seams.patches import Setting, patched
+from ebbflow.torch_seams.patches import Attribute, Setting, patched, wrapped
 
 __all__ = [
     "boxed",
@@ -69,14 +70,36 @@ def joint_graph_settings() -> Iterator[None]:
       and torch, which reads the setting anew at the backward, takes that for something donated.
     - ``backward_pass_autocast`` off: eager's backward runs outside of ``torch.autocast``, where people call it; by
       default a capture's backward takes the forward's state.
+    - Casts of autocast are kept as in eager, which casts a float32 leaf once in a block and sums the gradients
+      of its uses in 16 bits: ``disable_autocast_cache`` does nothing, and leaves are leaves in the trace too
+      (``FunctionalTensor.to_functional``).
+    - Inductor's ``fallback_random`` on: AOTAutograd drops draws whose result nobody reads unless it is, and all later
+      draws would be others than eager's.
     """
     from torch._functorch import config
+    from torch._inductor import config as inductor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental import proxy_tensor
 
     values = {"donated_buffer": True, "enable_autograd_cache": False, "backward_pass_autocast": "off"}
     with ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(patched(Setting(config, name), value))
+        no_cache, to_functional = (proxy_tensor, "disable_autocast_cache"), (FunctionalTensor, "to_functional")
+        stack.enter_context(wrapped(Attribute(*no_cache), lambda _: nullcontext, this_thread=True))
+        stack.enter_context(wrapped(Attribute(*to_functional), _leaves_stay_leaves, this_thread=True))
+        stack.enter_context(patched(Setting(inductor, "fallback_random"), True))
         yield
+
+
+def _leaves_stay_leaves(to_functional: Callable[..., Any]) -> Callable[..., Any]:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        functional = to_functional(tensor)
+        if tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not functional.is_leaf:
+            functional.detach_().requires_grad_()  # of the wrapper alone; nothing is traced
+        return functional
+
+    return convert
 
 
 def boxed(function: Boxed) -> Boxed:

@@ -166,6 +166,52 @@ def composites_are_traced_by_our_kernels() -> None:
 
 
 @canary
+def operators_are_traced_by_their_compiled_kernels() -> None:
+    """With Python's kernels out of force an operator is one call in the joint graph, and so is its backward.
+
+    Composite ones are taken apart as in eager; Dynamo leaves ``addcdiv`` and its kin whole.
+    """
+    split, weight = Split(), torch.linspace(-1, 1, 16).reshape(1, 1, 4, 4).requires_grad_()
+
+    def forward(x: Tensor) -> Tensor:
+        y = torch.nn.functional.hardshrink(torch.nn.functional.interpolate(x * weight, scale_factor=2, mode="bilinear"))
+        return torch.addcdiv(y, y, y + 3, value=0.5).addcdiv_(y, y + 3, value=0.5).sum()
+
+    before = {op: dict(op.py_kernels) for op in (_aten.upsample_bilinear2d.vec, _aten.hardshrink.default)}
+    with _settings(), ExitStack() as stack:
+        for op in (_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default, _aten.hardshrink.default):
+            stack.enter_context(dispatcher.traced_as_compiled(op))
+        step = _compiled(forward, split)
+        step(torch.ones(1, 1, 4, 4))
+    calls = [n.target for n in split.joint.graph.nodes]
+    for target in (_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default):
+        expect(calls.count(target) == (target is not _aten.upsample_bilinear2d.vec), f"{target} is traced as {calls}")
+    expect(_aten.upsample_bilinear2d_backward.default in calls, f"a backward is traced as {calls}")
+    expect(_aten.hardshrink_backward.default in calls, f"a backward is traced as {calls}")
+    expect(calls.count(_aten.addcdiv.default) == 2, f"addcdiv is traced as {calls}")
+    expect(all(op.py_kernels == kernels for op, kernels in before.items()), "a kernel in Python was not put back")
+    dynamo.forget_compiled(step)
+
+
+@canary
+def autocast_casts_a_leaf_once() -> None:
+    """A float32 leaf that is used often in an autocast block is cast once in the joint graph; data at every use."""
+    split, weight = Split(), torch.ones(2, 2, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return ((x @ weight) @ weight + x @ weight).float().sum()
+
+    with _settings():
+        step = _compiled(forward, split)
+        step(torch.ones(2, 2))
+    casts = [n.args[0] for n in split.joint.graph.nodes if n.target is _aten._to_copy.default]
+    counts = sorted(casts.count(n) for n in split.joint.graph.find_nodes(op="placeholder") if n in casts)
+    expect(counts == [1, 2], f"a leaf and an input are cast {counts} times")
+    dynamo.forget_compiled(step)
+
+
+@canary
 def marked_sizes_become_symbols() -> None:
     """A marked size is an input of the joint graph that knows its symbol and its value; the marks can be taken off."""
     split, weight, data = Split(), torch.ones(3, requires_grad=True), torch.ones(5, 3)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import _meta_registrations, fx
 from torch._C import DispatchKey
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._prims_common import get_computation_dtype, suggest_memory_format
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
@@ -23,14 +23,18 @@ __all__ = [
     "flop_registry",
     "get_computation_dtype",
     "is_composite",
+    "python_kernels",
     "schema_of",
     "sdpa_backward_flop",
     "sdpa_flop",
     "suggest_memory_format",
     "traced_as",
+    "traced_as_compiled",
 ]
 
-_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_AUTOGRAD = DispatchKey.Autograd
+_KEYS = (_AUTOGRAD, _COMPOSITE)
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
@@ -69,6 +73,48 @@ def traced_as(op: OpOverload, make: Callable[[Callable[..., Any]], Callable[...,
             yield
     finally:
         op._dispatch_cache.clear()
+
+
+@contextmanager
+def traced_as_compiled(op: OpOverload) -> Iterator[None]:
+    """While open, this thread traces ``op`` by its compiled kernel, whatever torch has for it in Python.
+
+    Torch writes some operators in Python for its traces: composite ones (``CompositeImplicitAutograd``) and ones that
+    have a kernel and a derivative of their own (``Autograd``), which are then recorded as several others.
+
+    Args:
+        op: such as ``torch.ops.aten.hardshrink.default``.
+    """
+    import torch._refs  # the last to register such kernels; a trace imports it as well
+
+    made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE)
+
+    def make(_: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: op._op_dk(_COMPOSITE if made_of_others else _AUTOGRAD, *args, **kwargs)
+
+    def undecomposed(_: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: NotImplemented
+
+    try:
+        with ExitStack() as stack:
+            for key in _KEYS:
+                if key in op.py_kernels:
+                    # At the composite key a mode asks whether the operator is to be decomposed after all.
+                    kernel = undecomposed if key == _COMPOSITE and not made_of_others else make
+                    stack.enter_context(wrapped(Item(op.py_kernels, key), kernel, this_thread=True))
+            op._dispatch_cache.clear()
+            yield
+    finally:
+        op._dispatch_cache.clear()
+
+
+def python_kernels() -> frozenset[str]:
+    """The operators of ``torch.ops.aten`` for which torch has kernels in Python that a trace of a step would take."""
+    import torch._refs  # it registers some of them
+
+    packets = [each for each in vars(torch.ops.aten).values() if isinstance(each, OpOverloadPacket)]
+    ops = [each for packet in packets for each in vars(packet).values() if isinstance(each, OpOverload)]
+    return frozenset(op.__name__ for op in ops if any(key in op.py_kernels for key in _KEYS))
 
 
 def device_hint_is(device: str) -> Patch:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.capture.rules.norm_dtypes import is_mixed
 from ebbflow.torch_seams.dispatcher import OpOverload
 
 __all__ = ["RUNNING_STATISTICS", "drop_ignored_reads", "repeat_of", "repeated_arguments"]
@@ -42,8 +43,11 @@ def repeat_of(node: fx.Node) -> OpOverload | None:
 
     Only where the running statistics are inputs of the step, so that nobody but the boundary wants their new values.
     """
-    training = node.target is _FORWARD and len(node.args) > 5 and node.args[5] is True
-    return _REPEAT if training else None
+    if node.target is not _FORWARD or len(node.args) <= 5 or node.args[5] is not True:
+        return None
+    values = [each.meta["val"] if isinstance(each, fx.Node) else None for each in node.args[:5]]
+    # The dtypes of the running statistics choose the kernel as well.
+    return _REPEAT if is_mixed(values) == is_mixed(values[:3]) else None
 
 
 def repeated_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
