@@ -215,6 +215,7 @@ def _held(
         "steps_over": ", ".join(map(str, over[:8])) + (f" of {len(ours.peaks)}" if over else ""),
         "planned_calls": COUNTS.planned,
         "calls": calls if calls >= 0 else None,
+        "unplanned": ours.unplanned(),
         "captures": COUNTS.captures,
         "captures_expected": captures if captures >= 0 else None,
     }

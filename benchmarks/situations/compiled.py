@@ -114,7 +114,7 @@ def compiled_elsewhere(run: Run) -> None:
     run.train(Chain(), step)
 
 
-@situation(share=1.1, seconds=120.0)
+@situation(share=1.1, seconds=400.0)
 def compiling_in_another_thread(run: Run) -> None:
     """Another thread compiles all the time: ``is_compiling()`` is global to the process, this model's steps are not."""
     model, stop, failed = run.fit(Chain(16, 3), "1MiB"), threading.Event(), []

@@ -99,7 +99,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_DECODER, "head_dim": 16, "sliding_window": 8}, _words),
     "phi": ("PhiConfig", "PhiForCausalLM", {**_DECODER, "num_key_value_heads": 2}, _words),
     "opt": ("OPTConfig", "OPTForCausalLM", {
-        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64, "use_cache": False,
+        **_TEXT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 64,
+        "use_cache": False,
         "word_embed_proj_dim": 32, "max_position_embeddings": 64}, _words),
     "bloom": ("BloomConfig", "BloomForCausalLM", {
         **_TEXT, "hidden_size": 32, "n_layer": 2, "n_head": 2, "use_cache": False}, _words),
@@ -130,11 +131,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
         **_SEQ2SEQ, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32}, _features),
     "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {**_WAVE, "layerdrop": 0.0}, _waves),
     "vit": ("ViTConfig", "ViTForImageClassification", {
-        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 8}, _images),
+        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 64, "patch_size": 8}, _images),
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {
-        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "drop_path_rate": 0.1}, _images),
+        **_IMAGE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8,
+        "drop_path_rate": 0.1}, _images),
     "swin": ("SwinConfig", "SwinForImageClassification", {
-        **_IMAGE, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 2, "drop_path_rate": 0.0}, _images),
+        **_IMAGE, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 2,
+        "drop_path_rate": 0.0}, _images),
     "convnext": ("ConvNextConfig", "ConvNextForImageClassification", {
         **_IMAGE, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.1}, _images),
     "resnet": ("ResNetConfig", "ResNetForImageClassification", {
@@ -156,7 +160,7 @@ def _built(case: tuple[str, str, dict[str, Any], Any]) -> Any:
     return getattr(hf, model)(getattr(hf, config)(**settings)).train()
 
 
-@variants(MODELS, share=1.1, seconds=120.0)
+@variants(MODELS, share=1.1, seconds=400.0)
 def model(run: Run, case: Any) -> None:
     """Loss inside, as it comes from the library, through two optimizer steps."""
     batch = case[3]
@@ -169,7 +173,7 @@ def model(run: Run, case: Any) -> None:
     run.train(_built(case), step, steps=3, optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
 
 
-@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert", "t5", "vit")}, share=0.85, seconds=120.0)
+@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert", "t5", "vit")}, share=0.85, seconds=400.0)
 def tight(run: Run, case: Any) -> None:
     """Batches large enough for activations to be most of it; the whole output kept alive."""
     batch = case[3]
@@ -186,7 +190,7 @@ def tight(run: Run, case: Any) -> None:
         run.see(f"loss {i}", out.loss)
 
 
-@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert", "t5")}, share=1.1, seconds=120.0)
+@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert", "t5")}, share=1.1, seconds=400.0)
 def autocast(run: Run, case: Any) -> None:
     """bf16 autocast with the library's dropouts."""
     batch = case[3]
@@ -200,7 +204,7 @@ def autocast(run: Run, case: Any) -> None:
     run.train(_built(case), step, steps=3)
 
 
-@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert")}, share=1.3, seconds=120.0)
+@variants({name: MODELS[name] for name in ("gpt2", "llama", "bert")}, share=1.3, seconds=400.0)
 def gradient_checkpointing(run: Run, case: Any) -> None:
     """``gradient_checkpointing_enable()`` with ``enable_input_require_grads()``, all frozen but one layer."""
     batch, made = case[3], _built(case)

@@ -1,8 +1,8 @@
 """Models of 64 MiB and more, by oracles of the kernel's: ``VmHWM``, and ``RLIMIT_DATA`` under which eager dies.
 
-1. A step may raise ``VmHWM``, counted from what the process took before there was a model, to its budget and
-   the oracle's own resolution: pages, what Python and oneDNN take. Eager's steps, whose bytes the counter knows, measure it;
-   :data:`RESOLUTION_BYTES` is what they have to stay below, and what ours is allowed.
+1. A step may raise ``VmHWM``, counted from what the process took before there was a model, to its budget and the
+   oracle's own resolution: pages, what Python and oneDNN take. Eager's steps, whose bytes the counter knows, measure
+   it; :data:`RESOLUTION_BYTES` is what they have to stay below, and what ours is allowed.
 2. The first step captures and plans as well. What a process takes for that is not the budget's; it is allowed
    :data:`OWN_BYTES`, after a first capture of a toy model has loaded the compiler.
 """
@@ -62,7 +62,7 @@ MADE: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@variants(MADE, share=0.7, seconds=300.0)
+@variants(MADE, share=0.7, seconds=600.0)
 def high_water(run: Run, case: Any) -> None:
     """``VmHWM`` of every step against the budget, beside the counter."""
     make, shape = case
@@ -98,7 +98,7 @@ def high_water(run: Run, case: Any) -> None:
     run.see_model(model)
 
 
-@variants({"chain": MADE["chain"], "dropout": MADE["dropout"]}, share=0.6, seconds=300.0)
+@variants({"chain": MADE["chain"], "dropout": MADE["dropout"]}, share=0.6, seconds=600.0)
 def hard_limit(run: Run, case: Any) -> None:
     """Under one ``RLIMIT_DATA`` midway between the budget and eager's peak, eager dies and the fitted model trains."""
     make, shape = case

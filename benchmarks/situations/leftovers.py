@@ -26,7 +26,7 @@ def _loss(model: Any, x: Any) -> torch.Tensor:
     return loss.detach()
 
 
-@variants({"with_optimizer": True, "without": False}, captures=-1, seconds=150.0, share=0.9)
+@variants({"with_optimizer": True, "without": False}, captures=-1, seconds=400.0, share=0.9)
 def many_models(run: Run, told: Any) -> None:
     """Parameters, gradients and states die with their models; so do graphs, plans and fake tensors."""
     alive: list[weakref.ref[Any]] = []
@@ -56,7 +56,7 @@ def _state(adam: torch.optim.Optimizer) -> int:
     return sum(v.nbytes for each in adam.state.values() for v in each.values() if isinstance(v, torch.Tensor))
 
 
-@situation(captures=-1, seconds=150.0, share=0.9)
+@situation(captures=-1, seconds=400.0, share=0.9)
 def many_models_resident_memory(run: Run) -> None:
     """The process's own memory per model that came and went, after the first few."""
     seen: list[int] = []

@@ -4,8 +4,8 @@
    the bytes that libc10 asks for and has not given back. Its resolution is measured by blocks of known sizes.
 2. ``VmHWM`` is the process's highest resident memory since it was last reset through ``/proc/self/clear_refs``. It
    sees whole pages that were touched, and everything that is no tensor as well, so it judges large models alone.
-3. Budgets are held with :data:`SLACK_BYTES` of slack: seeds, states of generators (5,056 bytes each) and single
-   numbers that user code makes in the step belong to no model.
+3. Budgets are held with :data:`SLACK_BYTES` of slack for single numbers that user code makes in the step, such as a
+   scaled loss and its gradient. They belong to no model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 __all__ = ["SLACK_BYTES", "Counter", "build_counter", "hwm_bytes", "measured_resolution", "reset_hwm", "vm_bytes"]
 
-SLACK_BYTES = 8 * 2**10
+SLACK_BYTES = 2**10
 _SOURCE = Path(__file__).with_name("counter.c")
 _COMPILERS = ("cc", "gcc", "clang")
 

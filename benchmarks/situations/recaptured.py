@@ -157,7 +157,7 @@ def frozen_half_in_turns(run: Run) -> None:
     run.train(Chain(), step, steps=8)
 
 
-@situation(captures=9, share=1.2, seconds=150.0)
+@situation(captures=9, share=1.2, seconds=400.0)
 def thawed_layer_by_layer(run: Run) -> None:
     """Gradual unfreezing, back and forth over nine patterns: no pattern is captured twice."""
 
@@ -317,7 +317,7 @@ def gradients_and_none_in_turns(run: Run) -> None:
     run.train(Chain(), step, steps=6, zero=False)
 
 
-@variants({"batches": 4, "lengths": 9}, captures=-1, share=1.2, seconds=150.0)
+@variants({"batches": 4, "lengths": 9}, captures=-1, share=1.2, seconds=400.0)
 def shapes(run: Run, kinds: Any) -> None:
     """Batches and lengths that change."""
 

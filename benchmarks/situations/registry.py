@@ -84,7 +84,7 @@ class Situation:
     refused: Refusal | None = None
     either: bool = False
     limit: str = ""
-    seconds: float = 90.0
+    seconds: float = 240.0
 
 
 _FOUND: dict[str, Situation] = {}

@@ -20,7 +20,7 @@ def _loss(model: Any, x: Any) -> torch.Tensor:
     return loss.detach()
 
 
-@situation(calls=-1, captures=-1)
+@situation(calls=-1, captures=-1, share=1.05)
 def frozen_with_gradients_on(run: Run) -> None:
     """Nothing takes a gradient: eager just runs, and there is nothing to plan."""
     model = run.fit(Chain().requires_grad_(False))
@@ -33,7 +33,7 @@ def frozen_with_gradients_on(run: Run) -> None:
         del out
 
 
-@situation(captures=-1, calls=-1)
+@situation(captures=-1, calls=-1, share=1.05)
 def frozen_then_trained(run: Run) -> None:
     """A warm-up in which only a head outside trains, then everything."""
     model, head = run.fit(Chain(loss=False)), nn.Linear(64, 10)

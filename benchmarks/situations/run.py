@@ -16,6 +16,7 @@ import random
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -92,7 +93,7 @@ class Run:
         self.wrong: list[str] = []
         self.facts: dict[str, Any] = {}
         self._budget = budget
-        self._models: list[nn.Module] = []
+        self._models: list[weakref.ref[nn.Module]] = []
         self._zero = counter().bytes
         self._own = False
 
@@ -109,7 +110,7 @@ class Run:
         self._own |= own
         if isinstance(budget, float):
             budget = int(budget * (self._budget or 0))
-        self._models.append(model)
+        self._models.append(weakref.ref(model))
         return ebbflow.fit(model, budget if budget is not None else (self._budget or "75%"), **options)
 
     @contextlib.contextmanager
@@ -125,8 +126,7 @@ class Run:
         self.peaks.append(peak)
         if not self.eager:
             self.budgets.append(self._budget_now())
-            plans = [ebbflow.plan_of(model) for model in self._models]
-            self.predicted.append(max((plan.predicted_peak_bytes for plan in plans if plan is not None), default=0))
+            self.predicted.append(max((plan.predicted_peak_bytes for plan in self._plans()), default=0))
 
     def train(
         self,
@@ -208,10 +208,23 @@ class Run:
         if not holds:
             self.wrong.append(what)
 
+    def unplanned(self) -> str:
+        """What ``ebbflow.calls_of`` says of calls that were not planned, with the reasons."""
+        found: dict[str, int] = {}
+        for held in self._models:
+            model = held()
+            with contextlib.suppress(ebbflow.errors.UsageError, TypeError):  # unfitted since then, or gone
+                for reason, count in ebbflow.calls_of(model).unplanned.items():  # type: ignore[arg-type]
+                    found[reason] = found.get(reason, 0) + count
+        return ", ".join(f"{count} x {reason.partition(':')[0]}" for reason, count in found.items())
+
+    def _plans(self) -> list[ebbflow.Plan]:
+        alive = [model for held in self._models if (model := held()) is not None]
+        return [plan for model in alive if (plan := ebbflow.plan_of(model)) is not None]
+
     def _budget_now(self) -> int:
         if self._own or self._budget is None:
-            plans = [ebbflow.plan_of(model) for model in self._models]
-            return max((plan.budget_bytes for plan in plans if plan is not None), default=0)
+            return max((plan.budget_bytes for plan in self._plans()), default=0)
         return self._budget
 
 
