@@ -14,7 +14,7 @@ from ebbflow.cost.profile import Cost, UnexpectedResult, profile_calls
 from ebbflow.cost.roofline import roofline_seconds
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.cpu_allocations import profiler_active
-from ebbflow.step.machine import Machine
+from ebbflow.step.machine import Machine, machine_named
 from ebbflow.step.program import Program
 
 __all__ = ["is_measured_form", "with_measured_costs", "with_roofline_costs"]
@@ -55,8 +55,13 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
             raise _unexpected(program, calls, error) from error
         known.update(measured)
         cache.add(measured)
-    costs = [known[call.signature] for call in calls]
+    costs = [known.get(call.signature) or _estimate(call) for call in calls]
     return _with_kept_bytes(program, costs).with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
+
+
+def _estimate(call: Call) -> Cost:
+    """For a call that cannot be tried alone: by roofline."""
+    return Cost(roofline_seconds(call, machine_named("cpu")), 0)
 
 
 def _with_kept_bytes(program: Program, costs: Sequence[Cost]) -> Program:

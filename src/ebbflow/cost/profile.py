@@ -1,14 +1,15 @@
 """Seconds and workspace of each distinct op, measured by running it alone on this device.
 
 Every distinct call (``Call.signature``) runs on synthetic inputs of the same shapes, strides and dtypes: floats
-are uniform, integers zero, booleans true, pivots one, which permute nothing; no data dependence of bytes has been seen. Only one op's tensors
-exist at a time, so profiling stays under any budget that the step itself can meet.
+are uniform, integers zero, booleans true, pivots one, which permute nothing; no data dependence of bytes has been seen.
+Only one op's tensors exist at a time, so profiling stays under any budget that the step itself can meet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,10 @@ class UnexpectedResult(Exception):
         super().__init__(f"{call.signature}: {difference}")
         self.call = call
         self.difference = difference
+
+
+class NotAlone(Exception):
+    """A kernel refuses made-up numbers, as a factorisation does that wants a positive matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +120,19 @@ def _kept_bytes(call: Call, result: object, granularity_bytes: int) -> tuple[int
     return tuple(kept)
 
 
+def _first_run(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    try:
+        return call.target(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise NotAlone(call.signature) from error
+
+
 def _profile_on_cpu(call: Call) -> Cost:
     args, kwargs = _arguments(call)
     # The first use of a kernel sets up caches that later runs do not pay for.
-    kept = _kept_bytes(call, call.target(*args, **kwargs), 1)
+    kept = _kept_bytes(call, _first_run(call, args, kwargs), 1)
     recorder = AllocationRecorder()
     recorder.start()
     result = call.target(*args, **kwargs)
@@ -144,7 +158,7 @@ def _least_seconds(run: Callable[[], object]) -> float:
 
 def _profile_on_cuda(call: Call) -> Cost:
     args, kwargs = _arguments(call)
-    kept = _kept_bytes(call, call.target(*args, **kwargs), _CUDA_GRANULARITY_BYTES)
+    kept = _kept_bytes(call, _first_run(call, args, kwargs), _CUDA_GRANULARITY_BYTES)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -166,6 +180,8 @@ def _profile_on_cuda(call: Call) -> Cost:
 def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     """The cost of each distinct call by signature. The generators are left as they were.
 
+    Calls that refuse made-up numbers are left out.
+
     Args:
         calls: any number, each signature is run once.
         device: ``"cpu"`` or ``"cuda"``.
@@ -180,5 +196,6 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     with without_modes(), torch.random.fork_rng(), torch.no_grad():
         for call in calls:
             if call.signature not in costs:
-                costs[call.signature] = measure_one(call)
+                with contextlib.suppress(NotAlone):
+                    costs[call.signature] = measure_one(call)
     return costs
