@@ -24,8 +24,8 @@ setup: $(STAMP)
 
 # Set-up runs again only when what it installs from has changed.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "ebbflow needs Python 3.11 or later; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(if $(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),,$(error \
+		ebbflow needs Python 3.11 or later, and $(PYTHON) is not; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
@@ -71,7 +71,7 @@ TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_PYTHON := $(TORCH_VENV)/bin/python
 
 test-torch:
-	@test -n "$(TORCH)" || { echo "name a release of torch, for example: make test-torch TORCH=2.12.0"; exit 2; }
+	@$(if $(TORCH),,$(error name a release of torch, for example: make test-torch TORCH=2.12.0))
 	test -d $(TORCH_VENV) || $(PYTHON) -m venv $(TORCH_VENV)
 	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	$(TORCH_PYTHON) -m pip install --quiet -c $(TORCH_VENV)/constraints.txt "torch==$(TORCH)" -e ".[dev]" \

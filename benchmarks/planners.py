@@ -1,8 +1,9 @@
 """Are the planners right, and how far does each reach?
 
-    python benchmarks/planners.py [--quick] [--only NAME ...] [--out benchmarks/results/planners.json]
+    python benchmarks/planners.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/planners.json]
 
-NAME is a question (oracle, unit_chain, reach) or part of ``question:case``. Every case runs in a process of its own.
+NAME is a question (oracle, best, unit_chain, reach) or part of ``question:case``. Every case runs in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import sys
 from types import ModuleType
 
 from harness.suite import main
-from questions import oracle, reach, unit_chain
+from questions import best, oracle, reach, unit_chain
 
-QUESTIONS: dict[str, ModuleType] = {"oracle": oracle, "unit_chain": unit_chain, "reach": reach}
+QUESTIONS: dict[str, ModuleType] = {"oracle": oracle, "best": best, "unit_chain": unit_chain, "reach": reach}
 MOST_SECONDS = 5400.0
 """For one case; a child that takes longer is ended and reported."""
 

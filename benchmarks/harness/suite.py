@@ -38,6 +38,7 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
     parser.add_argument(
         "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="run nothing: join runs; later ones replace"
     )
+    parser.add_argument("--resume", action="store_true", help="keep what the result file has; run the other cases")
     parser.add_argument("--child", nargs=2, metavar=("QUESTION", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -50,6 +51,8 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
         {key: module.TITLE for key, module in questions.items()},
         {"quick": options.quick, "only": options.only or "all"},
     )
+    if options.resume and out.exists():
+        record.take(Record.read(out, record.titles))
     if options.merge:
         for path in options.merge:
             record.take(Record.read(path, record.titles))
@@ -70,6 +73,8 @@ def _run(record: Record, script: str, questions: Mapping[str, ModuleType], out: 
         paths = [BENCHMARKS, BENCHMARKS.parent / "src", BENCHMARKS.parent / "tests"]
         environment = {"XDG_CACHE_HOME": caches, "PYTHONPATH": os.pathsep.join(map(str, paths))}
         for question, case in _wanted(questions, quick, record.settings["only"]):
+            if f"{question}:{case}" in record.case_seconds:
+                continue  # of the run that is resumed
             begin = time.monotonic()
             arguments = [script, "--child", question, case, *(["--quick"] if quick else [])]
             error = run_child(arguments, lambda row: _keep(record, row), environment, most_seconds)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ebbflow._api.doctor import doctor as doctor
     from ebbflow._api.estimate import plan as plan
     from ebbflow._api.estimate import sweep as sweep
+    from ebbflow._api.fit import calls_of as calls_of
     from ebbflow._api.fit import fit as fit
     from ebbflow._api.fit import plan_of as plan_of
     from ebbflow._api.fit import set_budget as set_budget
@@ -41,6 +42,7 @@ _HOMES = {
     "Program": "ebbflow.step.program",
     "Status": "ebbflow.step.status",
     "Verification": "ebbflow._api.verify",
+    "calls_of": "ebbflow._api.fit",
     "doctor": "ebbflow._api.doctor",
     "fit": "ebbflow._api.fit",
     "max_batch": "ebbflow._api.max_batch",

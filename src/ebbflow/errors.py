@@ -56,7 +56,7 @@ class BudgetError(EbbflowError, ValueError):
 
     Attributes:
         budget_bytes: the budget asked for, bytes of peak.
-        floor_bytes: a proven lower bound on the peak of any schedule, bytes.
+        floor_bytes: a proven lower bound on the peak of schedules with first runs and boundary as captured, bytes.
         smallest_bytes: the least budget for which a schedule was found, bytes; only this one is workable.
         resident_bytes: bytes that are resident at the step's start, whatever the plan, and the allocator's reserve.
         pinned_by: the op that pins the floor, with its source line.
@@ -78,6 +78,11 @@ class BudgetError(EbbflowError, ValueError):
         self.smallest_bytes = smallest_bytes
         self.resident_bytes = resident_bytes
         self.pinned_by = pinned_by
+
+    def told_as(self, message: str) -> BudgetError:
+        """The same refusal in other words."""
+        facts = ("budget_bytes", "floor_bytes", "smallest_bytes", "resident_bytes", "pinned_by")
+        return BudgetError(message, **{name: getattr(self, name) for name in facts})
 
 
 class BudgetExceeded(EbbflowError, RuntimeError):

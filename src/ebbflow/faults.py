@@ -6,6 +6,7 @@ of the packages that we call left out; the zoo and the demo are models like any 
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from types import TracebackType
 
 from ebbflow.errors import EbbflowError, InternalError
 
-__all__ = ["in_own_frames", "innermost", "internal", "is_own", "own_faults"]
+__all__ = ["in_own_frames", "innermost", "internal", "is_own", "own_faults", "users_level"]
 
 _HERE = Path(__file__).parent
 _OURS = f"{_HERE}/"
@@ -52,6 +53,14 @@ def _is_called(file: str) -> bool:
         if folder in parts[:-1]:
             return parts[parts.index(folder) + 1] in _PACKAGES
     return file.startswith(("<", *_STANDARD))
+
+
+def users_level() -> int:
+    """``stacklevel`` of a warning that the caller gives: the innermost frame of the user's code."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and (_is_ours(frame.f_code.co_filename) or _is_called(frame.f_code.co_filename)):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def internal(error: BaseException) -> InternalError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -15,16 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 from ebbflow.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, silent
+from ebbflow.planners.narration import aloud
 
 if TYPE_CHECKING:
     import torch
 
     from ebbflow.case import Case
     from ebbflow.step.machine import Machine
+    from ebbflow.step.plan import Plan
 
     AnyOptimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 
-__all__ = ["DEFAULT_EFFORT", "Options"]
+__all__ = ["DEFAULT_EFFORT", "Options", "no_optimizer", "require_gradients", "require_text"]
 
 GRADIENTS = ("loss", "all")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
@@ -55,12 +58,15 @@ class Options:
     gradients: Literal["loss", "all"] | None = None
     """Which outputs take gradients. ``"loss"``, also meant by ``None``: scalars alone where one is returned that
     requires a gradient; ``"all"``: every output."""
+    start: Plan | None = None
+    """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
     verify: bool = True
     """Whether the first step is proven and a later one measured."""
     interrupt: Interrupt | None = None
     """Set from elsewhere to end planning with the best plan so far."""
-    progress: Callable[[Progress], None] = silent
-    """Called with what is known while capturing and planning."""
+    progress: Callable[[Progress], None] | None = aloud
+    """Called with what is known while capturing and planning. The default says so once that has taken two seconds;
+    ``None`` says nothing."""
 
     def __post_init__(self) -> None:
         require_planner(self.planner)
@@ -71,13 +77,17 @@ class Options:
         _check_callable("loss", self.loss, "a function of what the model returns")
         _check_machine(self.machine)
         _check_gradients(self.gradients)
+        _check_start(self.start)
         if not isinstance(self.verify, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _refusal("verify", self.verify, "True", "False")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _refusal("interrupt", self.interrupt, "an ebbflow.planners.Interrupt")
-        if self.progress is None:
-            raise _refusal("progress", None, "a function of one argument, such as print")
         _check_callable("progress", self.progress, "a function of one argument, such as print")
+
+    @property
+    def tell(self) -> Callable[[Progress], None]:
+        """Who is told what is known while capturing and planning."""
+        return self.progress or silent
 
     @property
     def target(self) -> Machine | None:
@@ -108,6 +118,8 @@ class Options:
         """
         if self.optimizer is None or _is_optimizer(self.optimizer):
             return self.optimizer  # type: ignore[return-value]
+        if self.optimizer is no_optimizer:
+            return None
         assert callable(self.optimizer)
         made = self.optimizer(model)
         if not _is_optimizer(made):
@@ -118,6 +130,32 @@ class Options:
                 value=made,
             )
         return made
+
+
+def no_optimizer(_: torch.nn.Module) -> Any:
+    """Given as ``optimizer``: none, whatever the case says."""
+    return None
+
+
+def require_gradients(value: object) -> None:
+    """Refuse ``None`` besides what :class:`Options` refuses, where no case could say what is meant.
+
+    Raises:
+        UsageError: saying what ``gradients`` takes.
+    """
+    if value is None:
+        raise _refusal("gradients", value, '"loss"', '"all"')
+    _check_gradients(value)
+
+
+def require_text(argument: str, value: object) -> None:
+    """Refuse what is no text.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    if not isinstance(value, str):
+        raise _refusal(argument, value, "a str")
 
 
 def _refusal(argument: str, value: object, *accepted: str, near: str = "") -> UsageError:
@@ -180,6 +218,16 @@ def _check_machine(value: object) -> None:
         machine_named(value)
     elif value is not None and not isinstance(value, Machine):
         raise _refusal("machine", value, "an ebbflow.Machine", "the name of one in the catalogue, such as a100-80gb")
+
+
+def _check_start(value: object) -> None:
+    if value is None:
+        return
+    from ebbflow.step.plan import Plan
+
+    if not isinstance(value, Plan):
+        near = "; read the file first: ebbflow.Plan.load(path)" if isinstance(value, str | os.PathLike) else ""
+        raise _refusal("start", value, "an ebbflow.Plan", near=near)
 
 
 def _is_optimizer(value: object) -> bool:

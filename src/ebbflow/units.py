@@ -1,14 +1,33 @@
-"""Bytes: parsing what people write and printing what they can read. Sizes are ``int`` bytes everywhere else."""
+"""Bytes: parsing what people write and printing what they can read. Sizes are ``int`` bytes everywhere else.
+
+1. A number of bytes that is *needed* (a peak, a floor, the smallest budget) is printed rounded up, and so is its share
+   of another one: whoever asks for what was printed gets at least what is needed.
+2. A number of bytes that is *allowed* (a budget, a machine's memory, what is left of it) is printed rounded down.
+3. What is parsed is rounded down to whole bytes: a budget is never more than what was written. As needs are whole
+   bytes, a text that names at least a need is parsed to at least it.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ebbflow.errors import UsageError
 
-__all__ = ["KIB", "MIB", "Budget", "format_bytes", "format_percent", "format_seconds", "parse_bytes"]
+__all__ = [
+    "KIB",
+    "MIB",
+    "Budget",
+    "format_allowed",
+    "format_bytes",
+    "format_percent",
+    "format_seconds",
+    "format_share",
+    "parse_bytes",
+]
 
 KIB = 2**10
 MIB = 2**20
@@ -20,12 +39,15 @@ _UNITS = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
     "kib": 2**10,
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "pib": 2**50,
 }
 _FORMS = ("an int (bytes)", '"12GiB"', '"800MiB"', '"8GB"', '"123456B"', 'or "60%" of the unplanned peak')
+_LOST_IN_A_SHARE = Fraction(1, 1000)  # of a byte: a float has 16 digits, which lose less of any peak below 10 TiB
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*")
 
 
@@ -80,30 +102,51 @@ class Budget:
         if isinstance(value, Budget):
             return value
         if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and match[2] == "%":
-            return Budget(share=float(match[1]) / 100)
+            return Budget(share=float(Fraction(match[1]) / 100))
         return Budget(bytes=parse_bytes(value))
 
     def resolve(self, unplanned_peak_bytes: int) -> int:
-        """This budget in bytes, for a step whose unplanned peak is ``unplanned_peak_bytes``; rounded down."""
+        """This budget in bytes, for a step whose unplanned peak is ``unplanned_peak_bytes``; rounded down.
+
+        A share is the decimal number that its shortest text says, so ``"79.13%"`` is 7913 in 10000 exactly, and bytes
+        over bytes give the bytes back.
+        """
         if self.bytes is not None:
             return self.bytes
         assert self.share is not None
-        return int(Fraction(self.share).limit_denominator(10**6) * unplanned_peak_bytes)
+        return math.floor(Fraction(repr(float(self.share))) * unplanned_peak_bytes + _LOST_IN_A_SHARE)
 
     def __str__(self) -> str:
         return f"{self.bytes}B" if self.bytes is not None else f"{(self.share or 0) * 100:g}%"
 
 
 def format_bytes(count: int) -> str:
-    """``count`` bytes for people: ``"512 B"``, ``"1.50 KiB"``, ``"12.00 GiB"``."""
+    """``count`` needed bytes for people, rounded up: ``"512 B"``, ``"1.50 KiB"``, ``"12.00 GiB"`` (definition 1)."""
+    return _format(count, math.ceil)
+
+
+def format_allowed(count: int) -> str:
+    """``count`` allowed bytes for people, rounded down (definition 2)."""
+    return _format(count, math.floor)
+
+
+def _format(count: int, whole: Callable[[Fraction], int]) -> str:
     if abs(count) < KIB:
         return f"{count} B"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        size /= 1024
-        if abs(size) < 1024:
-            return f"{size:.2f} {unit}"
-    return f"{size:.2f} PiB"
+    unit = 1
+    for name in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        unit *= 1024
+        hundredths = whole(Fraction(100 * count, unit))
+        if abs(hundredths) < 102400 or name == "PiB":
+            break
+    sign, digits = "-" if hundredths < 0 else "", abs(hundredths)
+    return f"{sign}{digits // 100}.{digits % 100:02} {name}"
+
+
+def format_share(part: int, whole: int) -> str:
+    """``part`` needed bytes as a share of ``whole``, rounded up to two digits: ``"79.13 %"`` (definition 1)."""
+    hundredths = -(-10_000 * part // whole) if whole else 0
+    return f"{hundredths // 100}.{hundredths % 100:02} %"
 
 
 def format_percent(share: float) -> str:

@@ -164,13 +164,10 @@ def test_what_breaks_the_graph_is_named_with_its_line(refused: Callable[[Body], 
     assert any(line in message for line in lines), message
 
 
-def test_a_model_that_needs_no_gradient_is_refused() -> None:
+def test_no_step_of_a_model_that_needs_no_gradient_can_be_planned() -> None:
     model = Body_(lambda m, x: m.linear(x).sum()).requires_grad_(False)
-    ebbflow.fit(model, "1MiB")
-    with pytest.raises(CaptureError, match="no_grad"):
-        model(X)
-    with torch.no_grad():
-        model(X)
+    with pytest.raises(CaptureError, match="needs no gradient"):
+        planned(model, X)
 
 
 def test_an_op_that_returns_its_input_is_named() -> None:
@@ -235,7 +232,10 @@ def test_the_users_exception_is_the_users(body: Body) -> None:
         with pytest.raises(type(expected.value)) as caught:
             fitted(X)
         assert type(caught.value) is type(expected.value)
-        assert caught.value.args == expected.value.args
+        # Kernels refuse fake tensors in words of their own, and nothing is run to hear others.
+        assert caught.value.args == expected.value.args or (body is has_wrong_shape and "[3, 2]" in str(caught.value))
+        if body is not reads_beyond:
+            assert "test_capture.py" in caught.value.__notes__[0]
         for model in (fitted, plain):
             model.zero_grad()
             model(torch.ones(5, 4)).backward()
@@ -260,12 +260,15 @@ def test_an_index_out_of_range_in_a_captured_step_is_the_users() -> None:
     assert step.measured_above_bytes is not None
 
 
-def test_nothing_fake_is_left_in_a_model_whose_forward_raised() -> None:
+def test_a_forward_that_raises_is_not_run_and_leaves_nothing_in_its_model() -> None:
     def keeps(m: Body_, x: torch.Tensor) -> torch.Tensor:
+        runs.append(type(x))
         m.last = m.linear(x)  # type: ignore[assignment]
         raise Mine
 
+    runs: list[type] = []
     model = ebbflow.fit(Body_(keeps), "1MiB")
     with pytest.raises(Mine):
         model(X)
-    assert type(model.last) is torch.Tensor
+    assert not runs
+    assert not hasattr(model, "last")

@@ -20,6 +20,7 @@ from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call, TensorSpec
 from ebbflow.cost.profile import Cost, profile_calls
 from ebbflow.errors import CaptureError
+from ebbflow.step.provenance import Costs
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 
 ATEN = torch.ops.aten
@@ -73,6 +74,35 @@ def test_measuring_leaves_the_generator() -> None:
 def test_equal_calls_are_measured_once() -> None:
     one = call(ATEN.add.Tensor, spec(3), spec(3))
     assert len(profile_calls([one, replace(one), one], "cpu")) == 1
+
+
+def test_the_amount_of_measuring_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs() -> int:
+        count = 0
+
+        def target(x: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return x.neg()
+
+        profile_calls([replace(call(ATEN.neg.default, spec(64)), target=target)], "cpu")
+        return count
+
+    quiet = runs()
+    ticks = iter(range(10**9))
+    for clock in ("thread_time", "perf_counter"):
+        monkeypatch.setattr(f"ebbflow.cost.profile.time.{clock}", lambda: next(ticks) * 3600.0)
+    assert runs() == quiet
+
+
+def test_no_more_than_so_many_calls_are_timed_and_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbflow.cost.profile.MOST_TIMED", 2)
+    calls = [call(ATEN.native_dropout.default, spec(side, 64), 0.1, True) for side in (4, 64, 8, 32, 16)]
+    costs = profile_calls(calls, "cpu")
+    assert [costs[each.signature].timed for each in calls] == [False, True, False, True, False]
+    assert all(0 < cost.seconds < 1 and cost.workspace_bytes > 0 for cost in costs.values())
+    estimated = [costs[calls[i].signature].seconds for i in (0, 2, 4)]
+    assert estimated == sorted(estimated), "an estimate follows the bytes"
 
 
 # -- the file -------------------------------------------------------------------------------------------------
@@ -187,6 +217,25 @@ def test_the_second_capture_measures_nothing(
     assert attach.with_measured_costs(joint.program, joint.calls, "cpu") == program
     monkeypatch.setattr(attach, "_KNOWN", {})  # another process, which finds the file
     assert attach.with_measured_costs(joint.program, joint.calls, "cpu") == program
+
+
+def test_a_plan_says_how_much_is_estimated(
+    joint: Captured, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "_KNOWN", {})
+    attach.with_measured_costs(joint.program, joint.calls, "cpu")
+    assert attach.costs_of(joint.calls, "cpu") == (Costs.MEASURED, "")
+    cache_file = CostCache(device_context("cpu")).path
+    cache_file.unlink()
+    monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr("ebbflow.cost.profile.MOST_TIMED", 3)
+    attach.with_measured_costs(joint.program, joint.calls, "cpu")
+    count = len({each.signature for each in joint.calls})
+    costs, words = attach.costs_of(joint.calls, "cpu")
+    assert (costs, words) == (Costs.PARTLY, f"the seconds of {count - 3} of {count} distinct ops are by roofline")
+    assert len(json.loads(cache_file.read_text())["costs"]) == 3, "an estimate is not kept"
+    case = mlp_chain(8, layers=2, width=8)
+    assert ebbflow.plan(case.model, case.args, budget="1MiB").provenance.costs is Costs.PARTLY
 
 
 def test_a_profiler_at_the_first_call_is_named(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,9 +167,22 @@ def test_an_optimizer_is_named_or_the_cases_own(cases: Path) -> None:
         )
 
     own, none, momentum = resident(), resident("--optimizer", "sgd"), resident("--optimizer", "sgd-momentum")
+    assert resident("--optimizer", "none") == none, "whatever the case has"
     parameters = 4 * (4 * (32 * 32 + 32))
     assert momentum - none == parameters
     assert own - none == 2 * parameters + 4 * 8  # two moments, and the count of steps of each of 8 parameters
+
+
+def test_every_text_says_what_is_counted(cases: Path) -> None:
+    with_adam = run("plan", f"{cases}:with_adam", "--budget", "1GiB", "--effort", 1).stdout
+    assert (
+        "  counted    parameters, buffers, gradients, arguments, state of Adam; not what optimizer.step() " in with_adam
+    )
+    without = run("plan", f"{cases}:with_adam", "--budget", "1GiB", "--effort", 1, "--optimizer", "none").stdout
+    assert "arguments; not optimizer state (none was given), what optimizer.step() takes while it runs" in without
+    doctor = run("doctor", f"{cases}:with_adam", "--machine", "t4-16gb").stdout
+    assert "  counted    parameters, buffers, gradients, arguments, state of Adam; not" in doctor
+    assert "  memory     unplanned: t4-16gb has 14.73 GiB, 13.28 GiB usable, " in doctor
 
 
 def test_the_doctor_takes_the_cases_loss_and_a_budget(cases: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_function_of_a_file_that_imports_its_neighbour(cases: Path) -> None:
         (["zoo:mlp_chain", "--budget", "80%", "--machine", "abacus"], ["'abacus'", "a100-80gb"]),
         (["zoo:nobody", "--budget", "80%"], ["'nobody'", "mlp_chain"]),
         (["zoo:mlp_chain", "--budget", "80%", "--size", "0"], ["--size 0"]),
-        (["nothing", "--budget", "80%"], ["zoo:NAME", "FILE.py:function"]),
+        (["nothing", "--budget", "80%"], ["is not a case", "zoo:NAME", "FILE.py:function"]),
         (["missing.py:case", "--budget", "80%"], ["no file missing.py"]),
         (["missing.json", "--budget", "80%"], ["cannot be read"]),
         (["CASES:nobody", "--budget", "80%"], ["'nobody'", "chain, fails, needs_size"]),
@@ -160,9 +160,35 @@ def test_a_damaged_graph_file_is_refused(text: str, tmp_path: Path) -> None:
     assert "ebbflow: " in result.stderr
 
 
-def test_an_error_in_the_users_function_is_theirs(cases: Path) -> None:
-    result = run("plan", f"{cases}:fails", "--budget", "80%")
-    assert isinstance(result.exception, ZeroDivisionError)
+@pytest.mark.parametrize("command", ["plan", "doctor", "compare", "max-batch"])
+def test_an_error_in_the_users_function_is_told_with_its_line(command: str, cases: Path) -> None:
+    line = next(i for i, text in enumerate(cases.read_text().splitlines(), 1) if "raise ZeroDivisionError" in text)
+    budget = {"compare": "--budgets", "plan": "--budget"}.get(command, "--budget")
+    result = run(command, f"{cases}:fails", budget, "1MiB")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == f"ebbflow: {cases}:{line}: ZeroDivisionError: the user's own"
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import nothing_of_this_name\n", 1),
+        ("x = 1\ndef broken(:\n", 2),
+        ("x = 1\n\n1 / 0\n", 3),
+        (
+            "import torch, ebbflow\ndef case():\n    return ebbflow.Case(torch.nn.ReLU(), (torch.ones(-3),))\n",
+            3,
+        ),
+    ],
+)
+def test_an_error_in_the_users_file_is_told_with_its_line(text: str, line: int, tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    result = run("plan", f"{path}:case", "--budget", "80%")
+    assert result.exit_code == 2
+    assert f"ebbflow: {path}:{line}: " in result.stderr
+    assert "Traceback" not in result.output
 
 
 def test_demo_refuses_too_few_steps_and_a_bad_budget() -> None:

@@ -82,8 +82,9 @@ GOLDEN = """\
 doctor for tiny: the step is one graph
   step       11 ops (7 forward, 4 backward), 13 buffers
   peak       3.04 KiB unplanned: 100 B resident, 2.94 KiB above
-  smallest   2.45 KiB, 80.64 % of the peak: the least budget for which a plan was found
-  floor      2.45 KiB, 80.64 % of the peak: no plan gets below; pinned by mm_1 (aten.mm.default) at net.py:7
+  smallest   2.45 KiB, 80.65 % of the peak: the least budget for which a plan was found
+  floor      2.45 KiB, 80.65 % of the peak: no plan with first runs and boundary as captured gets below; pinned by mm_1 (aten.mm.default) at net.py:7
+  counted    what the ops of the graph make; not parameters, inputs and optimizer, of which the graph says nothing
   random     1 x drop in drop at net.py:9: 16 B of generator state, so that reruns draw the same numbers
   run once   1 x scatter_add at net.py:10: 500 B kept until their last reader, since it sums with atomics, so that the last bits may differ; torch.use_deterministic_algorithms(True) makes it repeatable
   opaque     1 x mine.fused at net.py:10: 500 B made; each is planned as a whole
@@ -95,7 +96,7 @@ doctor for tiny: the step is one graph
 
 largest buffers of the unplanned step, like modules and lines together (top 4)
    at once    in all  buffers  to the end  life in ops  what makes them
-  1.46 KiB  1.46 KiB        2                  0 to 10  mm in blocks.*.up at net.py:7
+  1.47 KiB  1.47 KiB        2                  0 to 10  mm in blocks.*.up at net.py:7
   1.37 KiB  1.37 KiB        3           2      8 to 11  mm at net.py:7, backward
     1010 B    1010 B        2                   1 to 6  norm in blocks.*.norm at net.py:8
     1000 B    1000 B        1                   2 to 8  drop in drop at net.py:9
@@ -106,16 +107,16 @@ live at the unplanned peak, 2.94 KiB above, at drop (aten.drop.default) at net.p
   1000 B  33.22 %        1  drop in drop at net.py:9
   1000 B  33.22 %        1  mm in blocks.*.up at net.py:7
 
-the floor, 2.35 KiB above, pinned by mm_1 (aten.mm.default) at net.py:7
-     bytes    share  why it is there under any plan
+the floor, 2.36 KiB above, pinned by mm_1 (aten.mm.default) at net.py:7
+     bytes    share  why it is there under any plan with first runs and boundary as captured
        4 B   0.17 %  forward outputs made before it
      200 B   8.31 %  gradients made before it
        4 B   0.17 %  gradients of the forward's outputs (tangents)
-  1.95 KiB  83.06 %  what it reads besides
+  1.96 KiB  83.06 %  what it reads besides
      200 B   8.31 %  what it makes
 
 what would lower the floor
-  1.95 KiB are what one op reads and makes, 1000 B of it from up (aten.mm.default) at net.py:7: make the batch, the sequences or the images smaller, or split that line
+  1.96 KiB are what one op reads and makes, 1000 B of it from up (aten.mm.default) at net.py:7: make the batch, the sequences or the images smaller, or split that line
 """  # noqa: E501
 
 

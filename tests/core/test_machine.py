@@ -35,7 +35,7 @@ def test_the_catalogue_has_exactly_the_documented_names() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_has_a_source(name: str) -> None:
     machine = machine_named(name)
-    wanted = {*NUMBERS, "capability"} if machine.device == "cuda" else set(NUMBERS)
+    wanted = {*NUMBERS, "capability", "context_bytes", "fragmentation"} if machine.device == "cuda" else set(NUMBERS)
     for tier in machine.links:
         wanted |= {f"links.{tier}.{what}" for what in ("bytes_per_second", "latency_seconds", "capacity_bytes")}
     assert set(machine.sources) == wanted
@@ -46,6 +46,24 @@ def test_every_number_has_a_source(name: str) -> None:
 def test_memory_is_a_little_below_the_name(name: str) -> None:
     nominal = int(name.rsplit("-", 1)[1].removesuffix("gb")) * 2**30
     assert 0.9 * nominal < machine_named(name).memory_bytes <= nominal
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_what_is_usable_is_memory_without_context_and_fragmentation(name: str) -> None:
+    machine = machine_named(name)
+    rest = machine.memory_bytes - machine.context_bytes
+    assert machine.usable_bytes == int(0.95 * rest) < machine.memory_bytes - 700 * 2**20
+    assert dataclasses.replace(machine, context_bytes=0, fragmentation=0.0).usable_bytes == machine.memory_bytes
+    assert dataclasses.replace(machine, memory_bytes=2**20).usable_bytes == 0
+
+
+def test_a_machine_of_an_earlier_plan_file_is_usable_as_a_whole() -> None:
+    data = machine_named("t4-16gb").to_json()
+    assert Machine.from_json(data) == machine_named("t4-16gb")
+    del data["context_bytes"], data["fragmentation"]
+    assert Machine.from_json(data).usable_bytes == machine_named("t4-16gb").memory_bytes
+    with pytest.raises(ValueError, match="is not a share"):
+        Machine.from_json({**data, "fragmentation": 1.5})
 
 
 @pytest.mark.parametrize("name", CUDA)

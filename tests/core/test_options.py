@@ -41,11 +41,12 @@ ABSURD: list[tuple[str, object]] = [
     ("machine", 80),
     ("gradients", "al"),
     ("gradients", True),
-    ("progress", None),
     ("progress", "loud"),
     ("verify", 1),
     ("verify", "yes"),
     ("interrupt", True),
+    ("start", "plan.json"),
+    ("start", 5),
 ]
 
 

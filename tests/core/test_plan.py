@@ -72,7 +72,7 @@ def a_plan(schedule: Schedule | None = None) -> Plan:
         floor_op=5,
         smallest_bytes=420,
         bound=0.1,
-        bound_class="order: program, tiers: none",
+        bound_class="order: program, boundary: captured, tiers: none, costs: given",
         plan_seconds=0.5,
         provenance=Provenance(device="cpu", torch="x"),
     )
@@ -124,9 +124,13 @@ plan for tiny by hand: FEASIBLE
   budget     600 B
   peak       522 B predicted, 100.00 % of the unplanned 522 B
   resident   64 B, reserve 0 B
-  overhead   44.44 % predicted (13.00 s against 9.00 s), bound 10.00 % (order: program, tiers: none), gap 34.44 %
+  counted    parameters, buffers, gradients, arguments; not optimizer state (none was given), what optimizer.step() \
+takes while it runs
+  overhead   44.44 % predicted (13.00 s against 9.00 s)
+  bound      10.00 % (order: program, boundary: captured, tiers: none, costs: given), gap 34.44 %
   reruns     3 of 7 ops
-  smallest   420 B, floor 400 B pinned by bb (aten.gelu_backward)"""
+  smallest   420 B, the least for which a plan was found
+  floor      400 B with first runs and boundary as captured, pinned by bb (aten.gelu_backward)"""
 
 
 def test_the_text_form_has_a_line_per_fact() -> None:
@@ -176,10 +180,11 @@ def test_a_notebook_shows_a_table_and_no_markup_of_the_model() -> None:
     text = plan._repr_html_()
     root = ElementTree.fromstring(text)
     assert {each.tag for each in root.iter()} == {"table", "caption", "tbody", "tr", "th", "td"}
-    assert [each.text for each in root.iter("th")] == ["budget", "peak", "resident", "overhead", "reruns", "smallest"]
+    names = "budget peak resident counted overhead bound reruns smallest floor".split()
+    assert [each.text for each in root.iter("th")] == names
     cells = [each.text or "" for each in root.iter("td")]
     assert cells[0] == "600 B"
-    assert hostile in cells[3]
+    assert hostile in cells[names.index("bound")]
     caption = root.find("caption")
     assert caption is not None
     assert caption.text == f"{hostile} by {hostile}: FEASIBLE"

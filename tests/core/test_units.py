@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -9,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import UsageError
-from ebbflow.units import Budget, format_bytes, format_percent, format_seconds, parse_bytes
+from ebbflow.units import (
+    Budget,
+    format_allowed,
+    format_bytes,
+    format_percent,
+    format_seconds,
+    format_share,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +96,47 @@ def test_bytes_survive_their_text(count: int) -> None:
 )
 def test_sizes_are_printed(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@given(st.integers(0, 2**60))
+def test_a_need_as_it_is_printed_is_enough(count: int) -> None:
+    shown = parse_bytes(format_bytes(count)) if count else 0
+    assert count <= shown <= max(1.01 * count, count + 1)
+
+
+@given(st.integers(1, 2**60))
+def test_what_is_allowed_is_never_more_than_is_printed(count: int) -> None:
+    shown = parse_bytes(format_allowed(count))
+    assert 0.99 * count - 1 <= shown <= count
+
+
+@given(st.integers(1, 2**43), st.integers(1, 2**43))
+def test_a_share_as_it_is_printed_is_enough(part: int, whole: int) -> None:
+    assert part > 10 * whole or Budget.parse(format_share(part, whole)).resolve(whole) >= part
+
+
+@given(st.integers(1, 2**43), st.integers(1, 2**43))
+def test_bytes_over_bytes_give_the_bytes_back(part: int, whole: int) -> None:
+    part = min(part, whole)
+    assert Budget(share=part / whole).resolve(whole) == part
+
+
+@given(st.decimals(min_value="0.01", max_value=1000, places=4), st.integers(1, 2**43))
+def test_a_budget_is_never_more_than_was_written(percent: Decimal, peak: int) -> None:
+    assert Budget.parse(f"{percent}%").resolve(peak) <= Fraction(percent) * peak / 100 + Fraction(1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("count", "needed", "allowed"),
+    [
+        (1025, "1.01 KiB", "1.00 KiB"),
+        (2**20 - 1, "1.00 MiB", "1023.99 KiB"),
+        (2**30 + 1, "1.01 GiB", "1.00 GiB"),
+        (2**60 + 1, "1024.01 PiB", "1024.00 PiB"),
+    ],
+)
+def test_needs_are_rounded_up_and_what_is_allowed_down(count: int, needed: str, allowed: str) -> None:
+    assert (format_bytes(count), format_allowed(count)) == (needed, allowed)
 
 
 def test_shares_and_seconds_are_printed() -> None:

@@ -102,6 +102,58 @@ def test_verify_checks_what_it_is_given() -> None:
         assert raised.value.argument == argument
 
 
+NAMED = {name: call for name, call in ENTRIES.items() if name not in ("max_batch", "fit")}
+
+
+@pytest.mark.parametrize("entry", [*NAMED, "fit", "verify"])
+def test_gradients_have_to_be_said_where_no_case_says_them(entry: str) -> None:
+    calls = {**ENTRIES, "verify": lambda **options: ebbflow.verify(Untouchable(), X, **options)}
+    with pytest.raises(UsageError, match="gradients=None is not accepted"):
+        calls[entry](gradients=None)
+
+
+@pytest.mark.parametrize("entry", NAMED)
+def test_a_name_is_text(entry: str) -> None:
+    with pytest.raises(UsageError, match="name=5 is not accepted; name takes a str"):
+        NAMED[entry](name=5)
+
+
+@pytest.mark.parametrize("option", ["budgets", "planners"])
+def test_a_sweep_of_nothing_is_refused(option: str) -> None:
+    given = {"budgets": [ANY], "planners": ["auto"], option: []}
+    with pytest.raises(UsageError, match=f"{option} is empty"):
+        ebbflow.sweep(Untouchable(), X, **given)  # type: ignore[arg-type]
+
+
+def test_a_sweep_takes_what_can_be_gone_through_once() -> None:
+    case = mlp_chain(16, layers=2, width=8)
+    plans = ebbflow.sweep(case.model, case.args, budgets=iter([ANY]), planners=iter(["keep_all", "greedy"]))  # type: ignore[arg-type]
+    assert [plan.planner for plan in plans] == ["keep_all", "greedy"]
+
+
+@pytest.mark.parametrize("call", [ebbflow.unfit, ebbflow.plan_of, ebbflow.step_of, lambda x: ebbflow.set_budget(x, 1)])
+@pytest.mark.parametrize("thing", [3, None, "model", nn.Linear, [nn.Linear(1, 1)]])
+def test_what_is_not_a_module_is_refused_after_fitting_too(call: Callable[[Any], object], thing: object) -> None:
+    with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module"):
+        call(thing)
+
+
+def test_what_is_not_a_path_or_a_name_is_refused() -> None:
+    plan = ebbflow.plan(nn.Sequential(nn.Linear(2, 2)), X, budget=ANY)
+    for call in (ebbflow.Plan.load, plan.save, plan.explain):
+        for thing in (5, None, ["plan.json"]):
+            with pytest.raises(UsageError, match=r"not (int|NoneType|list)"):
+                call(thing)  # type: ignore[arg-type]
+
+
+def test_verify_takes_its_plan_by_name() -> None:
+    case = mlp_chain(16, layers=2, width=8)
+    plan = ebbflow.plan(case.model, case.args, budget=ANY)
+    assert ebbflow.verify(case.model, case.args, plan=plan) == ebbflow.verify(case.model, case.args, None, plan)
+    with pytest.raises(UsageError, match=r"verify\(model, args, plan=plan\)"):
+        ebbflow.verify(case.model, case.args)
+
+
 def test_classes_where_objects_are_meant_are_named() -> None:
     with pytest.raises(UsageError, match=r"AdamW\(model\.parameters\(\)\)"):
         ebbflow.plan(Untouchable(), X, budget=ANY, optimizer=torch.optim.AdamW)

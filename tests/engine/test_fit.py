@@ -15,7 +15,9 @@ import ebbflow
 from ebbflow.errors import BudgetError, PlanMismatch, UsageError
 from ebbflow.planners import Progress
 from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.step.machine import machine_named
 from ebbflow.step.plan import Plan
+from ebbflow.step.provenance import Costs
 from ebbflow.zoo import MLPChain, mlp_chain
 
 
@@ -162,6 +164,55 @@ def test_a_given_plan_is_what_runs(model: Tracked, tmp_path: Path) -> None:
         assert ran.schedule == tight.schedule
         model.zero_grad()
         ebbflow.unfit(model)
+
+
+def test_a_plan_for_another_machine_is_a_start_and_never_run(model: Tracked) -> None:
+    here = ebbflow.plan(model, (X,), budget="70%", effort=200)
+    elsewhere = replace(here, machine=machine_named("t4-16gb"), provenance=replace(here.provenance, machine="t4-16gb"))
+    ebbflow.fit(model, elsewhere)
+    with pytest.raises(PlanMismatch, match=r"machine: plan 't4-16gb', here 'cpu'.*start=plan") as caught:
+        model(X)
+    assert caught.value.differences == ("machine: plan 't4-16gb', here 'cpu'",)
+    ebbflow.unfit(model)
+    named = replace(here, provenance=replace(here.provenance, name="another kind of CPU"))
+    ebbflow.fit(model, named)
+    with pytest.raises(PlanMismatch, match="name: plan 'another kind of CPU'"):
+        model(X)
+    ebbflow.unfit(model)
+    ebbflow.fit(model, here.budget_bytes, start=elsewhere, effort=1, planner="greedy")
+    model(X).backward()
+    ran = ebbflow.plan_of(model)
+    assert ran is not None
+    assert ran.machine is None
+    assert ran.provenance.costs is Costs.MEASURED
+    assert ran.program.fingerprint == here.program.fingerprint
+
+
+def test_a_start_is_where_the_search_starts(model: Tracked) -> None:
+    """A planner that only takes what it is given as its start finds that schedule again."""
+    smallest = ebbflow.plan(model, (X,), budget="1MiB").smallest_bytes
+    start = ebbflow.plan(model, (X,), budget=smallest)
+    ebbflow.fit(model, "1MiB", start=start, planner="least_memory")
+    model(X).backward()
+    ran = ebbflow.plan_of(model)
+    assert ran is not None
+    assert ran.schedule == start.schedule
+
+
+def test_a_start_of_another_step_is_said_not_to_be_used(model: Tracked) -> None:
+    other = mlp_chain(32, layers=2, width=16)
+    ebbflow.fit(model, "80%", start=ebbflow.plan(other.model, other.args, budget="1MiB"), effort=50)
+    with pytest.warns(UserWarning, match="is of another step than the one captured here"):
+        model(X).backward()
+
+
+@pytest.mark.parametrize("start", ["plan.json", 3, True])
+def test_a_start_that_is_no_plan_is_refused(model: Tracked, start: object) -> None:
+    with pytest.raises(UsageError, match="start takes"):
+        ebbflow.fit(model, "80%", start=start)  # type: ignore[arg-type]
+    plan = ebbflow.plan(model, (X,), budget="1MiB")
+    with pytest.raises(UsageError, match="not both"):
+        ebbflow.fit(model, plan, start=plan)
 
 
 def test_a_plan_of_another_program_is_refused_with_the_difference(model: Tracked) -> None:

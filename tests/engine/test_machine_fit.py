@@ -22,7 +22,7 @@ from ebbflow.zoo import GPTConfig, gpt
 
 @pytest.fixture(scope="module")
 def tiny() -> Machine:
-    return replace(machine_named("t4-16gb"), memory_bytes=10 * 2**20)
+    return replace(machine_named("t4-16gb"), memory_bytes=12 * 2**20, context_bytes=2 * 2**20, fragmentation=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,10 @@ def test_a_refusal_names_the_machines_that_would_do(step: AheadStep) -> None:
     with pytest.raises(BudgetError) as caught:
         step.plan(Budget.parse("10MiB"), PlanningOptions(effort=1))
     text = str(caught.value)
-    assert "t4-16gb has 10.00 MiB, which no plan fits; of the catalogue, m40-12gb, titanxp-12gb," in text
+    assert (
+        "t4-16gb has 12.00 MiB, 10.00 MiB of it usable, which no plan that was found fits; "
+        "of the catalogue, m40-12gb, titanxp-12gb,"
+    ) in text
     assert text.index("t4-16gb,") < text.index("a100-40gb") < text.index("h200-141gb")
 
 
@@ -50,20 +53,25 @@ def test_a_refusal_by_the_budget_alone_names_no_machine(step: AheadStep) -> None
     roomy = replace(step, machine=machine_named("t4-16gb"))
     with pytest.raises(BudgetError) as caught:
         roomy.plan(Budget.parse("10MiB"), PlanningOptions(effort=1))
-    assert "which no plan fits" not in str(caught.value)
+    assert "of it usable" not in str(caught.value)
 
 
 def test_no_machine_of_the_catalogue_holds_it(step: AheadStep) -> None:
-    largest = max(each.memory_bytes for each in catalogue().values())
+    largest = max(each.usable_bytes for each in catalogue().values())
     with pytest.raises(BudgetError, match="no machine of the catalogue has that much"):
         replace(step, resident_bytes=largest).plan(Budget.parse("10MiB"), PlanningOptions(effort=1))
 
 
 def test_a_plan_larger_than_its_machine_says_so(step: AheadStep) -> None:
     plan = step.plan(Budget.parse("1GiB"), PlanningOptions(effort=1))
-    assert "t4-16gb has 10.00 MiB: this plan does NOT fit it" in text_of(plan)
-    room = replace(plan.provenance, memory_bytes=plan.predicted_peak_bytes + 2**20)
+    text = text_of(plan)
+    assert "t4-16gb has 12.00 MiB, 10.00 MiB usable: this does NOT fit it" in text
+    assert "less 2.00 MiB for the device's context (estimate, " in text
+    assert "and 0% of the rest for fragmentation (estimate: " in text
+    room = replace(plan.provenance, usable_bytes=plan.predicted_peak_bytes + 2**20)
     assert "1.00 MiB more than the peak" in text_of(replace(plan, provenance=room))
+    less = replace(plan.provenance, usable_bytes=plan.predicted_peak_bytes - 1)
+    assert "this does NOT fit it" in text_of(replace(plan, provenance=less))
 
 
 def test_cublas_is_resident_where_a_step_has_products(step: AheadStep, tiny: Machine) -> None:

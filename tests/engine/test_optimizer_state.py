@@ -25,7 +25,36 @@ OPTIMIZERS: dict[str, Make] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p),  # type: ignore[arg-type]
     "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),  # type: ignore[arg-type]
     "Adagrad": lambda p: torch.optim.Adagrad(p),  # type: ignore[arg-type]
+    "ASGD": lambda p: torch.optim.ASGD(p),  # type: ignore[arg-type]
+    "Adam, foreach": lambda p: torch.optim.Adam(p, foreach=True),  # type: ignore[arg-type]
+    "Adam, fused": lambda p: torch.optim.Adam(p, fused=True),  # type: ignore[arg-type]
+    "Own kernels": lambda p: OwnKernels(p, lr=0.1),  # type: ignore[arg-type]
+    "Careful": lambda p: Careful(p, lr=0.1),  # type: ignore[arg-type]
 }
+
+
+class OwnKernels(torch.optim.SGD):
+    """Computes outside of torch, as optimizers with compiled kernels do; a factor per row, one per column."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.detach().numpy()[...] -= parameter.grad.numpy()
+                state = self.state[parameter]
+                state["all"] = torch.zeros_like(parameter, dtype=torch.float64)
+                state["rows"] = parameter.new_zeros(parameter.shape[0])
+                state["columns"] = parameter.new_zeros(parameter.shape[-1])
+
+
+class Careful(torch.optim.SGD):
+    """Raises where it sees what it takes for an overflow."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if torch.isnan(parameter.grad).any():
+                    raise FloatingPointError("nan")
+                self.state[parameter]["seen"] = torch.zeros_like(parameter)
 
 
 def net() -> nn.Module:
@@ -50,6 +79,26 @@ def test_foreseen_is_what_comes(name: str) -> None:
     if name != "Adagrad":  # which makes its state when it is built
         assert (foreseen > 0) == (name != "SGD")
     assert future_state_bytes(optimizer) == 0 or name == "SGD"
+
+
+def test_adafactor_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers.optimization")
+    model = net()
+    optimizer = transformers.Adafactor(model.parameters())
+    foreseen = future_state_bytes(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert state_bytes(optimizer) == foreseen > 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_foreseeing_takes_no_memory(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(512, 512))
+    optimizer = OPTIMIZERS[name]([parameter])
+    with ebbflow.measure(parameter) as measured:
+        future_state_bytes(optimizer)
+    assert measured.above_bytes < 4096
 
 
 def test_groups_keep_their_options() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbflow
 from ebbflow.engine import compiled
 from ebbflow.engine.executable import Phase
+from ebbflow.engine.fitted_class import FITTED
 from ebbflow.errors import BudgetError, UsageError
 
 ROWS, WIDTH = 128, 32
@@ -326,7 +327,7 @@ def test_a_graph_dropped_without_backward_leaves_no_bytes() -> None:
     model, _ = twins("70%")
     for seed in range(3):
         backward(model, seed)
-    fitted = ebbflow._api.fit._FITTED[model]
+    fitted = FITTED[model]
     loss = model(rows(5))
     assert fitted.flights.bytes > 0
     del loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -38,9 +39,24 @@ def test_demo_keeps_its_promises_at_half_of_the_peak(tmp_path: Path) -> None:
     assert Plan.load(out).summary() == {key: data[key] for key in Plan.load(out).summary()}
 
 
-def test_a_broken_promise_is_shown() -> None:
-    record, _ = run_demo(DemoConfig(steps=4, layers=2, width=64, length=64, batch=8, budget="80%"), lambda _: None)
+def test_no_measured_figure_contradicts_a_claim_and_a_broken_promise_is_shown() -> None:
+    told: list[str] = []
+    record, plan = run_demo(DemoConfig(steps=4, layers=2, width=64, length=64, batch=8, budget="80%"), told.append)
     assert record.kept
+    assert re.fullmatch(r"step 3 of 4, about .* left", told[-4])
+    assert "left" not in told[0]
+    for bound in (0.14, 0.01, None):
+        stream = StringIO()
+        timed = replace(record, plan=replace(plan, bound=bound), measured_step_seconds=1.05, unplanned_step_seconds=1.0)
+        write_demo(timed, stream)
+        text = stream.getvalue()
+        assert ("bound       none is proven" in text) == (bound is None)
+        assert "no plan" not in text
+        if bound is not None:
+            assert f"bound       {100 * bound:.2f} % of predicted overhead at the least" in text
+            assert plan.bound_class in text
+            assert "costs: given" in plan.bound_class
+        assert ("the measured 5.00 % is of other costs" in text) == (bound == 0.14)
     broken = replace(record, losses_equal=False)
     assert not broken.kept
     stream = StringIO()

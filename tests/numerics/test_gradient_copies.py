@@ -110,9 +110,10 @@ def test_gradients_that_are_inputs_or_results_are_copied() -> None:
     assert torch.equal(x, before), "the second gradient was added to the input"
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-    model.zero_grad()
-    with ebbflow.measure(model, x) as gauge:
-        model(x).backward(torch.ones(N, N))
+    for _ in range(2):  # planned anew for gradients that are new
+        model.zero_grad()
+        with ebbflow.measure(model, x) as gauge:
+            model(x).backward(torch.ones(N, N))
     plan = ebbflow.plan_of(model)
     assert plan is not None
     assert gauge.above_bytes <= plan.timeline.above_bytes + 64
@@ -145,3 +146,29 @@ def test_a_tangent_of_the_user_is_not_taken_for_a_gradient() -> None:
         model(torch.zeros(8, 8)).backward(tangent)
     assert torch.equal(tangent, torch.ones(8, 8))
     assert torch.equal(model.w.grad, torch.full((8, 8), 2.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["einsum, transposed", "a sum", "eight added", "matrices joined by columns"])
+def test_nothing_is_copied_where_gradients_are_accumulated(name: str) -> None:
+    """What eager fits when it adds to gradients, a plan fits too: a copy of each would be a third model."""
+    torch.manual_seed(2)
+    plain = Shaped(*CASES[name])
+    model = copy.deepcopy(plain)
+    for _ in range(2):
+        with ebbflow.measure(plain, X) as eager:
+            plain(X).backward()
+    resident = ebbflow.plan(copy.deepcopy(plain), (X,), budget="1GiB", effort=10).resident_bytes
+    weights = sum(4 * each.numel() for each in plain.parameters())
+    ebbflow.fit(model, resident + weights + eager.above_bytes + 32768, effort=10)
+    for _ in range(2):
+        model(X).backward()
+    with ebbflow.measure(model, X) as gauge:
+        model(X).backward()
+    plain(X).backward()
+    assert gauge.above_bytes <= eager.above_bytes + 32768
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    before = ebbflow.calls_of(model)
+    model.zero_grad()
+    model(X).backward()  # back to gradients that are new
+    assert ebbflow.calls_of(model).planned == before.planned + 1

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow._api.fit import _FITTED
 from ebbflow.engine.executor import choose_checks
+from ebbflow.engine.fitted_class import FITTED
 from ebbflow.engine.flights import Flight
 
 SCRIPT = """
@@ -75,7 +75,7 @@ def test_a_flight_that_is_being_proven_is_left_alone_until_it_came_to_nothing() 
     loss = model(x)  # a new plan, in the air and being proven
     executable = step.executable
     assert executable is not None
-    flights = _FITTED[model].flights
+    flights = FITTED[model].flights
     second = Flight(executable, flights)
     choose_checks(second, "cpu")
     assert not second.proves, "two flights would share the names of their buffers"

@@ -125,7 +125,7 @@ def test_planned_coarse_is_within_budget_and_says_what_its_bound_is_for():
     assert grouped.bound_class.endswith("ops: grouped")
     exact = planned_coarse(planner_named("auto"), problem, fuse(program))
     assert exact.schedule is not None
-    assert exact.bound_class == "order: program, tiers: none"
+    assert exact.bound_class == "order: program, boundary: captured, tiers: none, costs: given"
     roomy = replace(problem, above_budget_bytes=unplanned_bytes(program))
     assert planned_coarse(planner_named("auto"), roomy, by_layer(program, labels)).status is Status.OPTIMAL
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import ebbflow
 from ebbflow._api.max_batch import interpolated, largest, one_forward
 from ebbflow.cli import app
 from ebbflow.errors import BudgetError, UsageError
+from ebbflow.planners import Interrupt
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.report.text.compare import row_of, write_rows
 from ebbflow.units import Budget
 from strategies import chain
 
@@ -105,9 +108,36 @@ def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
         ebbflow.plan(case.model, case.args, budget=budget, effort=200)
 
 
-def test_not_even_one_fits() -> None:
-    found = ebbflow.max_batch(make, budget="20KiB", effort=50)
-    assert (found.batch, found.plan, found.unplanned_batch) == (0, None, 0)
+def test_a_batch_of_one_that_does_not_fit_is_refused_with_the_least_budget_for_it() -> None:
+    case = make(8)
+    smallest = ebbflow.plan(case.model, case.args, budget="1GiB", effort=50).smallest_bytes
+    with pytest.raises(BudgetError, match="not even a batch of 1 fits") as raised:
+        ebbflow.max_batch(lambda batch: make(8 * batch), budget="20KiB", effort=50)
+    assert raised.value.budget_bytes == 20 * 1024
+    assert raised.value.smallest_bytes == smallest
+    assert str(smallest) in str(raised.value)
+    with pytest.raises(BudgetError, match=r"not even a batch of 1 fits.*at most 0\.00 % is allowed") as raised:
+        ebbflow.max_batch(lambda batch: make(8 * batch), budget=smallest, overhead=0.0, effort=50)
+    assert raised.value.smallest_bytes <= smallest
+
+
+def test_progress_of_several_plans_says_which_is_made() -> None:
+    told: list[str] = []
+    options = PlanningOptions(effort=50, progress=lambda each: told.append(str(each)))
+    budgets = [Budget.parse("70%")]
+    list(frontier(PROGRAM, budgets, ["greedy", "auto"], resident_bytes=0, reserve_bytes=0, options=options))
+    assert {line.partition(" within ")[0] for line in told} == {"greedy", "auto"}
+
+
+def test_a_table_of_measured_plans_says_what_its_bounds_are_of() -> None:
+    rows = [row_of("chain", each).measured(1, 0.01) for each in outcomes(["40%"], ["auto", "checkmate"])]
+    assert all(row.bound is not None and row.bound > 0.01 for row in rows)
+    stream = StringIO()
+    write_rows(rows, stream)
+    notes = [line for line in stream.getvalue().splitlines() if line.startswith("bounds and gaps are of the predicted")]
+    assert [line.partition("; ")[2] for line in notes] == [
+        f"{row.planner}: {row.bound_class}" for row in rows if "costs: given" in row.bound_class
+    ]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +238,31 @@ def test_a_limit_too_short_for_any_plan_gives_one_all_the_same(planner: str) -> 
     found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)
     assert found.status is ebbflow.Status.TIME_LIMIT
     assert found.predicted_peak_bytes <= found.budget_bytes
+
+
+@pytest.mark.parametrize("own_limit", [None, 1e6])
+def test_a_time_limit_holds_with_an_interrupt_given(own_limit: float | None) -> None:
+    interrupt = Interrupt(own_limit)
+    options = PlanningOptions(time_limit_seconds=0.0, interrupt=interrupt)
+    found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)
+    assert found.status is ebbflow.Status.TIME_LIMIT
+    assert not interrupt, "the caller's own is left alone"
+    options = PlanningOptions(time_limit_seconds=1e6, interrupt=interrupt)
+    interrupt.set()
+    found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)
+    assert found.status is ebbflow.Status.TIME_LIMIT
+
+
+def test_what_follows_an_interrupt_knows_that_it_was_set() -> None:
+    interrupt = Interrupt()
+    limited = interrupt.or_after(0.0)
+    unlimited = limited.without_limit()
+    assert (bool(limited), limited.interrupted, bool(unlimited)) == (True, False, False)
+    interrupt.set()
+    assert (bool(limited), limited.interrupted, bool(unlimited)) == (True, True, True)
+    other = Interrupt().or_after(1e6)
+    other.set()
+    assert other
 
 
 def test_a_time_limit_does_not_change_what_is_called_workable() -> None:

@@ -6,14 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.errors import BudgetError
 from ebbflow.planners import Interrupt, Problem, Status, planner_named
+from ebbflow.planners.base import AS_CAPTURED, PROGRAM_ORDER
 from ebbflow.planners.bounds.cut_bound import cut_bound
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.search.smallest import smallest_schedule
+from ebbflow.planning.pipeline import make_plan
 from ebbflow.step import legality
-from ebbflow.step.program import Program
+from ebbflow.step.program import Buffer, Op, Program
+from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
+from ebbflow.units import Budget
 from oracle.brute_force import optimal_overhead
 from strategies import chain, programs
 
@@ -51,6 +56,28 @@ def test_no_schedule_lies_below_the_floor(program: Program):
     assert smallest >= floor
     assert simulate(program, schedule).above_bytes == smallest
     assert optimal_overhead(program, smallest) is not None
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_with_the_boundary_elsewhere_less_may_do_than_floor_and_bound_say_and_they_say_so(again: bool) -> None:
+    """The second op depends on no tangent: run before the boundary, it lets go of what the first made."""
+    made, read = Op("made", "t", (), (0,), seconds=1.0, rerunnable=again), Op("read", "t", (0,), (1,), seconds=1.0)
+    buffers = (Buffer("large", 10, 0), Buffer("small", 1, 1))
+    program = Program("early", (made, read), buffers, 1, gradients=(1,), between_bytes=5)
+    elsewhere, budget = Schedule.from_computes(program, [0, 1, None]), 12
+    assert not legality.check(program, elsewhere, budget)
+    assert overhead_of(program, elsewhere) == 0.0
+    assert PROGRAM_ORDER == "order: program, boundary: captured, tiers: none, costs: given"
+    if again:
+        answer = planner_named("auto")(Problem(program, budget, effort=50))
+        assert answer.bound_class == PROGRAM_ORDER
+        assert answer.schedule is not None
+        assert overhead_of(program, answer.schedule) == optimal_overhead(program, budget) == 0.5
+        return
+    floor, _ = floor_bytes(program)
+    assert floor > simulate(program, elsewhere).above_bytes
+    with pytest.raises(BudgetError, match=f"no schedule with {AS_CAPTURED} stays below {floor} B"):
+        make_plan(program, Budget(bytes=budget), resident_bytes=0)
 
 
 @given(program=programs(max_ops=30), share=st.floats(0.0, 1.0))

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow._api.refusals import require_module
 from ebbflow.errors import BudgetError, UsageError
-from ebbflow.options import Options
+from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.base import DEFAULT_EFFORT
+from ebbflow.planners.narration import aloud, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.report.records.diagnosis import Findings, find
 from ebbflow.step.machine import Machine
@@ -42,7 +43,7 @@ def doctor(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
     top: int = 10,
     name: str = "",
 ) -> Findings:
@@ -62,7 +63,8 @@ def doctor(
         time_limit: seconds for that plan.
         seed: of every random choice.
         interrupt: as for :func:`ebbflow.plan`.
-        progress: called with what is known while capturing and planning; ``print`` will do.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
         top: how many places to list by bytes.
         name: of the case, for reports.
 
@@ -71,6 +73,8 @@ def doctor(
         CaptureError: if the call is not one graph; its attributes say where and what to do.
     """
     require_module(model, "doctor")
+    require_gradients(gradients)
+    require_text("name", name)
     options = Options(
         planner=planner,
         machine=machine,
@@ -87,8 +91,9 @@ def doctor(
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"top={top!r} is not 1 or more", argument="top", value=top)
     planner_named(planner)
-    step = capture_ahead(model, args, kwargs, options=options, name=name)
-    return examine(step, limit, PlanningOptions.of(options), top)
+    with narrated(options.tell):
+        step = capture_ahead(model, args, kwargs, options=options, name=name)
+        return examine(step, limit, PlanningOptions.of(options), top)
 
 
 def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, top: int) -> Findings:

@@ -10,9 +10,9 @@ import torch
 
 from ebbflow._api.refusals import refuse_to_plan, require_call, require_module
 from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
-from ebbflow.capture.loss_place import loss_is_outside
+from ebbflow.capture.loss import loss_is_outside
 from ebbflow.capture.offline import capture
-from ebbflow.cost.attach import with_measured_costs, with_roofline_costs
+from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.cost.cuda_workspace import cublas_bytes
 from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
@@ -22,16 +22,17 @@ from ebbflow.faults import own_faults
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_bytes
-from ebbflow.options import Options
+from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.base import DEFAULT_EFFORT
+from ebbflow.planners.narration import aloud, narrated
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
-from ebbflow.units import Budget
+from ebbflow.units import Budget, format_bytes
 
 if TYPE_CHECKING:
     from ebbflow.options import AnyOptimizer
@@ -54,7 +55,7 @@ def plan(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
 ) -> Plan:
     """Plan one training call of ``model`` under ``budget``; nothing of the model runs.
@@ -76,7 +77,8 @@ def plan(
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
         seed: of every random choice; plans are reproducible for one effort and seed.
         interrupt: set it from elsewhere to end planning with the best plan so far.
-        progress: called with what is known while capturing and planning; ``print`` will do.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
         name: of the case, for reports; the model's class if empty.
 
     Raises:
@@ -84,6 +86,8 @@ def plan(
         CaptureError: if the call is not one graph.
         BudgetError: if the budget is below what is workable.
     """
+    require_gradients(gradients)
+    require_text("name", name)
     options = Options(
         planner=planner,
         effort=effort,
@@ -98,8 +102,9 @@ def plan(
     )
     parsed = Budget.parse(budget)
     planner_named(planner)
-    step = capture_ahead(model, args, kwargs, options=options, name=name)
-    return step.plan(parsed, PlanningOptions.of(options))
+    with narrated(options.tell):
+        step = capture_ahead(model, args, kwargs, options=options, name=name)
+        return step.plan(parsed, PlanningOptions.of(options))
 
 
 def sweep(
@@ -117,7 +122,7 @@ def sweep(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
 ) -> list[Plan]:
     """The memory/time frontier of one training call: a plan per budget and planner, from one capture.
@@ -139,7 +144,8 @@ def sweep(
         time_limit: seconds per plan.
         seed: as for :func:`plan`.
         interrupt: as for :func:`plan`; once it is set, each plan that is left is the best at hand.
-        progress: called with what is known while capturing and planning; ``print`` will do.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
         name: of the case, for reports.
 
     Returns:
@@ -150,6 +156,8 @@ def sweep(
         CaptureError: if the call is not one graph.
         BudgetError: if no budget is workable.
     """
+    require_gradients(gradients)
+    require_text("name", name)
     options = Options(
         effort=effort,
         time_limit=time_limit,
@@ -162,10 +170,12 @@ def sweep(
         progress=progress,
     )
     parsed = [Budget.parse(budget) for budget in _several("budgets", budgets)]
-    for each in _several("planners", planners):
+    names = _several("planners", planners)
+    for each in names:
         planner_named(each)
-    step = capture_ahead(model, args, kwargs, options=options, name=name)
-    outcomes = list(step.frontier(parsed, planners, PlanningOptions.of(options)))
+    with narrated(options.tell):
+        step = capture_ahead(model, args, kwargs, options=options, name=name)
+        outcomes = list(step.frontier(parsed, names, PlanningOptions.of(options)))
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if refusals and not plans:
@@ -247,7 +257,7 @@ def capture_ahead(
     require_module(model, "plan")
     require_call(args, kwargs)
     refuse_to_plan(model, (args, kwargs))
-    target, progress, optimizer = options.target, options.progress, options.optimizer_of(model)
+    target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
         program, provenance = capture_program(
@@ -268,19 +278,33 @@ def capture_ahead(
         resident_bytes([model, args, kwargs, optimizer], granularity) + to_come + held,
         reserve_bytes(model, device, verify=options.verify),
         target,
-        provenance,
+        replace(provenance, optimizer="" if optimizer is None else type(optimizer).__name__),
+    )
+
+
+def _usable(machine: Machine) -> str:
+    """What is taken off the memory of ``machine``, with sources; empty if nothing is."""
+    if not machine.memory_bytes or machine.usable_bytes == machine.memory_bytes:
+        return ""
+    source = machine.sources.get
+    return (
+        f"less {format_bytes(machine.context_bytes)} for the device's context ({source('context_bytes', 'as given')}), "
+        f"and {machine.fragmentation:.0%} of the rest for fragmentation ({source('fragmentation', 'as given')})"
     )
 
 
 def _several(argument: str, values: object) -> Sequence[Any]:
-    """The elements of ``values``; a string is one value and no sequence of them."""
+    """The elements of ``values``, one or more; a string is one value and not a sequence of them."""
     if isinstance(values, str | bytes | Budget) or not isinstance(values, Iterable):
         raise UsageError(
             f"{argument}={values!r} is one value; {argument} takes a sequence of them: {argument}=({values!r},)",
             argument=argument,
             value=values,
         )
-    return list(cast("Iterable[Any]", values))
+    several = list(cast("Iterable[Any]", values))
+    if not several:
+        raise UsageError(f"{argument} is empty; give one or more", argument=argument, value=values)
+    return several
 
 
 def capture_program(
@@ -327,12 +351,15 @@ def capture_program(
     loss_place = LossPlace.OUTSIDE if loss_is_outside(joint) else None
     if not is_elsewhere(machine):
         program = with_measured_costs(joint.program, joint.calls, device)
-        return program, Provenance(machine=device, costs=Costs.MEASURED, loss=loss_place)
+        costs, estimated = costs_of(joint.calls, device)
+        return program, Provenance(machine=device, costs=costs, estimate=estimated, loss=loss_place)
     assert machine is not None
     provenance = Provenance(
         machine=machine.name,
         costs=Costs.ROOFLINE,
         memory_bytes=machine.memory_bytes or None,
+        usable_bytes=machine.usable_bytes if machine.memory_bytes else None,
+        usable=_usable(machine),
         estimate=f"captured on {device}; fit re-captures on the real device",
         mapped=ops_as_on_cuda(joint.program, machine) if cuda is not None else "",
         workspace=workspace_on_cuda(joint.program, machine) if cuda is not None else "",

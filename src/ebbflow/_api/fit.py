@@ -1,14 +1,10 @@
-"""``fit`` and ``unfit``: the model keeps its identity, its class is swapped for a generated subclass.
+"""``fit`` and ``unfit``: the model keeps its identity, its class is swapped (``engine/fitted_class.py``).
 
-The subclass overrides ``forward`` alone, as PyTorch's ``fully_shard`` does, so ``isinstance``, attributes,
-``state_dict`` keys, hooks, optimizers and saving keep working. What Ebbflow knows about the model lives outside it in a
-:class:`~ebbflow.engine.model.FittedModel`, held weakly by the model; copies and pickles of it are plain models.
+What Ebbflow knows about the model lives outside it in a :class:`~ebbflow.engine.model.FittedModel`.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -16,28 +12,24 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ebbflow._api.refusals import refuse_to_fit, require_module
-from ebbflow.engine.compiled import Call
+from ebbflow.engine.calls import Calls, watch_optimizers
+from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class
 from ebbflow.engine.model import FittedModel
-from ebbflow.engine.spine import train
 from ebbflow.engine.step import Step
 from ebbflow.errors import UsageError
-from ebbflow.measurement.device import on_device_of
-from ebbflow.measurement.resident import device_of
-from ebbflow.options import Options
+from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.base import DEFAULT_EFFORT
+from ebbflow.planners.narration import aloud
 from ebbflow.planning.cache import PlanCache
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.step.plan import Plan
 from ebbflow.units import Budget
 
-__all__ = ["fit", "plan_of", "set_budget", "step_of", "unfit"]
+__all__ = ["calls_of", "fit", "plan_of", "set_budget", "step_of", "unfit"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
-
-
-_FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
 
 
 def fit(
@@ -51,8 +43,9 @@ def fit(
     effort: int | None = None,
     time_limit: float | None = None,
     seed: int = 0,
+    start: Plan | None = None,
     verify: bool = True,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
     """Keep every training step of ``model`` within ``budget``; returns the same object.
 
@@ -72,8 +65,11 @@ def fit(
         effort: local-search moves; the default is about a second on a 600-op program.
         time_limit: seconds of planning per step, after which the best plan so far is taken.
         seed: of every random choice; plans are reproducible for one effort and seed.
+        start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
+            plan starts from that one's schedule too.
         verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
-        progress: called with what is known while a first call captures and plans; ``print`` will do.
+        progress: called with what is known while a first call captures and plans; ``print`` will do. By default one
+            line is logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
 
     Raises:
         UsageError: for an argument that is none of what is said above; for a model that is fitted already, is a
@@ -81,10 +77,10 @@ def fit(
             or is on a device that is neither CPU nor CUDA.
         BudgetError: at the first training call, before any training, if the budget is too small.
         CaptureError: at the first training call, if the step is not one graph.
-        PlanMismatch: at the first training call, if the given plan is of another program, device or torch build.
+        PlanMismatch: at the first training call, if the given plan is of another program, machine or torch build.
     """
     require_module(model, "fit")
-    if model in _FITTED:
+    if model in FITTED:
         raise UsageError(
             "the model is fitted already; ebbflow.set_budget(model, budget) gives it another budget, "
             "and ebbflow.unfit(model) first lets you fit it with other options",
@@ -98,13 +94,20 @@ def fit(
         effort=DEFAULT_EFFORT if effort is None else effort,
         time_limit=time_limit,
         seed=seed,
+        start=start,
         verify=verify,
         progress=progress,
     )
     planner_named(options.planner)
     limit, given = _limit_of(budget)
+    if given is not None and start is not None:
+        raise UsageError(
+            "fit takes a plan to run or a plan to start from, not both: give a budget with start=",
+            argument="start",
+            value=start,
+        )
     refuse_to_fit(model)
-    _FITTED[model] = FittedModel(
+    FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
         given_plan=given,
@@ -112,8 +115,10 @@ def fit(
         optimizer=optimizer,
         verify=verify,
         every_output=options.every_output,
+        start=start,
     )
-    _swap_class(model, _fitted_class(type(model)))
+    _swap_class(model, fitted_class(type(model)))
+    watch_optimizers(calls_of_fitted)
     return model
 
 
@@ -129,11 +134,29 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     Raises:
         UsageError: if the model is not fitted, or for a budget that is none.
     """
-    fitted = _FITTED.get(model)
+    require_module(model, "set_budget")
+    fitted = FITTED.get(model)
     if fitted is None:
         raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first")
     fitted.set_budget(*_limit_of(budget))
     return model
+
+
+def calls_of(model: torch.nn.Module) -> Calls:
+    """How the calls of a fitted model went: how many were planned, and how many were not and why.
+
+    Returns:
+        :attr:`~ebbflow.engine.calls.Calls.planned`, a number, and :attr:`~ebbflow.engine.calls.Calls.unplanned`,
+        numbers by reason, counted since :func:`fit`.
+
+    Raises:
+        UsageError: if the model is not fitted.
+    """
+    require_module(model, "calls_of")
+    fitted = FITTED.get(model)
+    if fitted is None:
+        raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first", argument="model")
+    return fitted.calls.copy()
 
 
 def _limit_of(budget: str | int | Budget | Plan) -> tuple[Budget, Plan | None]:
@@ -149,7 +172,8 @@ def unfit(model: ModelT) -> ModelT:
     Raises:
         UsageError: if the model is not fitted.
     """
-    fitted = _FITTED.pop(model, None)
+    require_module(model, "unfit")
+    fitted = FITTED.pop(model, None)
     if fitted is None:
         raise UsageError("the model is not fitted")
     fitted.flights.disturb()
@@ -171,6 +195,7 @@ def _options(**given: Any) -> Options:
             argument="loss",
             value=given["loss"],
         )
+    require_gradients(given["gradients"])
     options = Options(**given)
     if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
         raise UsageError(
@@ -187,42 +212,22 @@ def _swap_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
 
 
 def step_of(model: torch.nn.Module) -> Step | None:
-    """The step that ran last, with its plan and what was verified and measured; ``None`` before the first."""
-    fitted = _FITTED.get(model)
+    """The step that ran last, with its plan and what was verified and measured; ``None`` before the first.
+
+    Raises:
+        UsageError: for what is not a module.
+    """
+    require_module(model, "step_of")
+    fitted = FITTED.get(model)
     return fitted.last if fitted is not None else None
 
 
 def plan_of(model: torch.nn.Module) -> Plan | None:
-    """The plan of the step that ran last; ``None`` before the first."""
+    """The plan of the step that ran last; ``None`` before the first.
+
+    Raises:
+        UsageError: for what is not a module.
+    """
+    require_module(model, "plan_of")
     step = step_of(model)
     return step.plan if step is not None else None
-
-
-def _blank(plain: type[torch.nn.Module]) -> torch.nn.Module:
-    """An empty object of the model's own class, for copies and pickles."""
-    return plain.__new__(plain)
-
-
-@functools.cache
-def _fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A subclass of ``plain`` under the same name whose ``forward`` runs planned steps."""
-
-    @functools.wraps(plain.forward)
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        fitted = _FITTED.get(self)
-        if fitted is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return plain.forward(self, *args, **kwargs)
-        call = Call(self, plain.forward, args, kwargs, device_of([self]), fitted.every_output)
-        if call.device == "cpu":
-            return train(fitted, call)
-        with on_device_of([self]):  # which may not be the current one
-            return train(fitted, call)
-
-    def reduce(self: torch.nn.Module, protocol: Any) -> Any:
-        _, _, *rest = object.__reduce_ex__(self, max(2, protocol))  # type: ignore[misc]
-        return (_blank, (plain,), *rest)
-
-    names = {"forward": forward, "__reduce_ex__": reduce, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    kind = type(plain.__name__, (plain,), names)
-    kind.__qualname__ = plain.__qualname__
-    return kind

@@ -23,12 +23,13 @@ from ebbflow.errors import BudgetError, UsageError
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.narration import aloud, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget
+from ebbflow.units import Budget, format_allowed, format_percent
 
 if TYPE_CHECKING:
     import torch
@@ -45,15 +46,15 @@ class BatchPlan:
     """The largest batch found.
 
     Attributes:
-        batch: the largest that fits; 0 if not even one does.
-        plan: of that batch; ``None`` if there is none.
-        unplanned_batch: the largest whose unplanned step fits.
+        batch: the largest that fits, 1 or more.
+        plan: of that batch.
+        unplanned_batch: the largest whose unplanned step fits; 0 if not even one does.
         overhead_limit: largest overhead allowed at that batch, a fraction; ``None`` if any was.
         captured: every batch that was captured to be judged, ascending, and whether it fits.
     """
 
     batch: int
-    plan: Plan | None
+    plan: Plan
     unplanned_batch: int
     overhead_limit: float | None
     captured: tuple[tuple[int, bool], ...]
@@ -79,7 +80,7 @@ def max_batch(
     time_limit: float | None = None,
     seed: int = 0,
     interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] = silent,
+    progress: Callable[[Progress], None] | None = aloud,
 ) -> BatchPlan:
     """The largest batch whose training step fits ``budget``.
 
@@ -100,10 +101,11 @@ def max_batch(
         time_limit: seconds per plan.
         seed: of every random choice.
         interrupt: set it from elsewhere to take every later plan as it is at hand.
-        progress: called with what is known while searching.
+        progress: called with what is known while searching; by default as for :func:`ebbflow.plan`.
 
     Raises:
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
+        BudgetError: if not even a batch of 1 fits, with the least budget for it.
         CaptureError: if a call is not one graph.
     """
     parsed = Budget.parse(budget)
@@ -141,11 +143,13 @@ def max_batch(
         )
     planner_named(planner)
     search = _Search(make_case, parsed, overhead, options)
-    batch = search.run()
-    if batch == 0:
-        return BatchPlan(0, None, search.unplanned, None, search.captures)
-    step = search.step(batch)
-    plan = search.plan_of(step, batch, effort) or search.plans[batch]
+    with narrated(options.tell):
+        batch = search.run()
+        if batch == 0:
+            raise search.refusal()
+        step = search.step(batch)
+        plan = search.plan_of(step, batch, effort) or search.plans[batch]
+        assert plan is not None
     return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures)
 
 
@@ -154,7 +158,7 @@ def _check_limit(overhead: object) -> None:
         return
     if isinstance(overhead, bool) or not isinstance(overhead, float | int) or not overhead >= 0:
         raise UsageError(
-            f"overhead {overhead!r} is no limit; accepted: a fraction (0.3), 'one-forward' or None",
+            f"overhead {overhead!r} is not a limit; accepted: a fraction (0.3), 'one-forward' or None",
             argument="overhead",
             value=overhead,
             accepted=("a fraction", "'one-forward'", "None"),
@@ -179,7 +183,7 @@ class _Search:
         self._budget = budget
         self._overhead = overhead
         self._options = options
-        self._progress = options.progress
+        self._progress = options.tell
         self._effort = min(options.effort, SEARCH_EFFORT)
         self._steps: dict[int, AheadStep] = {}
         self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged
@@ -216,6 +220,26 @@ class _Search:
             return None
         limit = self.limit(step.program)
         return plan if limit is None or plan.overhead <= limit else None
+
+    def refusal(self) -> BudgetError:
+        """Why not even a batch of 1 fits."""
+        step = self.step(1)
+        try:
+            plan = step.plan(self._budget, replace(PlanningOptions.of(self._options), progress=silent))
+        except BudgetError as error:
+            return error.told_as(f"not even a batch of 1 fits: {error}")
+        limit = self.limit(step.program)
+        assert limit is not None, "without a limit a batch that has a plan fits"
+        return BudgetError(
+            f"not even a batch of 1 fits: within {format_allowed(plan.budget_bytes)} it takes "
+            f"{format_percent(plan.overhead)} more time, and at most {format_percent(limit)} is allowed. Ask for more "
+            f"bytes ({plan.baseline_peak_bytes} need no recomputation), or allow more overhead",
+            budget_bytes=plan.budget_bytes,
+            floor_bytes=plan.floor_bytes,
+            smallest_bytes=plan.smallest_bytes,
+            resident_bytes=plan.resident_bytes,
+            pinned_by=str(plan.program.ops[plan.floor_op]),
+        )
 
     def _captured_fits(self, batch: int) -> bool:
         if batch not in self.plans:

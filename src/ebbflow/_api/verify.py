@@ -12,6 +12,7 @@ import torch
 from ebbflow._api.refusals import refuse_to_fit, require_call, require_module
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
+from ebbflow.capture.trace import forward_of
 from ebbflow.cost.attach import is_measured_form
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
@@ -21,7 +22,7 @@ from ebbflow.errors import PlanMismatch, UsageError
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.peak import measure
 from ebbflow.measurement.resident import device_of
-from ebbflow.options import Options
+from ebbflow.options import Options, require_gradients
 from ebbflow.step.plan import Plan
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.torch_seams import trees as pytree
@@ -75,9 +76,9 @@ class _Result:
 
 def verify(
     model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    plan: Plan,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | None = None,
     *,
     gradients: Literal["loss", "all"] = "loss",
 ) -> Verification:
@@ -89,7 +90,7 @@ def verify(
         model: whose call ``plan`` was made for; not fitted.
         args: positional arguments of the call.
         kwargs: keyword arguments.
-        plan: from :func:`ebbflow.plan`.
+        plan: from :func:`ebbflow.plan`; best given by name, ``verify(model, args, plan=plan)``.
         gradients: as for :func:`ebbflow.fit`. The backward starts with ones from all outputs that take gradients.
 
     Raises:
@@ -98,9 +99,11 @@ def verify(
     """
     require_module(model, "verify")
     require_call(args, kwargs)
-    if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+    require_gradients(gradients)
+    if not isinstance(plan, Plan):
         raise UsageError(
-            f"verify takes a Plan, not {type(plan).__name__}: make one with ebbflow.plan",
+            f"verify takes a Plan, not {type(plan).__name__}: make one with ebbflow.plan and give it by name, "
+            "verify(model, args, plan=plan)",
             argument="plan",
             value=plan,
         )
@@ -131,7 +134,7 @@ class Verifier:
         self._kwargs = dict(kwargs or {})
         self._device = device_of([model, args])
         self._every_output = Options(gradients=gradients).every_output
-        forward = type(model).forward
+        forward = forward_of(model)
         self._call = Call(model, forward, self._args, self._kwargs, self._device, self._every_output)
         self._capture = Capture(device=self._device, name=type(model).__name__)
         self._eager: _Result | None = None
@@ -147,7 +150,7 @@ class Verifier:
             return self._checked(plan)
 
     def _checked(self, plan: Plan) -> Verification:
-        forward = type(self._model).forward
+        forward = forward_of(self._model)
         state = _State(self._model, (self._args, self._kwargs), self._device)
         try:
             if self._eager is None:

@@ -20,7 +20,7 @@ from torch import fx
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.rules.copy_back import insert_copy_back
-from ebbflow.capture.rules.gradient_copies import copy_gradients
+from ebbflow.capture.rules.gradient_copies import copy_gradients, copy_positions, uncopied
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
 from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
 from ebbflow.cost.call import Call, call_of, extent_of
@@ -65,6 +65,11 @@ class Captured:
     def primals(self) -> list[fx.Node]:
         """Placeholders of the forward, in order."""
         return [n for n in self.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+
+    @property
+    def copied_gradients(self) -> frozenset[int]:
+        """Positions of the primals whose gradients are copied in the step (``gradient_copies``)."""
+        return copy_positions(self.outputs, self.forward_output_count)
 
     @property
     def tangents(self) -> list[fx.Node]:
@@ -342,6 +347,19 @@ def read_joint(
         return joint
     insert_copy_back(graph, copied, joint.op_nodes[program.boundary - 1])
     return _read(graph, forward_output_count, name, granularity_bytes, context, target)
+
+
+def accumulating(captured: Captured, positions: Iterable[int], granularity_bytes: int) -> Captured:
+    """The step where these primals have gradients already, to which new ones are added: those are not copied.
+
+    Args:
+        captured: the step where none has.
+        positions: some of ``captured.copied_gradients``.
+        granularity_bytes: as for :func:`read_joint`.
+    """
+    graph = uncopied(captured.graph, captured.forward_output_count, positions)
+    program = captured.program
+    return _read(graph, captured.forward_output_count, program.name, granularity_bytes, dict(program.context), None)
 
 
 def _read(

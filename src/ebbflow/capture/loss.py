@@ -1,60 +1,151 @@
-"""Which outputs of a forward take gradients: where there is a loss among them, nothing else does.
+"""Which output of a forward is the loss, decided here alone, and what that means for the other outputs.
 
 A forward that returns ``(loss, logits)`` makes autograd pass a gradient of zeros for the logits, as large as they
-are, unless somebody computes with them. So where a scalar that requires a gradient is among the outputs
-1. every other floating-point output is detached inside the captured step (:func:`loss_only`, which Dynamo traces);
-2. what the caller gets in its place requires a gradient as before, and raises if one arrives (:func:`guarded`).
-A forward without a scalar among its outputs has its loss outside; all its outputs take gradients.
+are, unless somebody computes with them. So one decides by the role of the outputs:
+1. A *loss* is an output of one element that takes a gradient and
+   a. is called ``loss``, as a mapping's key or a named tuple's field; or
+   b. has no dimensions, is at a place without a name or under one that speaks of a loss (:data:`_SPEAKS_OF_A_LOSS`),
+      and is computed from every larger output, or reads an argument of the call, labels say, that no larger output
+      reads. The value of a batch of one and the scale of CLIP's logits do neither: they are no losses.
+2. Where there is a loss, every larger output is detached inside the captured step. What the caller gets in its place
+   requires a gradient as before, and raises if one arrives (:func:`guarded`). Other outputs of one element keep theirs.
+3. Where there is none, all outputs take gradients: right in any case, at the price of their size.
+4. The loss is *outside* if a larger output takes a gradient: user code computes it from that (:func:`loss_is_outside`).
+
+Names are known while Dynamo traces the outputs (:func:`loss_only`), what is computed from what once its graph is
+whole (:func:`settle_roles`); until then :func:`_beside` stands where an output may be detached.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
+from ebbflow.capture.joint import Captured
 from ebbflow.errors import CaptureError
 from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.dynamo import is_argument
 
-__all__ = ["guarded", "loss_only"]
+__all__ = ["guarded", "loss_is_outside", "loss_only", "settle_roles"]
+
+_SPEAKS_OF_A_LOSS = ("loss", "nll", "objective", "cost", "elbo")
+
+
+# -- while Dynamo traces ------------------------------------------------------------------------------------------
 
 
 def loss_only(outputs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """``outputs`` with all but the scalars detached, if one of these requires a gradient; and what was detached."""
-    if not _has_loss(outputs):
+    """``outputs`` with what may be detached marked, and a list of that; Dynamo traces this."""
+    leaves: list[tuple[str | None, torch.Tensor]] = []
+    _name_leaves(outputs, None, leaves)
+    single = [(name, leaf) for name, leaf in leaves if leaf.requires_grad and leaf.numel() == 1]
+    named = any(name == "loss" for name, _ in single)
+    candidates = [leaf for name, leaf in single if leaf.dim() == 0 and _may_be_a_loss(name)]
+    if not named and not candidates:
         return outputs, []
-    detached: list[torch.Tensor] = []
-    return _detach(outputs, detached), detached
+    marked: list[torch.Tensor] = []
+    return _mark(outputs, named, candidates, marked), marked
 
 
-def _has_loss(value: Any) -> bool:
+def _may_be_a_loss(name: str | None) -> bool:
+    return name is None or any(word in name.lower() for word in _SPEAKS_OF_A_LOSS)
+
+
+def _name_leaves(value: Any, name: str | None, leaves: list[tuple[str | None, torch.Tensor]]) -> None:
     if isinstance(value, torch.Tensor):
-        return value.requires_grad and value.numel() == 1
-    if isinstance(value, dict):
-        return any(_has_loss(v) for v in value.values())
-    if isinstance(value, tuple | list):
-        return any(_has_loss(v) for v in value)
-    return False
+        leaves.append((name, value))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            _name_leaves(each, key if isinstance(key, str) else name, leaves)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for key in value._fields:  # type: ignore[attr-defined]
+            _name_leaves(getattr(value, key), key, leaves)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            _name_leaves(each, name, leaves)
 
 
-def _detach(value: Any, detached: list[torch.Tensor]) -> Any:
+def _mark(value: Any, named: bool, candidates: list[torch.Tensor], marked: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if not value.requires_grad or value.numel() == 1:
             return value
-        value = value.detach()
-        detached.append(value)
+        value = _beside(value, named, candidates)
+        marked.append(value)
         return value
     if isinstance(value, dict):
-        items = {key: _detach(v, detached) for key, v in value.items()}
+        items = {key: _mark(each, named, candidates, marked) for key, each in value.items()}
+        if type(value) is dict:
+            return items
+        if type(value) is OrderedDict:
+            return OrderedDict(items.items())
         # Hugging Face's outputs are ordered dictionaries that take their fields by keyword.
-        return items if type(value) is dict else type(value)(**items)
+        return type(value)(**items) if all(isinstance(key, str) for key in items) else value
     if isinstance(value, list):
-        return [_detach(v, detached) for v in value]
+        return [_mark(each, named, candidates, marked) for each in value]
     if isinstance(value, tuple):
-        items = [_detach(v, detached) for v in value]
+        items = [_mark(each, named, candidates, marked) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
+
+
+@torch.compiler.allow_in_graph
+def _beside(output: torch.Tensor, named: bool, candidates: list[torch.Tensor]) -> torch.Tensor:
+    """An output that is detached if there is a loss: one that is named so, or one of the candidates."""
+    return output.detach()
+
+
+# -- once the graph is whole --------------------------------------------------------------------------------------
+
+
+def settle_roles(graph: fx.GraphModule) -> None:
+    """Replace each mark in Dynamo's graph by what it is: detached beside a loss (definition 1), else the output."""
+    marks = [node for node in graph.graph.nodes if node.target is _beside]
+    if not marks:
+        return
+    larger: list[fx.Node] = [mark.args[0] for mark in marks]
+    named, candidates = marks[0].args[1:]
+    there_is_a_loss = named or any(_is_loss(each, larger) for each in candidates)
+    for mark, output in zip(marks, larger, strict=True):
+        value = output
+        if there_is_a_loss:
+            with graph.graph.inserting_before(mark):
+                value = graph.graph.call_method("detach", (output,))
+            value.meta.update(mark.meta)
+        mark.replace_all_uses_with(value)
+        graph.graph.erase_node(mark)
+    graph.recompile()
+
+
+def _is_loss(output: fx.Node, larger: Sequence[fx.Node]) -> bool:
+    """Definition 1b, but for the name."""
+    read = _read_by([output])
+    if read.issuperset(larger):
+        return True
+    return any(is_argument(node) for node in read - _read_by(larger))
+
+
+def _read_by(roots: Sequence[fx.Node]) -> set[fx.Node]:
+    """All nodes that these are computed from, themselves included."""
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+# -- in the step --------------------------------------------------------------------------------------------------
+
+
+def loss_is_outside(joint: Captured) -> bool:
+    """Whether user code computes the loss from what the step returns (definition 4)."""
+    return any(node.meta["val"].numel() != 1 for node in joint.tangents)
 
 
 class _TakesNoGradient(torch.autograd.Function):
@@ -75,12 +166,17 @@ class _TakesNoGradient(torch.autograd.Function):
         )
 
 
-def guarded(outputs: Any, detached: Sequence[torch.Tensor]) -> Any:
-    """``outputs`` of a step with what :func:`loss_only` detached made to raise when a gradient arrives."""
-    if not detached:
+def guarded(outputs: Any, marked: Sequence[torch.Tensor]) -> Any:
+    """``outputs`` of a step, of which those that were detached raise when a gradient arrives.
+
+    Args:
+        outputs: of the forward.
+        marked: those of them that :func:`loss_only` marked.
+    """
+    places = {id(tensor) for tensor in marked if not tensor.requires_grad}
+    if not places:
         return outputs
     anchor = torch.zeros(0, requires_grad=True)
-    places = {id(tensor) for tensor in detached}
 
     def guard(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and id(value) in places:

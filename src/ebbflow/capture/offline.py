@@ -12,9 +12,10 @@ from torch import fx
 
 from ebbflow.capture.cuda.kernels import rename_stand_ins
 from ebbflow.capture.joint import Captured, read_joint
-from ebbflow.capture.trace import compile_step, translated_errors
+from ebbflow.capture.trace import compile_step, forward_of, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.dynamo import OwnStance
 from ebbflow.torch_seams.fake_tensors import FakeTensor, FakeTensorMode, mode_of
 from ebbflow.torch_seams.storages import buffer_table, parameter_table
 
@@ -41,6 +42,12 @@ class _Reader:
         raise AssertionError("no graph is compiled after a capture")
 
     backward_callable = forward_callable
+
+    def nothing_to_train(self, graph: fx.GraphModule) -> NoReturn:
+        raise CaptureError(
+            "the step needs no gradient: no parameter that requires one takes part in it",
+            remedy="unfreeze a parameter that takes part in it; a model that is not trained needs no plan",
+        )
 
 
 def capture(
@@ -79,15 +86,15 @@ def capture(
     target = None if cuda is None else "cuda"
     reader = _Reader(name=name, granularity_bytes=granularity_bytes, context=context, target=target)
     step = compile_step(reader, elsewhere=cuda is not None)
-    plain = forward = type(model).forward
+    plain = forward = forward_of(model)
     if loss is not None:
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return loss(plain(module, *args, **kwargs))
 
-    errors = translated_errors(model, forward, args, kwargs, here=here, cuda=cuda)
+    errors = translated_errors(model, args, kwargs, here=here, cuda=cuda)
     with mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
-        step(model, forward, args, kwargs, every_output)
+        OwnStance().compiling(step, model, forward, args, kwargs, every_output)
     if reader.joint is None:
         raise CaptureError(
             "the call was not captured: nothing in it takes a gradient",

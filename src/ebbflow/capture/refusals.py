@@ -3,9 +3,10 @@
 What goes wrong in a capture is one of these, looked for in this order:
 1. an error of ours that torch wrapped: it is raised as it was, without torch's frames;
 2. a size or a number that only the data tell: the model asks for something that no plan can have;
-3. a fault of our own code, an :class:`~ebbflow.errors.InternalError` and never advice to change the model; or of the
+3. a statement that is known to break graphs (``known_breaks``);
+4. a fault of our own code, an :class:`~ebbflow.errors.InternalError` and never advice to change the model; or of the
    user's code, or of torch's, while the compiler ran;
-4. anything else that Dynamo says: its reason at the user's line.
+5. anything else that Dynamo says: its reason at the user's line.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import NamedTuple
 
 import torch
 
+from ebbflow.capture.known_breaks import known_break
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.faults import in_own_frames, innermost, internal, is_own
 from ebbflow.torch_seams.dynamo import inner_exception
 
-__all__ = ["ours_inside", "refusal"]
+__all__ = ["ours_inside", "refusal", "users_line"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
@@ -73,16 +75,20 @@ def ours_inside(error: BaseException) -> EbbflowError | None:
     return None
 
 
-def refusal(error: BaseException, ours: str | None = None) -> EbbflowError:
+def refusal(error: BaseException, module: torch.nn.Module, ours: str | None = None) -> EbbflowError:
     """What to raise for ``error``, which is none of ours.
 
     Args:
         error: torch's.
+        module: whose call it is.
         ours: what we know better than Dynamo why the call cannot be captured, and what would work.
     """
     place = _place(error)
     if ours is not None:
         return _capture_error(place, ours, "")
+    known = known_break(str(error), place.text if place is not None else "", module)
+    if known is not None:
+        return _capture_error(place, *known)
     chain = list(_chain(error))
     if any(type(each).__name__ in _DATA_DEPENDENT for each in chain) or "data-dependent expression" in str(error):
         said = "" if place is not None else f" {_what(error)}"  # in symbols, which the line says better
@@ -100,6 +106,12 @@ def refusal(error: BaseException, ours: str | None = None) -> EbbflowError:
         at = _Place(f"{Path(theirs[0]).name}:{theirs[1]}", f'File "{theirs[0]}", line {theirs[1]}')
         return _capture_error(at, _what(error), _TRACED)
     return _capture_error(place, _what(error), _INSIDE_TORCH)
+
+
+def users_line(error: BaseException) -> str:
+    """The user's line with its code, as torch tells it; empty if it does not."""
+    place = _place(error)
+    return place.text if place is not None else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -22,23 +22,37 @@ import torch
 from torch import fx
 
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
-from ebbflow.capture.loss import loss_only
-from ebbflow.capture.refusals import ours_inside, refusal
+from ebbflow.capture.loss import loss_only, settle_roles
+from ebbflow.capture.refusals import ours_inside, refusal, users_line
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.eager_kernels import eager_kernels
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.linalg_checks import checks_as_ops
 from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
-from ebbflow.errors import CaptureError, EbbflowError
-from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
-from ebbflow.torch_seams.dynamo import capture_error_type, forget_compiled, one_graph_settings
-from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, LIMITS, FakeTensorMode, quiet_log
+from ebbflow.torch_seams.dynamo import (
+    capture_error_type,
+    forget_compiled,
+    is_switched_off,
+    one_graph_settings,
+    raised_by_the_model,
+    without_the_compilers_words,
+)
+from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
 from ebbflow.torch_seams.graphs import data_dependent_guard_type
+from ebbflow.torch_seams.tracing import corrected_tracing
 from ebbflow.torch_seams.versions import require_supported_torch
 
-__all__ = ["Partitioner", "capture_settings", "compile_step", "forget_step", "translated_errors"]
+__all__ = [
+    "Partitioner",
+    "capture_settings",
+    "compile_step",
+    "forget_step",
+    "forward_of",
+    "translated_errors",
+    "without_model",
+]
 
 
 class Partitioner(Protocol):
@@ -56,6 +70,25 @@ class Partitioner(Protocol):
         """What runs the backward, likewise."""
         ...
 
+    def nothing_to_train(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """What is called in place of a step of which nothing takes a gradient; or raises."""
+        ...
+
+
+def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """What runs when ``model`` is called, as a function that takes it first; one put on the model itself counts."""
+    own = model.__dict__.get("forward")
+    return type(model).forward if own is None else without_model(own)
+
+
+def without_model(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``forward`` that was put on a model itself, as a function that takes the model first."""
+
+    def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return forward
+
 
 _counter = itertools.count()
 
@@ -71,18 +104,11 @@ def _fresh_step() -> Callable[..., Any]:
     return types.FunctionType(_template.__code__.replace(co_name=name), globals(), name)
 
 
-def _no_inference_graph(graph: fx.GraphModule) -> Any:
-    raise CaptureError(
-        "the step needs no gradient: no parameter that requires one takes part in it",
-        remedy="call the model under torch.no_grad(), which runs unplanned, or unfreeze a parameter",
-    )
-
-
 def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic: bool = False) -> Callable[..., Any]:
     """A function ``step(module, forward, args, kwargs, every_output)`` that captures at its first call.
 
-    It runs what the partitioner returned, and gives the forward's outputs and those of them that were detached
-    (``outputs.loss_only``) unless every output is to take gradients. The first call has to be made inside
+    It runs what the partitioner returned, and gives the forward's outputs and those of them that may be detached
+    (``loss.loss_only``) unless every output is to take gradients. The first call has to be made inside
     :func:`translated_errors`. The caller keeps the partitioner alive; Dynamo keeps backends for good.
 
     Args:
@@ -95,6 +121,11 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         CaptureError: on a release of torch that is not supported.
     """
     require_supported_torch()
+    if is_switched_off():
+        raise CaptureError(
+            "torch.compile is switched off in this process, and Ebbflow captures steps with it",
+            remedy="start Python without TORCHDYNAMO_DISABLE=1",
+        )
     held = weakref.ref(partitioner)
 
     def kept() -> Partitioner:
@@ -106,10 +137,11 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         partition=lambda joint, forward_output_count: kept().partition(joint, forward_output_count),
         forward_callable=lambda graph: kept().forward_callable(graph),
         backward_callable=lambda graph: kept().backward_callable(graph),
-        inference_callable=_no_inference_graph,
+        inference_callable=lambda graph: kept().nothing_to_train(graph),
     )
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        settle_roles(graph)
         unroll_recurrent(graph)
         if elsewhere:
             refuse_autocast(graph)
@@ -133,6 +165,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         warnings.catch_warnings(),
         joint_graph_settings(),
         one_graph_settings(),
+        corrected_tracing(),
         true_layouts() if here else nullcontext(),
         eager_kernels(),
         checks_as_ops(),
@@ -142,28 +175,26 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
+        # Dynamo looks at the gradients of the tensors that it is given; of one that is a result it has to warn.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         yield
 
 
 @contextmanager
 def translated_errors(
     module: torch.nn.Module,
-    forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    runnable: bool = False,
     here: bool = True,
     cuda: tuple[int, int] | None = None,
 ) -> Iterator[None]:
-    """Turn Dynamo's errors into ours or the user's own.
+    """Turn Dynamo's errors into ours or the user's own. Nothing of the user's is run for it.
 
     Args:
         module: whose call is captured.
-        forward: its class's forward.
         args: positional arguments of the call.
         kwargs: keyword arguments.
-        runnable: whether a call that fails may be run as it is, so that it fails in its own words.
         here: whether the step is for this machine, so that its kernels may be asked (``capture/rules/layouts.py``).
         cuda: compute capability of the CUDA device for which CPU tensors are traced (``capture/cuda/kernels.py``).
 
@@ -181,53 +212,17 @@ def translated_errors(
         if ours is not None:
             raise ours from ours.__cause__
         packed = packed_sequence_refusal((args, kwargs), str(error))
-        theirs = None if packed else _exception_of_the_model(module, forward, args, kwargs)
+        theirs = None if packed else raised_by_the_model(error)
         if theirs is not None:
-            if runnable:
-                with torch.no_grad():
-                    forward(module, *args, **kwargs)
+            theirs.add_note(f"Raised while the step was captured: {users_line(error)}")
             raise theirs from None
-        found = refusal(error, packed)
+        found = refusal(error, module, packed)
         raise found from found.__cause__ or error
+    except Exception as error:
+        without_the_compilers_words(error)
+        raise
 
 
 def _data_dependent() -> tuple[type[Exception], ...]:
     """What torch raises where a size or a number depends on data, also where Dynamo does not wrap it."""
     return (*DATA_DEPENDENT, data_dependent_guard_type())
-
-
-def _exception_of_the_model(
-    module: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Exception | None:
-    """What the model itself raises on these arguments, found out on fake tensors: no memory, no side effects."""
-    # What fake tensors raise where real ones would not: the model itself is not to blame.
-    limits = (*LIMITS, data_dependent_guard_type())
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(value: object) -> object:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
-    fake_args, fake_kwargs = pytree.tree_map(fake, (args, dict(kwargs)))
-    original = type(module)
-    attributes = [(each, dict(each.__dict__)) for each in module.modules()]
-    try:
-        with quiet_log(), mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            module.__class__ = _as_plain(module, forward)
-            torch.func.functional_call(module, state, fake_args, fake_kwargs)
-    except (*limits, EbbflowError):
-        return None
-    except Exception as error:
-        return error.with_traceback(None)
-    finally:
-        module.__class__ = original
-        for each, before in attributes:  # what the forward stored on the model is fake
-            each.__dict__.clear()
-            each.__dict__.update(before)
-    return None
-
-
-def _as_plain(module: torch.nn.Module, forward: Callable[..., Any]) -> type:
-    """The class of ``module`` with ``forward`` as its forward (the class swap of ``fit`` taken off)."""
-    return next(c for c in type(module).__mro__ if getattr(c, "forward", None) is forward)

@@ -12,6 +12,7 @@ import typer
 
 from ebbflow.errors import UsageError
 from ebbflow.names import ZOO, did_you_mean
+from ebbflow.options import no_optimizer
 from ebbflow.planners import planner_names
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
     "sgd-momentum": ("SGD", {"lr": 1e-3, "momentum": 0.9}),
 }
 """What ``--optimizer`` may name: a class of ``torch.optim``, and with what it is made for the bytes of its state."""
+_OPTIMIZER_NAMES = (*OPTIMIZERS, "none")
 
 
 def _beginning(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -87,8 +89,8 @@ Seed = Annotated[int, typer.Option(help="of every random choice")]
 OptimizerName = Annotated[
     str | None,
     typer.Option(
-        help=f"whose state counts as resident: {', '.join(OPTIMIZERS)}; default: the case's own",
-        autocompletion=_beginning(lambda: OPTIMIZERS),
+        help=f"whose state counts as resident: {', '.join(_OPTIMIZER_NAMES)}; default: the case's own",
+        autocompletion=_beginning(lambda: _OPTIMIZER_NAMES),
     ),
 ]
 Gradients = Annotated[
@@ -102,19 +104,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 def optimizer_named(name: str | None) -> Callable[[torch.nn.Module], torch.optim.Optimizer] | None:
-    """What makes the optimizer ``name`` of a model.
+    """What makes the optimizer ``name`` of a model; ``none`` is no optimizer, whatever the case has.
 
     Raises:
         UsageError: if there is none, listing those there are.
     """
     if name is None:
         return None
+    if name == "none":
+        return no_optimizer
     if name not in OPTIMIZERS:
+        accepted = ", ".join(_OPTIMIZER_NAMES)
         raise UsageError(
-            f"optimizer {name!r} is not known; accepted: {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}",
+            f"optimizer {name!r} is not known; accepted: {accepted}{did_you_mean(name, _OPTIMIZER_NAMES)}",
             argument="optimizer",
             value=name,
-            accepted=tuple(OPTIMIZERS),
+            accepted=_OPTIMIZER_NAMES,
         )
     kind, settings = OPTIMIZERS[name]
 

@@ -7,20 +7,21 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ebbflow.case import Case
-from ebbflow.errors import UsageError
+from ebbflow.errors import EbbflowError, UsageError
 from ebbflow.names import require_zoo_name
 
 if TYPE_CHECKING:
     from ebbflow.step.program import Program
 
-__all__ = ["check_case", "is_graph", "load_case", "refuse_for_graphs"]
+__all__ = ["blame", "check_case", "is_graph", "load_case", "refuse_for_graphs"]
 
 _FORMS = (
     "a case is zoo:NAME, FILE.py:function (the function takes an int and returns an ebbflow.Case), "
@@ -45,7 +46,7 @@ def check_case(text: str, size: int | None = None) -> None:
         return
     head, colon, tail = text.rpartition(":")
     if not colon or not tail or not (head == "zoo" or head.endswith(".py")):
-        raise UsageError(f"{text!r} is no case: {_FORMS}", argument="case", value=text)
+        raise UsageError(f"{text!r} is not a case: {_FORMS}", argument="case", value=text)
     if head == "zoo":
         require_zoo_name(tail)
     elif not Path(head).is_file():
@@ -75,13 +76,47 @@ def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case
 
         with mode:
             return build(tail, size)
-    function = _function(Path(head), tail)
-    arguments = _arguments(function, size, text)
-    with mode:
-        case = function(*arguments)
+    with blame(text):
+        function = _function(Path(head), tail)
+        arguments = _arguments(function, size, text)
+        with mode:
+            case = function(*arguments)
     if not isinstance(case, Case):
         raise UsageError(f"{text} returned {type(case).__name__}; return ebbflow.Case(model, args, kwargs)")
     return case if case.name else replace(case, name=tail)
+
+
+@contextlib.contextmanager
+def blame(text: str) -> Iterator[None]:
+    """An error that a user's file raises inside is told with its line there, and without the way that led to it.
+
+    Raises:
+        UsageError: in its place.
+    """
+    try:
+        yield
+    except EbbflowError:
+        raise
+    except Exception as error:
+        line = _line_of(error, Path(text.rpartition(":")[0]))
+        if line is None:
+            raise
+        raise UsageError(f"{line}: {type(error).__name__}: {error}", argument="case", value=text) from error
+
+
+def _line_of(error: Exception, path: Path) -> str | None:
+    """Where in the file at ``path`` an error comes from, ``file:line``; ``None`` if from somewhere else."""
+    if not path.is_file():
+        return None
+    if (
+        isinstance(error, SyntaxError)
+        and error.filename is not None
+        and Path(error.filename).resolve() == path.resolve()
+    ):
+        return f"{path}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    return f"{path}:{own[-1].lineno}" if own else None
 
 
 def _graph(path: Path) -> Program:

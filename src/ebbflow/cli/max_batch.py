@@ -1,7 +1,7 @@
 """``ebbflow max-batch``: the largest batch that fits a budget, by prediction.
 
 With ``--json`` one object: ``case, batch, unplanned_batch, budget_bytes, overhead_limit, captured`` and, under
-``plan``, the plan's summary or ``null``.
+``plan``, the plan's summary. Where not even a batch of 1 fits, exit code 2 and the least budget for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ebbflow.cli.arguments import (
     TimeLimit,
     optimizer_named,
 )
-from ebbflow.cli.cases import check_case, is_graph, load_case
+from ebbflow.cli.cases import blame, check_case, is_graph, load_case
 from ebbflow.cli.output import write_json
 from ebbflow.errors import UsageError
 from ebbflow.options import DEFAULT_EFFORT, Options
-from ebbflow.units import Budget, format_bytes, format_percent
+from ebbflow.units import Budget, format_allowed, format_percent
 
 __all__ = ["max_batch"]
 
@@ -72,7 +72,7 @@ def max_batch(
         assert isinstance(loaded, Case)
         return loaded
 
-    with ProgressDisplay(sys.stderr) as display:
+    with ProgressDisplay(sys.stderr) as display, blame(case):
         found = ebbflow.max_batch(
             make,
             budget=parsed,
@@ -92,20 +92,19 @@ def max_batch(
                 "case": case,
                 "batch": found.batch,
                 "unplanned_batch": found.unplanned_batch,
-                "budget_bytes": Budget.parse(budget).bytes,
+                "budget_bytes": parsed.bytes,
                 "overhead_limit": found.overhead_limit,
                 "captured": [list(each) for each in found.captured],
-                "plan": found.plan.summary() if found.plan is not None else None,
+                "plan": found.plan.summary(),
             }
         )
         return
     allowed = (
         "" if found.overhead_limit is None else f" at an overhead of at most {format_percent(found.overhead_limit)}"
     )
-    size = format_bytes(Budget.parse(budget).bytes or 0)
+    size = format_allowed(parsed.bytes or 0)
     print(f"largest batch of {case} within {size}{allowed}: {found.batch}, unplanned {found.unplanned_batch}")
-    if found.plan is not None:
-        write_plan(found.plan, sys.stdout)
+    write_plan(found.plan, sys.stdout)
 
 
 def _limit(text: str | None) -> float | Literal["one-forward"] | None:
@@ -115,7 +114,7 @@ def _limit(text: str | None) -> float | Literal["one-forward"] | None:
     try:
         number = float(text.removesuffix("%"))
     except ValueError:
-        raise UsageError(f"--overhead {text!r} is no limit; accepted: one-forward, 30% or 0.3") from None
+        raise UsageError(f"--overhead {text!r} is not a limit; accepted: one-forward, 30% or 0.3") from None
     if text.endswith("%"):
         return number / 100
     if number > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ebbflow.cli.cases import check_case, is_graph, load_case, refuse_for_graphs
+from ebbflow.cli.cases import blame, check_case, is_graph, load_case, refuse_for_graphs
 from ebbflow.step.machine import is_elsewhere
 
 if TYPE_CHECKING:
@@ -61,4 +61,5 @@ def captured_step(
     asked = options.for_case(loaded)
     case = replace(loaded, optimizer=asked.optimizer_of(loaded.model), gradients=asked.gradients)
     settled = replace(asked, optimizer=case.optimizer)
-    return capture_ahead(case.model, case.args, case.kwargs, options=settled, name=case.name), case
+    with blame(text):
+        return capture_ahead(case.model, case.args, case.kwargs, options=settled, name=case.name), case

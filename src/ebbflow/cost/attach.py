@@ -16,14 +16,18 @@ from ebbflow.errors import CaptureError
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.step.machine import Machine, machine_named
 from ebbflow.step.program import Program
+from ebbflow.step.provenance import Costs
 
-__all__ = ["is_measured_form", "with_measured_costs", "with_roofline_costs"]
+__all__ = ["costs_of", "is_measured_form", "with_measured_costs", "with_roofline_costs"]
 
 _KNOWN: dict[str, dict[str, Cost]] = {}  # per cache file, what this process has read or measured
 
 
 def with_measured_costs(program: Program, calls: Sequence[Call], device: str) -> Program:
     """``program`` with seconds, workspaces and kept storages measured on this device, once and cached on disk.
+
+    What is beyond the number of calls that are timed at once, or takes more than the room that there is, has seconds
+    by roofline; :func:`costs_of` tells.
 
     Args:
         program: captured.
@@ -35,10 +39,7 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
             otherwise than torch says; names op and line.
     """
     cache = CostCache(device_context(device))
-    key = str(cache.path)
-    if key not in _KNOWN:
-        _KNOWN[key] = cache.load()
-    known = _KNOWN[key]
+    known = _known(cache)
     missing = [call for call in calls if call.signature not in known]
     if missing:
         if device == "cpu" and profiler_active():
@@ -54,14 +55,31 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
         except UnexpectedResult as error:
             raise _unexpected(program, calls, error) from error
         known.update(measured)
-        cache.add(measured)
+        cache.add({key: cost for key, cost in measured.items() if cost.timed})
     costs = [known.get(call.signature) or _estimate(call) for call in calls]
     return _with_kept_bytes(program, costs).with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
 
 
+def costs_of(calls: Sequence[Call], device: str) -> tuple[Costs, str]:
+    """Where the costs of ``calls`` are from that :func:`with_measured_costs` gave, and in words what is estimated."""
+    known = _known(CostCache(device_context(device)))
+    signatures = {call.signature for call in calls}
+    estimated = sum(1 for each in signatures if each not in known or not known[each].timed)
+    if not estimated:
+        return Costs.MEASURED, ""
+    return Costs.PARTLY, f"the seconds of {estimated} of {len(signatures)} distinct ops are by roofline"
+
+
+def _known(cache: CostCache) -> dict[str, Cost]:
+    key = str(cache.path)
+    if key not in _KNOWN:
+        _KNOWN[key] = cache.load()
+    return _KNOWN[key]
+
+
 def _estimate(call: Call) -> Cost:
-    """For a call that cannot be tried alone: by roofline."""
-    return Cost(roofline_seconds(call, machine_named("cpu")), 0)
+    """For a call that cannot be tried alone, or does not fit beside what is resident: nor will it in the step."""
+    return Cost(roofline_seconds(call, machine_named("cpu")), 0, timed=False)
 
 
 def _with_kept_bytes(program: Program, costs: Sequence[Cost]) -> Program:

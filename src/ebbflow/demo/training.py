@@ -23,6 +23,7 @@ from ebbflow.errors import UsageError
 from ebbflow.measurement.peak import measure
 from ebbflow.report.text.demo import DemoRecord
 from ebbflow.step.plan import Plan
+from ebbflow.units import format_seconds
 from ebbflow.zoo import GPTConfig, gpt
 
 __all__ = ["DemoConfig", "run_demo"]
@@ -127,13 +128,24 @@ def run_demo(config: DemoConfig, say: Callable[[str], None]) -> tuple[DemoRecord
     fit(planned.model, config.budget, optimizer=planned.optimizer)
     fit(unplanned.model, "1000%", planner="keep_all", optimizer=unplanned.optimizer, verify=False)
     data = batches(config.steps, config.batch, config.length, config.seed)
+    begin = time.monotonic()
     for index, batch in enumerate(data):
         last = index == len(data) - 1
         for copy, kind in ((planned, "planned"), (unplanned, "unplanned"), (eager, "eager")):
             what = f" ({kind}: capture, cost of every op, plan)" if index == 0 and copy is not eager else ""
-            say(f"step {index + 1} of {config.steps}{what}")
+            say(f"step {index + 1} of {config.steps}{what}{_left(begin, index, config.steps)}")
             copy.step(batch, measured=last)
+        if index == 0:
+            begin = time.monotonic()  # the first takes longer than all others: what follows is told from these
     return _record(config, eager, unplanned, planned)
+
+
+def _left(begin: float, index: int, steps: int) -> str:
+    """How long the rest takes, in words, at the pace since ``begin``, the end of the first step; empty before that."""
+    if index <= 1:
+        return ""
+    each = (time.monotonic() - begin) / (index - 1)
+    return f", about {format_seconds(each * (steps - index))} left"
 
 
 def _record(config: DemoConfig, eager: _Copy, unplanned: _Copy, planned: _Copy) -> tuple[DemoRecord, Plan]:

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from ebbflow.capture.joint import Captured, read_joint
+from ebbflow.capture.joint import Captured, accumulating, read_joint
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
 from ebbflow.capture.trace import capture_settings, compile_step, forget_step, translated_errors
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.executor import departing, run_backward, run_forward
+from ebbflow.engine.executor import departing, run_backward, run_forward, run_nothing
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.torch_seams.aot import boxed
-from ebbflow.torch_seams.dynamo import sizes_as_symbols
+from ebbflow.torch_seams.dynamo import NotCompiled, OwnStance, sizes_as_symbols
 from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]
@@ -82,6 +82,7 @@ class Capture:
         self._name = name
         self._changing = changing
         self._compiled = compile_step(self, symbolic=changing is not None)
+        self._stance = OwnStance()
         self._joint: fx.GraphModule | None = None
         self._output_count = 0
         self._captured: Captured | None = None
@@ -96,6 +97,7 @@ class Capture:
         """Run ``call`` as ``flight``: what it returns, and what of that was detached (``capture.loss``).
 
         Raises:
+            NothingToTrain: if nothing of it takes a gradient; nothing has run.
             Unplanned: if the flight has no executable; the joint graph is at hand then, and nothing has run.
             StaleCapture: if the model has changed since the first call; nothing has run.
             CaptureError: if it is not one graph.
@@ -104,9 +106,9 @@ class Capture:
         arguments = (call.module, call.forward, call.args, call.kwargs, call.every_output)
         with departing(flight):
             if not self.made:
-                with translated_errors(call.module, call.forward, call.args, call.kwargs, runnable=True):
+                with translated_errors(call.module, call.args, call.kwargs):
                     with self._marked((call.args, call.kwargs)):
-                        outputs, detached = self._compiled(*arguments)
+                        outputs, detached = self._stance.compiling(self._compiled, *arguments)
             else:
                 outputs, detached = self._guarded(arguments, flight)
         if not flight.ran:
@@ -115,13 +117,12 @@ class Capture:
 
     def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:
         # A capture holds one program: Dynamo must not compile another one into it behind our back.
-        with torch.compiler.set_stance("fail_on_recompile"):
-            try:
-                return self._compiled(*arguments)
-            except RuntimeError as error:
-                if not flight.ran and "fail_on_recompile" in str(error):
-                    raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
+        try:
+            return self._stance.only_compiled(self._compiled, *arguments)
+        except NotCompiled as error:
+            if flight.ran:
                 raise
+            raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
 
     def at(self, sizes: Mapping[int, int]) -> Captured:
         """The step as a value, independent of any plan.
@@ -141,6 +142,10 @@ class Capture:
         names = [node.name for node in self._joint.graph.find_nodes(op="placeholder")]
         with capture_settings(here=True):
             return self._read(at_sizes(self._joint, {names[i]: size for i, size in sizes.items()}))
+
+    def accumulating(self, captured: Captured, positions: frozenset[int]) -> Captured:
+        """``captured`` where these primals have gradients already (``capture.joint``)."""
+        return accumulating(captured, positions, ALLOCATOR_GRANULARITY_BYTES[self.device])
 
     def _read(self, joint: fx.GraphModule) -> Captured:
         return read_joint(
@@ -178,3 +183,8 @@ class Capture:
     def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Runs the backward of the flight whose ticket comes first."""
         return boxed(run_backward)
+
+    def nothing_to_train(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """Says at every call whose guards hold that nothing takes a gradient."""
+        self.made = True
+        return boxed(run_nothing)

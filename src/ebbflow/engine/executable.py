@@ -25,6 +25,7 @@ from torch import fx
 
 from ebbflow.capture.joint import Captured
 from ebbflow.errors import BudgetExceeded
+from ebbflow.faults import users_level
 from ebbflow.lower.fingerprints import Fingerprints, with_fingerprints
 from ebbflow.lower.lowering import Lowered, lower
 from ebbflow.lower.proof import prove
@@ -78,6 +79,7 @@ class Executable:
         device: ``"cpu"`` or ``"cuda"``.
         needs_bytes: above the step's start, as the plan predicts.
         leaves_bytes: kept while its flight is in the air, or by the gradients that its backward has made since.
+        accumulates: whether it is for a step of which all gradients are added to others.
         provisional: whether it was planned for the least memory because something was not known yet.
         phase: definitions 1 to 4.
         proving: number of the flight that is being proven, or ``None``.
@@ -89,6 +91,7 @@ class Executable:
         self.number = next(_numbers)
         self.phase = Phase.PLANNED
         self.proving: int | None = None
+        self.accumulates = False
         self.provisional = False
         self.verified_buffers = 0
         self.measured_above_bytes: int | None = None
@@ -169,7 +172,7 @@ class Executable:
             warnings.warn(
                 f"the step took {format_bytes(gauge.above_bytes)} above its start, {format_percent(error)} off the "
                 f"predicted {format_bytes(predicted)}; the budget holds",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
 
     @property

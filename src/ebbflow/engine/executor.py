@@ -18,12 +18,21 @@ from typing import Any
 from ebbflow.engine.executable import Executable, Phase, executable_numbered
 from ebbflow.engine.flights import Flight, flight_numbered, flights_of
 from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
-from ebbflow.errors import VerificationError
+from ebbflow.errors import CaptureError, VerificationError
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
 
-__all__ = ["Unplanned", "being_watched", "choose_checks", "departing", "run_backward", "run_forward"]
+__all__ = [
+    "NothingToTrain",
+    "Unplanned",
+    "being_watched",
+    "choose_checks",
+    "departing",
+    "run_backward",
+    "run_forward",
+    "run_nothing",
+]
 
 
 class Unplanned(Exception):
@@ -41,6 +50,13 @@ class Unplanned(Exception):
     def sizes(self) -> dict[int, int]:
         """The inputs that are numbers, by position."""
         return {index: value for index, value in enumerate(self.inputs) if isinstance(value, int)}
+
+
+class NothingToTrain(CaptureError):
+    """Nothing of this call takes a gradient: its step's guards hold, nothing has run, and nothing needs a plan."""
+
+    def __init__(self) -> None:
+        super().__init__("the step needs no gradient", remedy="unfreeze a parameter that takes part in it")
 
 
 class _Departing(threading.local):
@@ -108,6 +124,12 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
         results = executable.plain.forward(args)
     count = executable.output_count
     return (*results[:count], ticket(executable.number, flight.name), *results[count:])
+
+
+def run_nothing(args: list[Any]) -> Any:
+    """Raises :class:`NothingToTrain`."""
+    args.clear()
+    raise NothingToTrain
 
 
 def run_backward(args: list[Any]) -> Any:

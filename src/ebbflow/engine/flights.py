@@ -30,7 +30,7 @@ from ebbflow.torch_seams.autograd import is_function_node
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["Flight", "Flights", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs"]
+__all__ = ["Flight", "Flights", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs", "tensors_in"]
 
 _MOST_UNSEEN = 64
 NO_SLOT = Slot(None, 0)
@@ -86,7 +86,7 @@ class Flight:
 
     def take_off(self, outputs: object) -> None:
         """The forward has returned ``outputs``: in the air until the backward begins or the graph is gone."""
-        tensors = list(_tensors_in(outputs))
+        tensors = list(tensors_in(outputs))
         self.returned = [StorageWatch(each) for each in tensors if each.device.type == "cpu"]
         node = _own_node(tensors)
         if node is None:
@@ -193,14 +193,14 @@ def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:
         )
 
 
-def _tensors_in(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:
+def tensors_in(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:
     """Tensors of what a forward returned, in objects that torch's containers do not know as well."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module):
             for value in vars(leaf).values():
-                yield from _tensors_in(value, depth - 1)
+                yield from tensors_in(value, depth - 1)
 
 
 def _own_node(outputs: list[torch.Tensor]) -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
 from ebbflow.cost.attach import is_measured_form
 from ebbflow.errors import BudgetError, PlanMismatch
+from ebbflow.step.legality import check
+from ebbflow.step.machine import is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.schedule import Schedule
 
-__all__ = ["given_plan_here"]
+__all__ = ["given_plan_here", "start_here"]
 
 
 def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], resident: int, reserve: int) -> Plan:
@@ -24,19 +28,23 @@ def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], re
         reserve: bytes kept free for what the proof remembers.
 
     Raises:
-        PlanMismatch: if it is of another program, device or torch build.
+        PlanMismatch: if it is of another program, machine or torch build.
         BudgetError: if more is resident than it has room for.
     """
+    source = plan.provenance
     differences = [
         f"{key}: plan {theirs or None!r}, here {context[key]!r}"
-        for key, theirs in (("device", plan.provenance.device), ("torch", plan.provenance.torch))
-        if theirs != context[key]
+        for key, theirs in (("device", source.device), ("torch", source.torch), ("name", source.name))
+        if theirs != context.get(key, theirs)
     ]
+    if is_elsewhere(plan.machine):
+        differences.insert(0, f"machine: plan {source.machine!r}, here {context['device']!r}")
     if not is_measured_form(plan.program, program):
         differences.append(_program_difference(plan, program))
     if differences:
         raise PlanMismatch(
-            f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; plan anew",
+            f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; "
+            "ebbflow.fit(model, budget, start=plan) captures and prices the step here and starts the search from it",
             differences=differences,
         )
     moved = replace(plan, resident_bytes=resident, reserve_bytes=reserve)
@@ -52,6 +60,24 @@ def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], re
             pinned_by=str(plan.program.ops[plan.floor_op]),
         )
     return moved
+
+
+def start_here(plan: Plan | None, program: Program) -> list[Schedule]:
+    """The schedule of a plan to start from, if it is one of ``program`` as well; its budget does not matter."""
+    if plan is None:
+        return []
+    try:
+        violations = check(program, plan.schedule)
+    except IndexError:  # of another program, with more ops or buffers
+        violations = ["of another program"]
+    if violations:
+        warnings.warn(
+            f"the plan for {plan.case} that was given to start from is of another step than the one captured here "
+            f"({_program_difference(plan, program)}); the search starts without it",
+            stacklevel=2,
+        )
+        return []
+    return [plan.schedule]
 
 
 def _program_difference(plan: Plan, ours: Program) -> str:

@@ -1,14 +1,31 @@
-"""What the step of a call depends on besides the model: its arguments, modes, autocast, threads, what is frozen."""
+"""What the step of a call depends on besides the model: its arguments, modes, autocast, threads, what is frozen.
+
+The key of an argument is read off without asking it for its text, which would print tensors, or an address that is
+another at every call:
+1. of a tensor or an array, how it is laid out, never its values;
+2. of a number, a text, a type and the like, the value;
+3. of a function, its code; of a dataclass, a mapping or any other object that has attributes, the keys of these, to a
+   depth of :data:`_DEPTH` and of the first :data:`_LONG` of many; of anything else its class.
+What a key does not tell, torch's guards do: a key may have several steps.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import enum
+import itertools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ebbflow.torch_seams.trees import tree_flatten
 
-__all__ = ["Slot", "key_of", "modes_of"]
+__all__ = ["Slot", "key_of", "modes_of", "part_of", "with_sizes"]
+
+_DEPTH = 6
+_LONG = 256
+_VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, type)
 
 
 class Slot(NamedTuple):
@@ -26,13 +43,50 @@ class Slot(NamedTuple):
 def key_of(modes: object, args: Any, kwargs: Any) -> object:
     """The key of one training call. Two calls of one key may still be different steps: torch's guards know."""
     leaves, spec = tree_flatten((args, kwargs))
-    parts: list[object] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
-        else:
-            parts.append((type(leaf).__qualname__, repr(leaf)))
-    return (tuple(parts), str(spec), modes)
+    return (tuple(part_of(leaf, with_sizes) for leaf in leaves), str(spec), modes)
+
+
+def part_of(value: object, of_tensor: Callable[[torch.Tensor], object]) -> object:
+    """The key of an argument, or of what it holds; ``of_tensor`` gives that of a tensor."""
+    return _Reader(of_tensor).read(value, _DEPTH)
+
+
+class _Reader:
+    """One walk over an argument. An object that comes a second time is named by its class alone."""
+
+    def __init__(self, of_tensor: Callable[[torch.Tensor], object]) -> None:
+        self._of_tensor = of_tensor
+        self._seen: set[int] = set()
+
+    def read(self, value: object, depth: int) -> object:
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        kind = type(value)
+        if isinstance(value, _VALUES):
+            return (kind, repr(value))
+        if isinstance(value, types.FunctionType):
+            return (kind, value.__code__)
+        if hasattr(value, "__array_interface__"):
+            array = cast("Any", value)
+            return (kind, array.shape, array.strides, str(array.dtype))
+        if depth == 0 or id(value) in self._seen or isinstance(value, torch.nn.Module | types.ModuleType):
+            return kind
+        self._seen.add(id(value))
+        if isinstance(value, list | tuple):
+            elements = cast("list[object]", value)
+            return (kind, len(elements), tuple(self.read(each, depth - 1) for each in elements[:_LONG]))
+        held: Mapping[object, object] = {}
+        if isinstance(value, Mapping):
+            held = cast("Mapping[object, object]", value)
+        elif hasattr(value, "__dict__"):
+            held = cast("Mapping[object, object]", vars(value))
+        named = itertools.islice(held.items(), _LONG)
+        return (kind, len(held), tuple((repr(name), self.read(each, depth - 1)) for name, each in named))
+
+
+def with_sizes(tensor: torch.Tensor) -> object:
+    """How a tensor is laid out, and whether it takes a gradient."""
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def modes_of(module: torch.nn.Module, device: str, trained: bytes) -> object:

@@ -20,19 +20,22 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ebbflow.capture.loss_place import loss_is_outside
+from ebbflow.capture.loss import loss_is_outside
+from ebbflow.cost.attach import costs_of
 from ebbflow.cost.cache import device_context
 from ebbflow.engine.between import Between, Knowledge
+from ebbflow.engine.calls import Calls
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import being_watched
 from ebbflow.engine.flights import Flight, Flights, flights_of, kept_bytes, kept_inputs
-from ebbflow.engine.given import given_plan_here
+from ebbflow.engine.given import given_plan_here, start_here
 from ebbflow.engine.key import Slot, key_of, modes_of
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError
+from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import start_bytes, watched_in
@@ -40,7 +43,7 @@ from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
-from ebbflow.step.provenance import Costs
+from ebbflow.step.provenance import LossPlace
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.storages import StorageWatch, walk
 from ebbflow.units import Budget, format_bytes
@@ -59,6 +62,7 @@ class Circumstances:
     Attributes:
         slot: key of the call, and how many of the model's forwards are in the air (``between``).
         trained: per parameter whether it takes a gradient.
+        accumulating: whether every parameter that takes a gradient has one.
         module: whose call it is.
         inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
@@ -70,6 +74,7 @@ class Circumstances:
 
     slot: Slot
     trained: bytes
+    accumulating: bool
     module: torch.nn.Module
     inputs: tuple[StorageWatch, ...]
     device: str
@@ -101,8 +106,11 @@ class FittedModel:
         optimizer: whose state counts as resident.
         verify: whether first steps are proven and later ones measured.
         every_output: whether outputs beside a scalar loss take gradients too.
+        start: a plan from whose schedule searches start too, made anywhere.
         last: the step that ran last.
         flights: forwards whose backward has not come.
+        calls: how its calls went.
+        not_captured: keys of calls that have nothing to train and are no graph either.
     """
 
     plain_class: type[torch.nn.Module]
@@ -112,8 +120,11 @@ class FittedModel:
     optimizer: torch.optim.Optimizer | None
     verify: bool
     every_output: bool
+    start: Plan | None = None
     last: Step | None = None
     flights: Flights = field(default_factory=Flights)
+    calls: Calls = field(default_factory=Calls)
+    not_captured: set[object] = field(default_factory=set[object])
     _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
     _between: Knowledge = field(default_factory=Knowledge)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
@@ -132,11 +143,12 @@ class FittedModel:
         """What surrounds ``call``."""
         inputs = watched_in([call.args, call.kwargs]) if call.device == "cpu" else []
         others = {**kept_inputs(), **{each.key: each.bytes for each in inputs}}
-        trained, own = walk(call.module)
+        trained, accumulating, own = walk(call.module)
         resident = start_bytes(own, self.optimizer, others, call.device)
         flying = self.flights.bytes if self.flights else 0
         return Circumstances(
             trained=trained,
+            accumulating=accumulating,
             slot=Slot(
                 key_of(modes_of(call.module, call.device, trained), call.args, call.kwargs),
                 len(self.flights.in_the_air),
@@ -159,7 +171,7 @@ class FittedModel:
                 "another forward of this model is in flight: it was planned without room for this one, so this step "
                 "may exceed the budget. From the next round on it is planned for. Call backward before the next "
                 "forward, or compute what needs no backward under torch.no_grad()",
-                stacklevel=4,
+                stacklevel=users_level(),
             )
 
     def steps_for(self, call: Call, now: Circumstances) -> Iterator[Step]:
@@ -187,7 +199,7 @@ class FittedModel:
                 f"{self.plain_class.__name__} has been captured {_MANY_CAPTURES} times for the same inputs: "
                 "something that its step depends on changes between calls (an attribute that counts steps, say). "
                 "Each capture takes seconds; keep counters in tensors (register_buffer)",
-                stacklevel=5,
+                stacklevel=users_level(),
             )
 
     def keep(self, step: Step, now: Circumstances) -> None:
@@ -207,7 +219,7 @@ class FittedModel:
                 f"{self.plain_class.__name__} has been called with more than {_MOST_STEPS} kinds of arguments; those "
                 "used longest ago are forgotten and captured again when they come back, which takes seconds. Pad "
                 "lengths to multiples of 8 or 16 to have fewer shapes",
-                stacklevel=5,
+                stacklevel=users_level(),
             )
 
     def ran(self, step: Step, flight: Flight, now: Circumstances) -> None:
@@ -239,10 +251,14 @@ class FittedModel:
         if current is not None and now.checkpointed and flights_of(current):
             return current
         between = self._between.of(now.slot)
-        resident = now.resident_bytes + self._hidden_bytes(step, now)
+        resident = self.resident_bytes(step, now)
         known = not self._is_guess(step, now)
         fitting = [
-            each for each in step.executables if _holds(each, resident, between) and not (each.provisional and known)
+            each
+            for each in step.executables
+            if _holds(each, resident, between)
+            and not (each.provisional and known)
+            and (now.accumulating or not each.accumulates)
         ]
         return min(fitting, key=lambda each: each.overhead) if fitting else None
 
@@ -252,16 +268,26 @@ class FittedModel:
         Nothing of the model has run when this returns or raises.
         """
         reserve = reserve_bytes(now.module, now.device, verify=self.verify)
-        resident = now.resident_bytes + self._hidden_bytes(step, now)
+        resident = self.resident_bytes(step, now)
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)
         if self.given_plan is not None:
             return given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve), False
-        source = replace(self.options.provenance, machine=now.device, costs=Costs.MEASURED)
-        options, guess = replace(self.options, provenance=source), self._waits_for_a_loss(step, now)
+        guess = self._waits_for_a_loss(step, now)
+        costs, estimated = costs_of(step.captured.calls if step.captured else (), now.device)
+        source = replace(
+            self.options.provenance,
+            machine=now.device,
+            costs=costs,
+            estimate=estimated,
+            optimizer="" if self.optimizer is None else type(self.optimizer).__name__,
+            loss=LossPlace.OUTSIDE if guess else None,
+        )
+        options = replace(self.options, provenance=source)
         if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
             options = replace(options, planner="least_memory")
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
+        seeds += start_here(self.start, program)
         make = functools.partial(make_plan, budget=self.budget, reserve_bytes=reserve, seeds=seeds)
         between = self._between.of(now.slot)
         try:
@@ -298,8 +324,9 @@ class FittedModel:
         """Whether something that a plan depends on is not known yet."""
         return self._waits_for_a_loss(step, now) or (bool(now.flying_bytes) and not self._was_expected(now.slot))
 
-    def _hidden_bytes(self, step: Step, now: Circumstances) -> int:
-        return step.hidden_bytes if now.device == "cpu" else 0  # the allocator of a card has them
+    def resident_bytes(self, step: Step, now: Circumstances) -> int:
+        """What is resident before a call of ``step``; the allocator of a card has its hidden inputs."""
+        return now.resident_bytes + (step.hidden_bytes if now.device == "cpu" else 0)
 
     def _plans(self) -> Iterator[Plan]:
         return (plan for step in self._all_steps() for plan in step.plans())
@@ -319,7 +346,7 @@ class FittedModel:
                 f"code outside the model took {format_bytes(peak_bytes)} between forward and backward, so this first "
                 f"step took {format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; "
                 "from the next step on it is planned for",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
 
 

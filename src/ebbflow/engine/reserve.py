@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ebbflow.engine.snapshot import snapshot_bytes
 from ebbflow.lower.fingerprints import SCRATCH_BYTES_CUDA
-from ebbflow.measurement.resident import resident_bytes
 
 __all__ = ["reserve_bytes"]
 
@@ -17,4 +17,4 @@ def reserve_bytes(model: torch.nn.Module, device: str, *, verify: bool) -> int:
     if not verify:
         return 0
     scratch = SCRATCH_BYTES_CUDA if device == "cuda" else 0
-    return resident_bytes([*model.buffers()]) + _GENERATOR_STATE_BYTES + scratch
+    return snapshot_bytes(model) + _GENERATOR_STATE_BYTES + scratch

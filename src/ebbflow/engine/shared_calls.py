@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ebbflow.engine.compiled import Capture
+from ebbflow.engine.key import part_of, with_sizes
 from ebbflow.torch_seams.trees import tree_flatten
 
 __all__ = ["Kinds"]
@@ -56,7 +57,7 @@ class Kinds:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(not each.is_contiguous() for each in tensors):
             return None
-        kind = self._kinds.setdefault((rest, str(spec), tuple(map(_without_sizes, leaves))), _Kind())
+        kind = self._kinds.setdefault((rest, str(spec), tuple(_part_of(leaf) for leaf in leaves)), _Kind())
         shapes = tuple(tuple(each.shape) for each in tensors)
         if kind.failures >= MOST_FAILURES:
             return None
@@ -78,10 +79,13 @@ class Kinds:
                     kind.shared = None
 
 
-def _without_sizes(leaf: object) -> object:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad)
-    return (type(leaf).__qualname__, repr(leaf))
+def _part_of(leaf: object) -> object:
+    """The key of an argument but for the sizes of a tensor; those inside of other objects stay what they are."""
+    return _without_sizes(leaf) if isinstance(leaf, torch.Tensor) else part_of(leaf, with_sizes)
+
+
+def _without_sizes(tensor: torch.Tensor) -> object:
+    return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _changing(seen: Sequence[Shapes]) -> tuple[tuple[int, ...], ...]:

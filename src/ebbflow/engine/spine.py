@@ -7,6 +7,8 @@
    *costs*, a schedule within the budget is *planned*, *lowered* to two graphs, and these are *proven* to be the
    program.
 4. Then the step *runs*: its forward now, its backward when autograd comes to it (``executor``).
+
+A call of which nothing takes a gradient has no step: the capture says so, and it runs as it is.
 """
 
 from __future__ import annotations
@@ -14,23 +16,31 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
+
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import with_measured_costs
+from ebbflow.cost.room import Room, within
+from ebbflow.engine.calls import NOTHING_TO_TRAIN
 from ebbflow.engine.compiled import Call, StaleCapture
 from ebbflow.engine.executable import Executable
-from ebbflow.engine.executor import Unplanned, choose_checks
+from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbflow.engine.flights import Flight
+from ebbflow.engine.flights import tensors_in as tensors_of
 from ebbflow.engine.model import Circumstances, FittedModel
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead
-from ebbflow.measurement.resident import hidden_in
+from ebbflow.measurement.resident import tensors_in
 from ebbflow.planners import Progress
+from ebbflow.planners.narration import narrated
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["train"]
 
@@ -44,44 +54,97 @@ def train(model: FittedModel, call: Call) -> Any:
         PlanMismatch: if the plan that the user gave is not of this step.
     """
     now = model.look_around(call)
+    if now.key in model.not_captured:
+        return _as_it_is(model, call)
     model.warn_of_flights(now)
     for step in model.steps_for(call, now):
         try:
             return _planned(model, step, call, now)
         except StaleCapture:
             continue
-        except (CaptureError, InternalError):
-            if not step.capture.symbolic or step.forward_calls:
+        except NothingToTrain:
+            model.keep(step, now)
+            break
+        except (CaptureError, InternalError) as error:
+            if step.capture.symbolic and not step.forward_calls:
+                continue
+            if _takes_gradients(call, now):
                 raise
-    raise AssertionError("a fresh capture of a call's own is never stale")
+            return _unless_trained(model, call, now, error)
+    return _as_it_is(model, call)
+
+
+def _as_it_is(model: FittedModel, call: Call) -> Any:
+    """``call`` as eager runs it: it has nothing to train, so that nothing is kept and nothing needs a plan."""
+    model.calls.count_unplanned(NOTHING_TO_TRAIN)
+    return call.forward(call.module, *call.args, **call.kwargs)
+
+
+def _takes_gradients(call: Call, now: Circumstances) -> bool:
+    """Whether a parameter or an argument of ``call`` does, as far as can be seen."""
+    arguments = tree_leaves((call.args, call.kwargs))
+    return any(now.trained) or any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
+
+
+def _unless_trained(model: FittedModel, call: Call, now: Circumstances, error: Exception) -> Any:
+    """``call`` as it is, though it is no graph; ``error`` says why. Something hidden that takes a gradient raises it."""
+    outputs = _as_it_is(model, call)
+    if any(each.requires_grad for each in tensors_of(outputs)):
+        raise error
+    model.not_captured.add(now.key)
+    return outputs
 
 
 def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Any:
     """``call`` under a plan of ``step`` that holds, or under a new one."""
-    try:
-        return _run(model, step, model.holding(step, now), call, now)
-    except Unplanned as asked:
-        captured = _capture(step, asked)
-        step.hidden = hidden_in(asked.inputs, call.module, (call.args, call.kwargs))
-        asked.inputs.clear()
+    if (executable := model.holding(step, now)) is not None:
+        return _run(model, step, executable, call, now)
+    with narrated(model.options.progress):
+        now, executable = _made(model, step, call, now)
+    return _run(model, step, executable, call, now)
+
+
+def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tuple[Circumstances, Executable]:
+    """What surrounds ``call`` once ``step`` is captured, and an executable for it."""
+    with within(_room(model, step, call, now)):
+        _capture(model, step, call, now)
     model.keep(step, now)
     gc.collect()  # what only garbage holds is not to be planned around
     forget_dead()
     now = model.look_around(call)
     if (executable := model.holding(step, now)) is not None:
-        return _run(model, step, executable, call, now)
-    program = _cost(model, captured, now)
+        return now, executable
+    captured = step.captured_for(accumulating=now.accumulating and model.given_plan is None)
+    with within(_room(model, step, call, now)):
+        program = _cost(model, captured, now)
     plan, provisional = _plan(model, step, program, now)
-    executable = _lower_and_prove(step, plan)
+    executable = _lower_and_prove(step, captured, plan)
     executable.provisional = provisional
-    return _run(model, step, executable, call, now)
+    return now, executable
 
 
-def _capture(step: Step, asked: Unplanned) -> Captured:
-    """The step as a value. Its compiled function has just been called, with nothing to run."""
-    if step.captured is None:
-        step.captured = step.capture.at(asked.sizes)
-    return step.captured
+def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Room:
+    """What of the budget is free for finding out about a step; nothing is known of a share before the capture."""
+    resident = model.resident_bytes(step, now)
+    if model.budget.share is not None and step.captured is None:
+        free = 0
+    else:
+        above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
+        free = model.budget.resolve(resident + above) - resident
+    return Room(free, list(tensors_in([call.module, call.args, call.kwargs])))
+
+
+def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> None:
+    """Make the step a value, found by a call with nothing to run."""
+    try:
+        _run(model, step, None, call, now)
+    except Unplanned as asked:
+        if step.captured is None:
+            step.captured = step.capture.at(asked.sizes)
+        step.look_at_inputs(asked.inputs, call)
+        asked.inputs.clear()
+    else:
+        raise AssertionError("a step without a plan ran")
 
 
 def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program:
@@ -98,10 +161,10 @@ def _plan(model: FittedModel, step: Step, program: Program, now: Circumstances) 
         return model.plan_for(step, program, now)
 
 
-def _lower_and_prove(step: Step, plan: Plan) -> Executable:
+def _lower_and_prove(step: Step, captured: Captured, plan: Plan) -> Executable:
     """The plan's two graphs, each node of which is one of the captured step's."""
     with own_faults():
-        return step.made_for(plan)
+        return step.made_for(captured, plan)
 
 
 def _run(model: FittedModel, step: Step, executable: Executable | None, call: Call, now: Circumstances) -> Any:
@@ -124,4 +187,5 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
     step.ran(executable)
     flight.take_off(outputs)
     model.ran(step, flight, now)
+    model.calls.count_planned()
     return guarded(outputs, detached)

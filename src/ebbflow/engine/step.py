@@ -3,19 +3,22 @@
 A plan is replaced without a new capture. Plans that were current stay at hand, the best that holds is taken, so
 circumstances that come and go (gradients that are accumulated and cleared) cost a search once each. The same schedule
 is lowered and proven once.
+
+While gradients are accumulated, a step that copies its gradients (``capture.rules.gradient_copies``) is another one,
+which does not and needs less. A plan with the copies will do then too, if it holds.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ebbflow.capture.joint import Captured
-from ebbflow.engine.compiled import Capture
+from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable, Phase
-from ebbflow.measurement.resident import storages_in
+from ebbflow.measurement.resident import hidden_in, storages_in
 from ebbflow.step.plan import Plan
 
 __all__ = ["Step"]
@@ -35,6 +38,7 @@ class Step:
         executable: what ran last; ``None`` before the first plan.
         forward_calls: how many forwards ran.
         hidden: its inputs that no walk over model and arguments finds.
+        accumulated: primals whose gradients are copied, unless all of the model's parameters have gradients.
     """
 
     def __init__(self, capture: Capture, *, verify: bool) -> None:
@@ -43,6 +47,8 @@ class Step:
         self.executable: Executable | None = None
         self.forward_calls = 0
         self.hidden: list[weakref.ref[torch.Tensor]] = []
+        self.accumulated: frozenset[int] = frozenset()
+        self._accumulating: Captured | None = None
         self._verify = verify
         self._executables: list[Executable] = []  # used last comes last
 
@@ -75,14 +81,32 @@ class Step:
         """The plans at hand."""
         return (each.plan for each in self._executables)
 
-    def made_for(self, plan: Plan) -> Executable:
-        """``plan`` lowered and proven, or what has its schedule already."""
+    def look_at_inputs(self, inputs: Sequence[object], call: Call) -> None:
+        """Find out what the captured step's inputs are; they are those of ``call``."""
+        self.hidden = hidden_in(inputs, call.module, (call.args, call.kwargs))
         assert self.captured is not None
+        if copied := self.captured.copied_gradients:
+            own = {id(each) for each in call.module.parameters()}
+            self.accumulated = frozenset(i for i in copied if id(inputs[i]) in own)
+
+    def captured_for(self, *, accumulating: bool) -> Captured:
+        """The step as a value, where the model's parameters have gradients or not."""
+        assert self.captured is not None
+        if not (accumulating and self.accumulated):
+            return self.captured
+        if self._accumulating is None:
+            self._accumulating = self.capture.accumulating(self.captured, self.accumulated)
+        return self._accumulating
+
+    def made_for(self, captured: Captured, plan: Plan) -> Executable:
+        """``plan`` for ``captured`` lowered and proven, or what has its schedule already."""
         for each in self._executables:
             if each.plan.schedule == plan.schedule and each.plan.program == plan.program:
                 each.adopt(plan)
                 return each
-        return Executable(self.captured, plan, device=self.capture.device, verify=self._verify)
+        executable = Executable(captured, plan, device=self.capture.device, verify=self._verify)
+        executable.accumulates = captured is self._accumulating
+        return executable
 
     def ran(self, executable: Executable) -> None:
         """A forward ran under ``executable``."""

@@ -13,6 +13,8 @@
 5. Annealing from the best, in rounds; they end once the bound is near. On programs of up to two hundred ops a round
    goes to each of the two next best start points, if it is still far.
 6. On programs of some tens of ops, what is left of the solver's work goes to the whole model (``exact``).
+7. On programs of up to three hundred ops the other planners of the class are asked as well, so that none of them is
+   better (``finalists``).
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
 """
@@ -34,6 +36,7 @@ from ebbflow.planners.base import (
 from ebbflow.planners.bounds.cut_bound import WORK, CutBound, cut_bounds, quick_bound
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.chains.plan import start_from_paths
+from ebbflow.planners.finalists import best_of_class
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.reductions.levels import coarse_starts
 from ebbflow.planners.reductions.shrink import StandIn, stand_in_of
@@ -57,17 +60,18 @@ QUICK = 20  # share of the effort for a first plan of a stand-in
 OTHER_STARTS = 2  # besides the best, that are annealed too
 LEVEL_SHARE = 8  # of the effort, for each of the annealings of a coarser level
 PROMISING = 1.5  # times the overhead of what is known: see _start_if_promising
+WHOLE_OPS, WHOLE_EFFORT = 40, 1_000  # such programs are solved whole however little effort is left: under a second
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
 
 
 @planner("auto", finds_smallest=True)
 def auto(problem: Problem) -> Answer:
     """The best of several starts, improved within the effort, with a proven bound."""
-    return portfolio(problem)
+    return best_of_class(problem, portfolio(problem))
 
 
 def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
-    """What :func:`auto` does, with a bound for other orders of first runs than the program's if ``order`` says so."""
+    """What ``auto`` does by itself; ``order`` says for which orders of first runs its bound is to hold."""
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     found = Found(problem)
@@ -106,7 +110,7 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         found.take(other)
     _from_other_starts(found, cut.bound, effort // ROUNDS)
     if not (cut.infeasible or problem.interrupt) and found.overhead > cut.bound + PROVEN:
-        start_from_model(found, min(_work(problem) - cut.work, _work(problem) // 2))
+        start_from_model(found, _model_work(problem, cut))
     notes = {"moves": str(effort), "cuts": str(cut.cuts)}
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
 
@@ -210,12 +214,19 @@ def _quickly_from_relaxation(found: Found, order: CapturedOrder | None) -> None:
 def _from_stand_in(found: Found, small: StandIn, effort: int) -> None:
     """Start from what a stand-in is planned to within an effort."""
     found.tell("planning repeated blocks once")
-    start_from_stand_in(found, small, lambda asked: auto(replace(asked, effort=effort)).schedule)
+    start_from_stand_in(found, small, lambda asked: portfolio(replace(asked, effort=effort)).schedule)
 
 
 def _work(problem: Problem) -> int:
     """What solvers may take, together."""
     return WORK * problem.effort // DEFAULT_EFFORT
+
+
+def _model_work(problem: Problem, cut: CutBound) -> int:
+    """What the whole model may take: what the cuts left, at most half; of the smallest programs as by default."""
+    if len(problem.program.ops) <= WHOLE_OPS and problem.effort >= WHOLE_EFFORT:
+        return WORK // 2
+    return min(_work(problem) - cut.work, _work(problem) // 2)
 
 
 def _cuts(found: Found, order: CapturedOrder | None, small: StandIn | None) -> CutBound:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # programs need numpy, which who asks for names alone has no 
     from ebbflow.step.schedule import Schedule
 
 __all__ = [
+    "AS_CAPTURED",
     "DEFAULT_EFFORT",
     "FREE_ORDER",
     "HOMES",
@@ -54,10 +55,13 @@ LARGE_OPS = 3_000
 """Ops from which a program is large: repeated blocks are planned once, and start points are chosen with thrift."""
 
 
-PROGRAM_ORDER = "order: program, tiers: none"
-"""Bound class: all schedules that recompute, copies live whenever that helps, first runs in captured order."""
-FREE_ORDER = "order: free, tiers: none"
-"""Bound class: likewise, first runs in any legal order."""
+PROGRAM_ORDER = "order: program, boundary: captured, tiers: none, costs: given"
+"""Bound class: all schedules that recompute, copies live whenever that helps, first runs in captured order, the
+boundary where it was captured among them; and the seconds of ops are those that the plan was made with."""
+FREE_ORDER = "order: free, boundary: free, tiers: none, costs: given"
+"""Bound class: likewise, first runs and the boundary in any legal order."""
+AS_CAPTURED = "first runs and boundary as captured"
+"""What :data:`PROGRAM_ORDER`, every floor and every refusal assume, in words for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +122,27 @@ class Interrupt:
 
     def without_limit(self) -> Interrupt:
         """An interrupt that is true once this one was set, whatever its time limit."""
-        return _Derived(lambda: self.interrupted)
+        return _Derived(lambda: self.interrupted, lambda: self.interrupted)
 
     def or_after(self, seconds: float) -> Interrupt:
         """An interrupt that is true once this one is, or ``seconds`` from now."""
         limit = Interrupt(min(seconds, self.seconds_left))
-        derived = _Derived(lambda: bool(self) or bool(limit))
+        derived = _Derived(lambda: bool(self) or bool(limit), lambda: self.interrupted)
         derived._deadline = limit._deadline
         return derived
 
 
 class _Derived(Interrupt):
-    """An interrupt that follows others."""
+    """An interrupt that follows another: it is true where ``holds`` says so, and set where ``was_set`` does."""
 
-    def __init__(self, holds: Callable[[], bool]) -> None:
+    def __init__(self, holds: Callable[[], bool], was_set: Callable[[], bool]) -> None:
         super().__init__()
-        self._holds = holds
+        self._holds, self._was_set = holds, was_set
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it or what it follows was set."""
+        return super().interrupted or self._was_set()
 
     def __bool__(self) -> bool:
         return self._holds() or self.interrupted
@@ -188,7 +197,8 @@ class Answer:
     Attributes:
         status: how it ended.
         schedule: ``None`` exactly if no schedule within the budget was found.
-        bound: proven lower bound on the overhead at this budget, or ``None`` if the planner proves none.
+        bound: proven lower bound on the overhead at this budget with the program's costs, or ``None`` if the planner
+            proves none. It bounds what is predicted, not what will be measured.
         bound_class: the class of schedules in which ``bound`` holds, as :data:`PROGRAM_ORDER`.
         notes: facts for the plan's provenance.
     """

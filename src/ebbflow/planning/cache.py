@@ -32,7 +32,7 @@ __all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory", "share_
 
 MOST_BYTES = 256 * 2**20
 NEAR = 2  # start points taken from each side of a budget
-_SCHEMA = "ebbflow-plans/1"
+_SCHEMA = "ebbflow-plans/2"
 _KEPT = (Status.OPTIMAL, Status.FEASIBLE)  # what a clock or an interrupt ended is not worth keeping
 
 

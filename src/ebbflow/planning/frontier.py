@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ebbflow.errors import BudgetError
-from ebbflow.planners import Status
+from ebbflow.planners import Progress, Status
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget
+from ebbflow.units import Budget, format_allowed
 
 __all__ = ["Refusal", "frontier"]
+
+
+def _told_as(what: str, progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
+    """``progress``, told which of many plans it is about."""
+    return lambda each: progress(replace(each, stage=f"{what}: {each.stage}"))
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ def frontier(
     for budget_bytes in sorted({budget.resolve(unplanned) for budget in budgets}):
         for planner in planners:
             begin = time.perf_counter()
+            within = f"{planner} within {format_allowed(budget_bytes)}"
             own = [seeds[planner]] if planner in seeds else []
             try:
                 made = make_plan(
@@ -73,7 +79,7 @@ def frontier(
                     resident_bytes=resident_bytes,
                     reserve_bytes=reserve_bytes,
                     seeds=own,
-                    options=replace(options, planner=planner),
+                    options=replace(options, planner=planner, progress=_told_as(within, options.progress)),
                 )
             except BudgetError as error:
                 yield Refusal(planner, budget_bytes, error, time.perf_counter() - begin)

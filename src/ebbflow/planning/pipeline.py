@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ebbflow.errors import BudgetError
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT, changes_to, finds_smallest, silent
+from ebbflow.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, finds_smallest, silent
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
@@ -23,7 +22,7 @@ from ebbflow.step.provenance import Planned, Provenance
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of, simulate
 from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget, format_bytes, format_percent
+from ebbflow.units import Budget, format_allowed, format_bytes, format_share
 
 __all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan"]
 
@@ -63,7 +62,7 @@ class PlanningOptions:
             time_limit_seconds=options.time_limit,
             machine=options.target,
             interrupt=options.interrupt,
-            progress=options.progress,
+            progress=options.tell,
         )
 
 
@@ -100,8 +99,9 @@ def make_plan(
         budget_bytes = max(budget_bytes, resident_bytes + reserve_bytes + unplanned_above)
     above_budget = budget_bytes - resident_bytes - reserve_bytes
     floor_above, floor_op = floor_bytes(program)
-    # An interrupt that is not set is false: ask for None, not for truth.
-    interrupt = Interrupt(options.time_limit_seconds) if options.interrupt is None else options.interrupt
+    interrupt = Interrupt() if options.interrupt is None else options.interrupt
+    if options.time_limit_seconds is not None:
+        interrupt = interrupt.or_after(options.time_limit_seconds)
     problem = Problem(
         program=program,
         above_budget_bytes=above_budget,
@@ -217,12 +217,13 @@ def _cheapest(problem: Problem) -> Schedule | None:
 
 def _machines_for(smallest: int, machine: Machine) -> str:
     """Which machines of the catalogue hold ``smallest`` bytes, where the one planned for is too small itself."""
-    if not machine.memory_bytes or smallest <= machine.memory_bytes:
+    if not machine.memory_bytes or smallest <= machine.usable_bytes:
         return ""
-    large = sorted((each.memory_bytes, name) for name, each in catalogue().items() if each.memory_bytes >= smallest)
+    large = sorted((each.usable_bytes, name) for name, each in catalogue().items() if each.usable_bytes >= smallest)
     which = ", ".join(name for _, name in large)
     holding = f"of the catalogue, {which} would do" if large else "no machine of the catalogue has that much"
-    return f". {machine.name} has {format_bytes(machine.memory_bytes)}, which no plan fits; {holding}"
+    room = f"{format_allowed(machine.memory_bytes)}, {format_allowed(machine.usable_bytes)} of it usable"
+    return f". {machine.name} has {room}, which no plan that was found fits; {holding}"
 
 
 def _budget_error(
@@ -240,18 +241,18 @@ def _budget_error(
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
     if budget >= smallest:
         text = (
-            f"planner {planner!r} found no schedule within the budget of {format_bytes(budget)} ({budget} bytes); "
+            f"planner {planner!r} found no schedule within the budget of {format_allowed(budget)} ({budget} bytes); "
             f"another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
         )
     else:
-        share = math.ceil(1e4 * smallest / max(unplanned, 1)) / 1e4  # never below what it stands for
+        share = format_share(smallest, unplanned)
         text = (
-            f"a budget of {format_bytes(budget)} ({budget} bytes) is too small: "
+            f"a budget of {format_allowed(budget)} ({budget} bytes) is too small: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
-            f"({smallest} bytes, {format_percent(share)} of the unplanned peak). "
+            f"({smallest} bytes, {share} of the unplanned peak). "
             f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
-            f"no schedule of any kind stays below {format_bytes(floor)}, which is pinned by {pin}. "
-            f"Ask for {smallest} bytes or {share:.2%} or more (of a fitted model: ebbflow.set_budget), "
+            f"no schedule with {AS_CAPTURED} stays below {format_bytes(floor)}, which is pinned by {pin}. "
+            f"Ask for {smallest} bytes or {share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), "
             "or make the batch smaller" + ("" if machine is None else _machines_for(smallest, machine))
         )
     return BudgetError(

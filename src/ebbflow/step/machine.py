@@ -49,7 +49,7 @@ class Machine:
     Attributes:
         name: catalogue name, or ``"cpu"`` for the machine at hand.
         device: the torch device type, ``"cpu"`` or ``"cuda"``.
-        memory_bytes: what the device's allocator can hand out; 0 for the machine at hand, which is asked.
+        memory_bytes: what the device has; 0 for the machine at hand, which is asked.
         flops: peak arithmetic per second by dtype name (``"float32"``, ``"bfloat16"``, ...).
         bytes_per_second: device memory bandwidth.
         launch_seconds: the least that any op takes.
@@ -58,6 +58,8 @@ class Machine:
         sources: where each number is from.
         capability: the compute capability of a CUDA device, ``"8.0"``; ``""`` for one of a custom machine that is not
             told, which then counts as 8.0.
+        context_bytes: what the device's context takes of its memory in every process.
+        fragmentation: share of the rest that the allocator holds in pieces too small for what is asked.
     """
 
     name: str
@@ -70,6 +72,13 @@ class Machine:
     links: dict[str, Link] = field(default_factory=dict[str, Link])
     sources: dict[str, str] = field(default_factory=dict[str, str])
     capability: str = ""
+    context_bytes: int = 0
+    fragmentation: float = 0.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a step can take of the memory: without the context, and without what fragmentation loses."""
+        return max(int((self.memory_bytes - self.context_bytes) * (1.0 - self.fragmentation)), 0)
 
     @property
     def compute_capability(self) -> tuple[int, int]:
@@ -107,6 +116,8 @@ class Machine:
             links={str(tier): _link(tier, link) for tier, link in data["links"].items()},
             sources={str(key): str(text) for key, text in data["sources"].items()},
             capability=str(data["capability"]),
+            context_bytes=_whole(data.get("context_bytes", 0)),  # earlier files know nothing of it
+            fragmentation=_share(data.get("fragmentation", 0.0)),
         )
 
 
@@ -122,19 +133,25 @@ def _link(tier: str, data: Mapping[str, Any]) -> Link:
 
 def _whole(value: object) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no number of bytes")
+        raise ValueError(f"{value!r} is not a number of bytes")
     return value
 
 
 def _rate(value: object) -> float:
     if not isinstance(value, int | float) or not _LEAST_RATE <= value < math.inf:
-        raise ValueError(f"{value!r} is no rate per second")
+        raise ValueError(f"{value!r} is not a rate per second")
+    return value
+
+
+def _share(value: object) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{value!r} is not a share")
     return value
 
 
 def _delay(value: object) -> float:
     if not isinstance(value, int | float) or not 0 <= value <= _MOST_DELAY:
-        raise ValueError(f"{value!r} is no delay in seconds")
+        raise ValueError(f"{value!r} is not a delay in seconds")
     return value
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ebbflow.errors import PlanFileError, PlanMismatch
+from ebbflow.errors import PlanFileError, PlanMismatch, UsageError
 from ebbflow.files import write_json
 from ebbflow.step.legality import check
 from ebbflow.step.machine import Machine
@@ -44,11 +45,12 @@ class Plan:
         budget_bytes: bytes of the step's peak that it must stay within.
         resident_bytes: bytes that are resident at a step's start, optimizer state that is still to come among them.
         reserve_bytes: bytes kept free inside the budget for what the proof of the first step remembers.
-        floor_bytes: a proven lower bound on any schedule's peak, resident part included.
+        floor_bytes: a proven lower bound on the peak of schedules with first runs and boundary as captured, resident
+            part included.
         floor_op: index of the op that pins the floor.
         smallest_bytes: the least budget for which a schedule was found.
-        bound: proven lower bound on the overhead at this budget, or ``None``.
-        bound_class: the class of schedules for which ``bound`` holds.
+        bound: proven lower bound on the predicted overhead at this budget, or ``None``.
+        bound_class: the class of schedules for which ``bound`` holds, and that it holds with these costs.
         plan_seconds: what planning took, capture and costs not included.
         provenance: device, threads, torch build, costs, effort, seed and the like.
         machine: planned for, with its links to slower memory; ``None`` is the device at hand.
@@ -214,9 +216,10 @@ class Plan:
         """Write the plan to ``path`` as JSON, atomically.
 
         Raises:
+            UsageError: for what is not a path.
             OSError: if the file cannot be written.
         """
-        path = Path(path)
+        path = _path(path, "Plan.save")
         write_json(path, self.to_json())
         return path
 
@@ -225,10 +228,11 @@ class Plan:
         """The plan that :meth:`save` wrote.
 
         Raises:
+            UsageError: for what is not a path.
             PlanFileError: if the file is missing, truncated, damaged, or holds an illegal schedule.
             PlanMismatch: if it has another schema.
         """
-        path = Path(path)
+        path = _path(path, "Plan.load")
         try:
             if path.stat().st_size > _LARGEST_FILE_BYTES:
                 raise PlanFileError(f"{path} is larger than any plan; nothing was read", path=path)
@@ -242,7 +246,9 @@ class Plan:
                 f"{path} is not a whole plan file ({error}); make it anew with Plan.save", path=path
             ) from error
         if not _is_object(data) or "schema" not in data:
-            raise PlanFileError(f"{path} is no plan file; make one with Plan.save or `ebbflow plan --out`", path=path)
+            raise PlanFileError(
+                f"{path} is not a plan file; make one with Plan.save or `ebbflow plan --out`", path=path
+            )
         if data["schema"] not in _READABLE:
             readable = " and ".join(map(repr, _READABLE))
             raise PlanMismatch(
@@ -250,6 +256,12 @@ class Plan:
                 differences=[f"schema: plan {data['schema']!r}, here {SCHEMA!r}"],
             )
         return _from_json(data, str(path))
+
+
+def _path(value: object, caller: str) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError(f"{caller} takes the path of a file, not {type(value).__name__}", argument="path", value=value)
+    return Path(value)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _is_object(data: object) -> TypeGuard[dict[str, Any]]:

@@ -18,6 +18,7 @@ class Costs(enum.Enum):
     """Where seconds and workspaces of ops are from."""
 
     MEASURED = "measured"
+    PARTLY = "measured, the smallest ops by roofline"
     ROOFLINE = "roofline"
 
 
@@ -58,6 +59,9 @@ class Provenance(Mapping[str, str]):
         machine: name of the machine planned for.
         costs: where seconds are from.
         memory_bytes: what the machine planned for has, where it is of the catalogue.
+        usable_bytes: what of that a step can take.
+        usable: what is taken off, with sources.
+        optimizer: class of the one whose state is counted.
         estimate: what is not as on the real device.
         mapped: which ops stand for those of another device.
         workspace: which workspaces of libraries are counted.
@@ -79,6 +83,9 @@ class Provenance(Mapping[str, str]):
     machine: str = ""
     costs: Costs | None = None
     memory_bytes: int | None = None
+    usable_bytes: int | None = None
+    usable: str = ""
+    optimizer: str = ""
     estimate: str = ""
     mapped: str = ""
     workspace: str = ""
@@ -142,7 +149,7 @@ def _planned(text: str) -> Planned:
 _ORDER = tuple(each.name for each in fields(Provenance))
 _PARSE: dict[str, Any] = {
     **{name: str for name in _ORDER if name != "notes"},
-    **dict.fromkeys(("threads", "memory_bytes", "effort", "seed"), int),
+    **dict.fromkeys(("threads", "memory_bytes", "usable_bytes", "effort", "seed"), int),
     **dict.fromkeys(("deterministic", "mkldnn"), _truth),
     "costs": Costs,
     "loss": LossPlace,

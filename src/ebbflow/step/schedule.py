@@ -137,7 +137,7 @@ class Schedule:
         """The schedule that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: if a row is no action.
+            ValueError: if a row is not an action.
         """
         actions: list[Action] = []
         for row in rows:
@@ -153,7 +153,7 @@ class Schedule:
                 case ["b"]:
                     actions.append(Boundary())
                 case _:
-                    raise ValueError(f"{row!r} is no action")
+                    raise ValueError(f"{row!r} is not an action")
         return Schedule(tuple(actions))
 
     def __str__(self) -> str:

@@ -73,8 +73,11 @@ def joint_graph_settings() -> Iterator[None]:
     - Casts of autocast are kept as in eager, which casts a float32 leaf once in a block and sums the gradients
       of its uses in 16 bits: ``disable_autocast_cache`` does nothing, and leaves are leaves in the trace too
       (``FunctionalTensor.to_functional``).
+    - Inductor's ``fallback_random`` on: AOTAutograd drops draws whose result nobody reads unless it is, and all later
+      draws would be others than eager's.
     """
     from torch._functorch import config
+    from torch._inductor import config as inductor
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental import proxy_tensor
 
@@ -85,6 +88,7 @@ def joint_graph_settings() -> Iterator[None]:
         no_cache, to_functional = (proxy_tensor, "disable_autocast_cache"), (FunctionalTensor, "to_functional")
         stack.enter_context(wrapped(Attribute(*no_cache), lambda _: nullcontext, this_thread=True))
         stack.enter_context(wrapped(Attribute(*to_functional), _leaves_stay_leaves, this_thread=True))
+        stack.enter_context(patched(Setting(inductor, "fallback_random"), True))
         yield
 
 

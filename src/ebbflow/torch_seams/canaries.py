@@ -127,6 +127,10 @@ def fake_tensors_refuse_what_data_decides() -> None:
             except fake_tensors.LIMITS:
                 continue
             raise RuntimeError("an answer that depends on data was given")
+    with fake_tensors.FakeTensorMode(), fake_tensors.numbers_are(1):
+        expect(torch.empty(3).sum().item() == 1.0, "a number that nobody knows is not answered")
+        expect(bool(torch.empty(3).sum() > 0), "a truth that nobody knows is not answered")
+        expect((torch.tensor(4.0) + 1).item() == 5.0, "a fake number forgets its value")
     with fake_tensors.quiet_log():
         expect(fake_tensor.log.disabled, "what goes wrong on fake tensors is logged elsewhere")
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import os
+import re
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,9 +16,27 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 
-from ebbflow.torch_seams.patches import Item, Setting, patched, wrapped
+from ebbflow.torch_seams.fake_tensors import LIMITS
+from ebbflow.torch_seams.patches import Attribute, Item, Patch, Setting, patched, wrapped
 
-__all__ = ["capture_error_type", "forget_compiled", "inner_exception", "one_graph_settings", "sizes_as_symbols"]
+__all__ = [
+    "NotCompiled",
+    "OwnStance",
+    "capture_error_type",
+    "capturing",
+    "constant_in_traces",
+    "exporting_here",
+    "forget_compiled",
+    "inner_exception",
+    "is_argument",
+    "is_switched_off",
+    "left_out_of_traces",
+    "one_graph_settings",
+    "raised_by_the_model",
+    "sizes_as_symbols",
+    "tracing_here",
+    "without_the_compilers_words",
+]
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
@@ -31,12 +54,173 @@ def inner_exception(error: BaseException) -> BaseException | None:
     return inner if isinstance(inner, BaseException) and inner is not error else None
 
 
+_RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
+_NO_METHOD = re.compile(r"call_method TensorVariable\(\) (\w+)")
+_COMPILERS_WORDS = re.compile(r"\n*from user code:\n.*|\n*Set TORCHDYNAMO_VERBOSE=1.*", re.DOTALL)
+
+
+def raised_by_the_model(error: BaseException) -> Exception | None:
+    """The exception that the traced code itself would raise, made anew; ``None`` if torch does not say.
+
+    Nothing is run for it. Relied on: an exception that no frame of the code catches is wrapped, with its arguments in
+    the text; a kernel that refuses its arguments fails likewise on fake tensors, and what it raised stands in the
+    chain; so does what binding arguments to a function raises.
+    """
+    from torch._dynamo.exc import ObservedException, TorchDynamoException, observed_exception_map
+
+    chain: list[BaseException] = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
+        chain.append(following)
+    text, last = str(error), chain[-1]
+    observed = next((each for each in chain if isinstance(each, ObservedException)), None)
+    if observed is not None:
+        kinds = [kind for kind, wrapper in observed_exception_map.items() if type(observed) is wrapper]
+        said = _RAISED.search(text)
+        try:
+            args = ast.literal_eval(f"({said[1]},)" if said is not None and said[1] else "()")
+        except (SyntaxError, ValueError):
+            return None
+        return _anew(kinds[0], args) if kinds else None
+    if (missing := _NO_METHOD.search(text)) is not None and not hasattr(torch.Tensor, missing[1]):
+        return AttributeError(f"'Tensor' object has no attribute '{missing[1]}'")
+    if text.startswith("failed to bind arguments") and isinstance(last, TypeError):
+        return _anew(TypeError, last.args)
+    if type(error).__name__ != "TorchRuntimeError" or isinstance(last, (TorchDynamoException, *LIMITS)):
+        return None
+    return _anew(type(last), last.args) if isinstance(last, Exception) else None
+
+
+def _anew(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    """An exception of this kind; its class may want other arguments than it keeps."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
+
+def without_the_compilers_words(error: Exception) -> None:
+    """Take off what Dynamo appends to the message of an exception that it lets through."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (_COMPILERS_WORDS.sub("", error.args[0]), *error.args[1:])
+
+
+def is_argument(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is a tensor among ``args`` or ``kwargs`` of the function that was compiled."""
+    return node.op == "placeholder" and str(node.target).startswith(("L_args_", "L_kwargs_"))
+
+
 def forget_compiled(function: Callable[..., Any]) -> None:
     """Free what Dynamo keeps for a function of ``torch.compile``, which it would keep until the process ends.
 
     Its cache hangs on the code object of the function that was compiled (``_torchdynamo_orig_callable``).
     """
     reset_code(function._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
+
+
+def tracing_here() -> bool:
+    """Whether this thread compiles or exports something; ``torch.compiler.is_compiling`` speaks for the process."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def exporting_here() -> bool:
+    """Whether this thread exports a model or traces it for ``torch.jit``: nothing is trained then."""
+    if torch.compiler.is_exporting():  # in some thread
+        return tracing_here() or torch._guards.detect_fake_mode() is not None
+    return torch.jit.is_tracing()
+
+
+class NotCompiled(RuntimeError):
+    """No compiled code of a function has guards that hold for this call."""
+
+
+class _Here(threading.local):
+    stance: Callable[[Any], Any] | None = None
+
+
+_here = _Here()
+_patches: weakref.WeakValueDictionary[str, Patch] = weakref.WeakValueDictionary()
+_sharing = threading.Lock()
+
+
+class OwnStance:
+    """Calls of functions of ``torch.compile`` on this thread that heed no stance, or compile nothing.
+
+    Torch's stances hold for the whole process: under ``fail_on_recompile`` what somebody else compiles in another
+    thread fails, and under a user's ``force_eager`` a step would run as it is written. While an object of this class
+    lives, what asks for the stance of a thread's calls (``eval_frame._callback_from_stance``) passes through here.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo import eval_frame
+
+        with _sharing:
+            found = _patches.get("stance")
+            if found is None:
+                found = wrapped(Attribute(eval_frame, "_callback_from_stance"), _by_thread).open()
+                _patches["stance"] = found
+        self._patch = found
+
+    def compiling(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What ``function`` returns, compiled first if nothing that is compiled holds."""
+        return self._under(_as_it_is, function, args)
+
+    def only_compiled(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What ``function`` returns.
+
+        Raises:
+            NotCompiled: if it had to be compiled first; nothing of it has run.
+        """
+        return self._under(_refusing, function, args)
+
+    def _under(self, stance: Callable[[Any], Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        before, _here.stance = _here.stance, stance
+        try:
+            return function(*args)
+        finally:
+            _here.stance = before
+
+
+def _by_thread(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def callback_from_stance(callback: Any) -> Any:
+        if _here.stance is None or callback is None or callback is False:
+            return found(callback)
+        return _here.stance(callback)
+
+    return callback_from_stance
+
+
+def capturing() -> bool:
+    """Whether this thread captures a step of ours."""
+    return _here.stance is _as_it_is
+
+
+def constant_in_traces(function: Callable[[], Any]) -> Callable[[], Any]:
+    """``function`` itself, which a trace calls at once and takes the result of (``assume_constant_result``)."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def left_out_of_traces(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """``function``, at which every trace of Dynamo ends; ``reason`` is what an error says where none may end."""
+    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
+
+
+def _as_it_is(callback: Any) -> Any:
+    return callback
+
+
+def _refusing(callback: Any) -> Callable[..., Any]:
+    """What Dynamo asks to compile a frame, refusing every one; it finds what ``callback`` has compiled."""
+
+    def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotCompiled("no compiled code has guards that hold for this call")
+
+    refuse._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
+    return refuse
+
+
+def is_switched_off() -> bool:
+    """Whether ``torch.compile`` gives back what it is given, for the life of the process."""
+    return os.environ.get("TORCHDYNAMO_DISABLE", "") == "1"
 
 
 def _ignored_messages() -> set[Any]:
@@ -55,8 +239,11 @@ def one_graph_settings() -> Iterator[None]:
     - ``ignore_logger_methods``: calls that are left out of the graph instead of breaking it. Torch 2.11 sorts them
       when it logs a compilation's metrics, cannot, and logs an error of 20 lines for each capture.
     - ``skip_nnmodule_hook_guards`` off: a hook that is put on a submodule later makes another step.
+    - ``disable`` off: somebody may have switched compilation off for their own code.
     - ``enable_dynamo_decompositions`` off: ``addcmul_``, ``addcdiv_`` and ``add_`` with a factor stay one operator. The
       handler that takes ``torch.addcdiv`` apart asks no setting, so it hands the call on.
+    - ``trace_autograd_ops`` on: ``torch.autograd.grad`` inside of the step is part of its graph.
+    - ``use_numpy_random_stream`` on: NumPy's draws are refused; else torch's generator takes their place.
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
     """
     from torch._dynamo import config
@@ -70,10 +257,13 @@ def one_graph_settings() -> Iterator[None]:
         "enable_dynamo_decompositions": False,
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": False,
+        "disable": False,
+        "trace_autograd_ops": True,
+        "use_numpy_random_stream": True,
     }
     with ExitStack() as stack:
         for name, value in values.items():
-            if hasattr(config, name):  # enable_dynamo_decompositions is newer than 2.11
+            if hasattr(config, name):  # enable_dynamo_decompositions and trace_autograd_ops are newer than 2.11
                 stack.enter_context(patched(Setting(config, name), value))
         if torch.addcdiv in handlers:
             stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))

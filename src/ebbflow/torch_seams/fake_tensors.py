@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ebbflow.torch_seams.patches import Attribute, Patch, patched, wrapped
 
@@ -33,6 +33,7 @@ __all__ = [
     "fake_device",
     "has_symbolic_sizes",
     "mode_of",
+    "numbers_are",
     "quiet_log",
     "without_modes",
 ]
@@ -64,6 +65,25 @@ def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
 def without_modes() -> AbstractContextManager[object]:
     """While open, ops run as if no mode (fake tensors, tracing, the user's own) were active on this thread."""
     return _disable_current_modes()
+
+
+class numbers_are(TorchDispatchMode):
+    """While open, a number that is asked of a fake tensor and that nobody knows is ``answer``, in the tensor's type."""
+
+    def __init__(self, answer: int) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Ask torch first: a fake tensor of one element may know its value."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype
+            kind = bool if dtype is torch.bool else float if dtype.is_floating_point else int
+            return kind(self._answer)
 
 
 def quiet_log() -> Patch:

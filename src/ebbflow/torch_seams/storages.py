@@ -18,8 +18,8 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def walk(module: torch.nn.Module) -> tuple[bytes, dict[int, int]]:
-    """Per parameter whether it takes a gradient, and bytes by key of all storages of a module.
+def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int]]:
+    """Per parameter whether it takes a gradient, whether all that do have one, and bytes by key of all storages.
 
     Parameters, their gradients and buffers; each module once. Every planned step asks, so it is one plain loop over
     the tables: torch's own walks take several times as long.
@@ -28,6 +28,7 @@ def walk(module: torch.nn.Module) -> tuple[bytes, dict[int, int]]:
     waiting = [module]
     trained: list[bool] = []
     sizes: dict[int, int] = {}
+    accumulating = True
     while waiting:
         each = waiting.pop()
         for parameter in each._parameters.values():
@@ -39,6 +40,8 @@ def walk(module: torch.nn.Module) -> tuple[bytes, dict[int, int]]:
             if (gradient := parameter.grad) is not None:
                 storage = gradient.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
+            elif parameter.requires_grad:
+                accumulating = False
         for buffer in each._buffers.values():
             if buffer is not None:
                 storage = buffer.untyped_storage()
@@ -47,7 +50,7 @@ def walk(module: torch.nn.Module) -> tuple[bytes, dict[int, int]]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
-    return bytes(trained), sizes
+    return bytes(trained), accumulating, sizes
 
 
 class StorageWatch:

@@ -10,11 +10,14 @@ A gradient that arrives at a leaf becomes its ``.grad`` as it is, or is copied f
 
 The copies come after the backward graph has returned, outside of every plan. Made here, where each gradient is made,
 they have the same bits, they are planned and measured, and what they were copied from can go.
+
+A gradient that arrives where there is one already is added to it in place, and never copied: while gradients are
+accumulated the step is the one without these copies (:func:`uncopied`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -24,9 +27,10 @@ from ebbflow.torch_seams.fake_tensors import mode_of
 from ebbflow.torch_seams.storages import storage_key
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["copy_gradients"]
+__all__ = ["copy_gradients", "copy_positions", "uncopied"]
 
 _aten = torch.ops.aten
+_ORIGINAL = "ebbflow_gradient"  # in the meta of a copy: the name of the gradient's node
 
 
 def copy_gradients(graph: fx.Graph, forward_output_count: int) -> None:
@@ -45,9 +49,29 @@ def copy_gradients(graph: fx.Graph, forward_output_count: int) -> None:
         if value.is_conj() or value.is_neg() or value.shape != like.shape:
             continue
         if not _laid_out_as(value, like) or any(_overlap(value, other) for other in taken):
-            results[position] = gradient = _copy(graph, gradient, like)
+            copy = _copy(graph, gradient, like)
+            copy.meta[_ORIGINAL] = gradient.name
+            results[position] = gradient = copy
         taken.append(gradient.meta["val"])
     output.args = (tuple(results),)
+
+
+def copy_positions(results: Sequence[object], forward_output_count: int) -> frozenset[int]:
+    """Of which primals :func:`copy_gradients` has the gradients copied."""
+    gradients = results[forward_output_count:]
+    return frozenset(i for i, each in enumerate(gradients) if isinstance(each, fx.Node) and _ORIGINAL in each.meta)
+
+
+def uncopied(graph: fx.Graph, forward_output_count: int, positions: Iterable[int]) -> fx.Graph:
+    """A copy of ``graph`` that returns the gradients of these primals as they are made."""
+    bare = fx.Graph(owning_module=graph.owning_module)
+    nodes: dict[fx.Node, fx.Node] = {}
+    results = tree_leaves(bare.graph_copy(graph, nodes))
+    by_name = {old.name: new for old, new in nodes.items()}
+    for position in positions:
+        results[forward_output_count + position] = by_name[results[forward_output_count + position].meta[_ORIGINAL]]
+    bare.output((tuple(results),))
+    return bare
 
 
 def _laid_out_as(value: torch.Tensor, like: torch.Tensor) -> bool:

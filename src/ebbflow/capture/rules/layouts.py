@@ -58,7 +58,7 @@ def _is_here(device: torch.device) -> bool:
 
 def _true_strides(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: list[Any]) -> _Strides:
     """Per result its strides on the device, ``None`` where they cannot be told."""
-    call = call_with(func, args, kwargs, ())
+    call = call_with(func, args, kwargs, fakes)
     if call.signature not in _measured:
         try:
             with without_modes():

@@ -1,6 +1,7 @@
-"""A proven lower bound on the peak of any schedule that runs first computes in captured order.
+"""A proven lower bound on the peak of any schedule with first runs in captured order, the boundary among them.
 
-At the first run of op ``t`` these bytes are live whatever the plan:
+A schedule that reorders first runs, or that moves an op over the boundary, may stay below it. At the first run of op
+``t`` these bytes are live in every other:
 1. outputs of the program made before ``t`` (once made they are kept) and, from the boundary on, the tangents
    and what user code holds; up to the boundary, mutations;
 2. what ``t`` reads, its workspace and everything it makes;

@@ -18,7 +18,7 @@ __all__ = ["Floor", "FloorPart", "Part", "floor_parts"]
 
 
 class Part(enum.Enum):
-    """Why bytes are live whatever the plan; the clause of ``planners/bounds/floor.py`` and words for people."""
+    """Why bytes are live under any plan of the floor's class: the clause of ``planners/bounds/floor.py``, and words."""
 
     OUTPUTS = "forward outputs made before it"  # clause 1
     GRADIENTS = "gradients made before it"  # clause 1

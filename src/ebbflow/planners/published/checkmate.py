@@ -9,7 +9,7 @@ it is an oracle no longer, and its time limit gives the start plan with whatever
 
 from __future__ import annotations
 
-from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
+from ebbflow.planners.base import PROGRAM_ORDER, Answer, Problem, Progress, Status, planner
 from ebbflow.planners.bounds.stage_model import PERCENT, StageModel
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.search.greedy import PROVEN, Found, checked, seeds_of, start_from
@@ -17,7 +17,7 @@ from ebbflow.planners.solvers.highs import Solved, solve
 
 __all__ = ["BOUND_CLASS", "SECONDS", "checkmate", "checkmate_free", "heuristic_start"]
 
-BOUND_CLASS = "order: program, tiers: none, reruns: once a stage, ascending"
+BOUND_CLASS = f"{PROGRAM_ORDER}, reruns: once a stage, ascending"
 SECONDS = 600.0  # where no time limit is given
 HEURISTIC_EFFORT = 2_000
 GAP = 1e-6  # relative, at which the solver stops; its default is 1e-4

@@ -33,7 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.planners.base import Answer, Interrupt, Problem, Status, planner, planner_named
+from ebbflow.planners.base import PROGRAM_ORDER, Answer, Interrupt, Problem, Status, planner, planner_named
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.search.greedy import Found, checked, seeds_of, start_from
 from ebbflow.planners.search.interval_state import COST_RESOLUTION
@@ -43,7 +43,7 @@ from ebbflow.step.program import Program
 
 __all__ = ["Solver", "request_of", "retention", "retention_plan"]
 
-BOUND_CLASS = "order: program, tiers: none, reruns: once a stage, ascending"
+BOUND_CLASS = f"{PROGRAM_ORDER}, reruns: once a stage, ascending"
 COPIES = 2  # as in the paper's figures; a third never paid where both were proven (Checkmate graphs, 50 to 85 %)
 START_EFFORT = 2_000  # moves of the start point
 LIMIT_PER_MOVE = 1e-4  # of CP-SAT's deterministic time, of which one was 10 to 20 s on the Checkmate graphs

@@ -159,7 +159,8 @@ class Findings:
         resident_bytes: bytes resident at the step's start.
         reserve_bytes: bytes that a budget has to leave for the proof of the first step.
         baseline_peak_bytes: peak of the unplanned step, resident part included.
-        floor_bytes: no plan gets below this; resident part and reserve included.
+        floor_bytes: no plan with first runs and boundary as captured gets below this; resident part and reserve
+            included.
         smallest_bytes: the least budget for which a plan was found.
         random: ops that draw random numbers.
         single_run: ops that may not run again.

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from ebbflow.planning.frontier import Refusal
 from ebbflow.step.plan import Plan
-from ebbflow.units import format_bytes, format_percent, format_seconds
+from ebbflow.units import format_allowed, format_bytes, format_percent, format_seconds
 
 __all__ = ["Row", "row_of", "write_rows"]
 
@@ -65,6 +65,7 @@ def row_of(case: str, outcome: Plan | Refusal) -> Row:
 
 
 _COLUMNS = ("planner", "status", "peak", "measured", "overhead", "measured", "bound", "gap", "planned in")
+_BOUNDS = "bounds and gaps are of the predicted overhead"
 
 
 def write_rows(rows: Sequence[Row], stream: TextIO) -> None:
@@ -74,13 +75,20 @@ def write_rows(rows: Sequence[Row], stream: TextIO) -> None:
             (row for row in rows if row.budget_bytes == budget),
             key=lambda row: (row.overhead is None, row.overhead or 0.0, row.planner),
         )
-        print(f"{chosen[0].case} within {format_bytes(budget)} ({budget} bytes)", file=stream)
+        print(f"{chosen[0].case} within {format_allowed(budget)} ({budget} bytes)", file=stream)
         lines = [_COLUMNS, *(_cells(row) for row in chosen)]
         kept = [c for c in range(len(_COLUMNS)) if any(line[c] for line in lines[1:])]
         widths = [max(len(line[c]) for line in lines) for c in kept]
         for line in lines:
             cells = [line[c].ljust(w) if c < 2 else line[c].rjust(w) for c, w in zip(kept, widths, strict=True)]
             print(f"  {'  '.join(cells).rstrip()}", file=stream)
+    classes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.bound is not None:
+            planners = classes.setdefault(row.bound_class, [])
+            planners += [] if row.planner in planners else [row.planner]
+    for held, planners in classes.items():
+        print(f"{_BOUNDS}; {', '.join(planners)}: {held}", file=stream)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.report.records.diagnosis import Break, Findings, OpGroup, Place
-from ebbflow.units import format_bytes, format_percent
+from ebbflow.report.text.plan import counted_of, origins_of, room_of
+from ebbflow.units import format_allowed, format_bytes, format_percent, format_share
 
 __all__ = ["write_break", "write_findings"]
 
@@ -44,17 +46,24 @@ def _facts(found: Findings) -> list[str]:
             f"{format_bytes(peak - found.resident_bytes)} above",
         ),
         _fact("smallest", f"{_with_share(found.smallest_bytes, peak)}: the least budget for which a plan was found"),
-        _fact("floor", f"{_with_share(found.floor_bytes, peak)}: no plan gets below; pinned by {found.floor.at}"),
+        _fact(
+            "floor",
+            f"{_with_share(found.floor_bytes, peak)}: no plan with {AS_CAPTURED} gets below; "
+            f"pinned by {found.floor.at}",
+        ),
     ]
     if found.budget_bytes is not None:
         verdict = "too small" if found.overhead is None else f"workable at {format_percent(found.overhead)} more time"
-        lines.append(_fact("budget", f"{_with_share(found.budget_bytes, peak)}: {verdict}"))
+        share = format_percent(found.budget_bytes / peak if peak else 0.0)
+        lines.append(_fact("budget", f"{format_allowed(found.budget_bytes)}, {share} of the peak: {verdict}"))
     source = found.provenance
+    lines.append(_fact("counted", counted_of(source)))
     if source.costs is not None:
         lines.append(_fact("costs", f"{source.costs.value} for {source.machine or 'this machine'}"))
-    for key, text in (("estimate", source.estimate), ("mapped", source.mapped), ("workspace", source.workspace)):
-        if text:
-            lines.append(_fact(key, text))
+    if source.memory_bytes is not None:
+        lines.append(_fact("memory", f"unplanned: {room_of(source, peak)}"))
+        lines.append(_fact("", f"smallest: {room_of(source, found.smallest_bytes)}"))
+    lines += [_fact(key, text) for key, text in origins_of(source)]
     for key, groups, text in (
         ("random", found.random, "{bytes} of generator state, so that reruns draw the same numbers"),
         ("run once", found.single_run, "{bytes} kept until their last reader, since {note}"),
@@ -74,7 +83,7 @@ def _facts(found: Findings) -> list[str]:
 
 
 def _with_share(part: int, whole: int) -> str:
-    return f"{format_bytes(part)}, {format_percent(part / whole if whole else 0.0)} of the peak"
+    return f"{format_bytes(part)}, {format_share(part, whole)} of the peak"
 
 
 def _groups_of_ops(key: str, groups: Sequence[OpGroup], text: str) -> list[str]:
@@ -147,7 +156,7 @@ def _floor(found: Findings) -> list[str]:
         for words, size in found.floor.parts.items()
     ]
     title = f"the floor, {format_bytes(total)} above, pinned by {found.floor.at}"
-    return ["", title, *_table([("bytes", "share", "why it is there under any plan"), *rows])]
+    return ["", title, *_table([("bytes", "share", f"why it is there under any plan with {AS_CAPTURED}"), *rows])]
 
 
 def _advice(found: Findings) -> list[str]:

@@ -40,6 +40,12 @@ def explain(program: Program, schedule: Schedule, timeline: Timeline, tensor: st
     Raises:
         UsageError: if no buffer matches, with what comes close.
     """
+    if not isinstance(tensor, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"explain takes the name of a buffer, a module path or a source line, not {type(tensor).__name__}",
+            argument="tensor",
+            value=tensor,
+        )
     found = sorted(_matches(program, tensor), key=lambda b: (-program.buffers[b].bytes, b))
     story = _Story(program, schedule, timeline)
     lines = [story.peak(), *(line for b in found[:_SHOWN_BUFFERS] for line in story.of(b))]

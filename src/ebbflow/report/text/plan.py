@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TextIO
 
+from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.step.plan import Plan
-from ebbflow.step.provenance import Costs
+from ebbflow.step.provenance import Costs, LossPlace, Provenance
 from ebbflow.step.schedule import Compute
-from ebbflow.units import format_bytes, format_percent, format_seconds
+from ebbflow.units import format_allowed, format_bytes, format_percent, format_seconds, format_share
 
-__all__ = ["facts_of", "line_of", "report_of", "text_of", "write_plan"]
+__all__ = ["counted_of", "facts_of", "line_of", "origins_of", "report_of", "room_of", "text_of", "write_plan"]
 
 _RANKED = 5  # ops whose reruns take most are listed
 
@@ -18,7 +19,7 @@ def line_of(plan: Plan) -> str:
     """The plan in one line: what a debugger shows."""
     return (
         f"<Plan of {plan.case} by {plan.planner}: peak {format_bytes(plan.predicted_peak_bytes)} of "
-        f"{format_bytes(plan.budget_bytes)}, overhead {format_percent(plan.overhead)}, {plan.status.name}>"
+        f"{format_allowed(plan.budget_bytes)}, overhead {format_percent(plan.overhead)}, {plan.status.name}>"
     )
 
 
@@ -30,27 +31,30 @@ def text_of(plan: Plan) -> str:
 
 def facts_of(plan: Plan) -> list[tuple[str, str]]:
     """The plan's numbers, each with its name."""
-    share = plan.predicted_peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
     again = sum(int(n) - 1 for n in plan.timeline.runs if n > 1)
     bound = "none" if plan.bound is None else f"{format_percent(plan.bound)} ({plan.bound_class})"
     gap = "" if plan.gap is None else f", gap {format_percent(plan.gap)}"
     ops = plan.program.ops
     pin = ops[plan.floor_op] if 0 <= plan.floor_op < len(ops) else "nothing"
     return [
-        ("budget", format_bytes(plan.budget_bytes)),
+        ("budget", format_allowed(plan.budget_bytes)),
         (
             "peak",
-            f"{format_bytes(plan.predicted_peak_bytes)} predicted, {format_percent(share)} of the unplanned "
+            f"{format_bytes(plan.predicted_peak_bytes)} predicted, "
+            f"{format_share(plan.predicted_peak_bytes, plan.baseline_peak_bytes)} of the unplanned "
             f"{format_bytes(plan.baseline_peak_bytes)}",
         ),
         ("resident", f"{format_bytes(plan.resident_bytes)}, reserve {format_bytes(plan.reserve_bytes)}"),
+        ("counted", counted_of(plan.provenance, between=plan.program.between_bytes > 0)),
         (
             "overhead",
             f"{format_percent(plan.overhead)} predicted ({format_seconds(plan.step_seconds)} against "
-            f"{format_seconds(plan.baseline_seconds)}), bound {bound}{gap}",
+            f"{format_seconds(plan.baseline_seconds)})",
         ),
+        ("bound", f"{bound}{gap}"),
         ("reruns", f"{again} of {len(ops)} ops"),
-        ("smallest", f"{format_bytes(plan.smallest_bytes)}, floor {format_bytes(plan.floor_bytes)} pinned by {pin}"),
+        ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least for which a plan was found"),
+        ("floor", f"{format_bytes(plan.floor_bytes)} with {AS_CAPTURED}, pinned by {pin}"),
     ]
 
 
@@ -77,28 +81,60 @@ def write_plan(plan: Plan, stream: TextIO) -> None:
     if source.costs is not None:
         print(_fact("costs", f"{source.costs.value} for {source.machine or 'this machine'}{_kit(plan)}"), file=stream)
     if source.memory_bytes is not None:
-        print(_fact("memory", _room(plan, source.memory_bytes)), file=stream)
-    for name, text in (("estimate", source.estimate), ("mapped", source.mapped), ("workspace", source.workspace)):
-        if text:
-            print(_fact(name, text), file=stream)
+        print(_fact("memory", room_of(source, plan.predicted_peak_bytes)), file=stream)
+    for name, text in origins_of(source):
+        print(_fact(name, text), file=stream)
+
+
+def origins_of(source: Provenance) -> list[tuple[str, str]]:
+    """What is not as on the machine at hand, each with its name."""
+    facts = [("usable", source.usable), ("estimate", source.estimate)]
+    facts += [("mapped", source.mapped), ("workspace", source.workspace)]
+    return [(name, text) for name, text in facts if text]
+
+
+def counted_of(source: Provenance, *, between: bool = False) -> str:
+    """What is in a plan's bytes and what is not.
+
+    Args:
+        source: of the plan.
+        between: whether what user code takes between forward and backward is known and planned for.
+    """
+    if not source.device:
+        return "what the ops of the graph make; not parameters, inputs and optimizer, of which the graph says nothing"
+    counted = ["parameters, buffers, gradients, arguments"]
+    if source.device == "cuda" and source.machine == "cuda":
+        counted = ["all that the allocator has handed out"]
+    missing: list[str] = []
+    if source.optimizer:
+        counted.append(f"state of {source.optimizer}")
+    else:
+        missing.append("optimizer state (none was given)")
+    if between:
+        counted.append("what user code takes between forward and backward")
+    if source.loss is LossPlace.OUTSIDE:
+        missing.append("the loss, which is outside the model")
+    missing.append("what optimizer.step() takes while it runs")
+    return f"{', '.join(counted)}; not {', '.join(missing)}"
 
 
 def _fact(name: str, text: str) -> str:
     return f"  {name:<10} {text}"
 
 
-def _room(plan: Plan, has_bytes: int) -> str:
-    """Whether the machine planned for holds the plan's peak: a budget may be larger than it."""
-    spare = has_bytes - plan.predicted_peak_bytes
-    if spare < 0:
-        return f"{plan.provenance.machine} has {format_bytes(has_bytes)}: this plan does NOT fit it"
-    return f"{plan.provenance.machine} has {format_bytes(has_bytes)}, {format_bytes(spare)} more than the peak"
+def room_of(source: Provenance, peak_bytes: int) -> str:
+    """Whether the machine planned for holds a peak: a budget may be larger than what is usable of it."""
+    assert source.memory_bytes is not None
+    usable_bytes = source.memory_bytes if source.usable_bytes is None else source.usable_bytes
+    has = f"{source.machine} has {format_allowed(source.memory_bytes)}, {format_allowed(usable_bytes)} usable"
+    spare = usable_bytes - peak_bytes
+    return f"{has}: this does NOT fit it" if spare < 0 else f"{has}, {format_allowed(spare)} more than the peak"
 
 
 def _kit(plan: Plan) -> str:
     """What measured costs depend on; a roofline depends on the machine alone."""
     source = plan.provenance
-    if source.costs is not Costs.MEASURED:
+    if source.costs is Costs.ROOFLINE:
         return ""
     facts = [f"torch {source.torch}"] if source.torch else []
     facts += [f"threads {source.threads}"] if source.threads is not None else []

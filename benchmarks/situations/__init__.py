@@ -1,0 +1,1 @@
+"""Training situations, each run by eager and under a budget in a process of its own; ``promises.py`` judges them."""

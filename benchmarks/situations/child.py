@@ -1,0 +1,274 @@
+"""Situations, each in a process of its own: forked from one that has imported modules and done nothing else.
+
+1. Which modules a first step imports is told by a scout, a fork that trains a toy model and ends.
+2. The fork has no thread, no fitted model and no cache yet; a directory of its own is its user cache. It runs the
+   situation by eager and fitted, judges it and sends a row through a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ebbflow
+from harness.record import Check, Row, at_most, holds
+from situations.oracle import SLACK_BYTES, counter
+from situations.registry import Situation, all_situations
+from situations.run import COUNTS, Run, differences, seed_all, watch_engine
+
+__all__ = ["PLANNED", "judged", "rows"]
+
+PLANNED = "planned"
+_LOADED = {"torch", "ebbflow", "numba", "llvmlite", "highspy", "sympy", "mpmath", "functorch", "networkx", "filelock"}
+_HERE = str(Path(__file__).resolve().parent)
+
+
+def rows(group: str, names: Sequence[str]) -> Iterator[Row]:
+    """The rows of the situations ``names`` of ``group``."""
+    torch.set_num_threads(1)
+    for module in _scouted():
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    counter()
+    watch_engine()
+    known = all_situations([group])
+    for module in getattr(importlib.import_module(f"situations.{group}"), "PRELOAD", ()):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    for name in names:
+        yield _forked(known[name])
+
+
+def _scouted() -> list[str]:
+    """Definition 1, in the order of import."""
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("ebbflow._api.fit")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with tempfile.TemporaryDirectory() as caches:
+                os.environ["XDG_CACHE_HOME"] = caches
+                model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1MiB")
+                for _ in range(2):
+                    model(torch.randn(3, 4)).sum().backward()
+            with os.fdopen(writer, "w") as out:
+                out.write("\n".join(name for name in sys.modules if name.partition(".")[0] in _LOADED))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    names = (_read(reader, 120.0) or "").splitlines()
+    os.close(reader)
+    os.waitpid(child, 0)
+    return names
+
+
+def _forked(situation: Situation) -> Row:
+    begin = time.monotonic()
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as caches:
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            _in_child(situation, caches, writer)
+        os.close(writer)
+        text = _read(reader, situation.seconds)
+        os.close(reader)
+        if text is None:
+            os.kill(child, signal.SIGKILL)
+        _, status, usage = os.wait4(child, 0)
+    seconds = round(time.monotonic() - begin, 1)
+    if text:
+        row = Row.from_json(json.loads(text))
+    else:
+        why = f"no end after {situation.seconds:g} s" if text is None else _died(status)
+        row = Row(situation.group, {"case": situation.name, "outcome": why, "why": why}, (holds("outcome", False),))
+    row.columns["seconds"] = seconds
+    row.columns["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 1)
+    return row
+
+
+def _died(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exit {os.WEXITSTATUS(status)} without a word"
+
+
+def _read(reader: int, seconds: float) -> str | None:
+    """What the child wrote until it closed the pipe; ``None`` if it did not in time."""
+    end, parts = time.monotonic() + seconds, []
+    while (left := end - time.monotonic()) > 0:
+        if select.select([reader], [], [], left)[0]:
+            part = os.read(reader, 1 << 16)
+            if not part:
+                return b"".join(parts).decode()
+            parts.append(part)
+    return None
+
+
+def _in_child(situation: Situation, caches: str, writer: int) -> None:
+    code = 1
+    try:
+        os.environ["XDG_CACHE_HOME"] = caches
+        os.chdir(caches)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        if "SITUATIONS_LOUD" not in os.environ:
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+        row = judged(situation)
+        with os.fdopen(writer, "w") as out:
+            out.write(json.dumps(row.to_json()))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def judged(situation: Situation) -> Row:
+    """Run ``situation`` by eager and fitted, here, and hold it against what is expected."""
+    columns: dict[str, Any] = {"case": situation.name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seed_all()
+        eager = Run(eager=True)
+        try:
+            situation.run(eager)
+        except Exception as error:
+            columns |= {"outcome": "eager fails", "why": _in_words(error), "where": _where(error)}
+            return Row(situation.group, columns, (holds("eager runs", False),))
+    gc.collect()
+    true_peak = max(eager.peaks, default=0)
+    called, COUNTS.planned, COUNTS.captures = COUNTS.called, 0, 0
+    budget = int(situation.share * true_peak) or None
+    columns |= {"share": situation.share, "eager_bytes": true_peak}
+    ours = Run(budget, eager=False)
+    outcome, told, error_here = PLANNED, "", None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        seed_all()
+        try:
+            situation.run(ours)
+        except Exception as error:
+            outcome, told, error_here = type(error).__name__, _in_words(error), error
+    checks = [_outcome(situation, outcome, told)]
+    columns |= {"outcome": outcome, "steps": len(ours.peaks), "of_steps": len(eager.peaks)}
+    why: list[str] = [] if checks[0].passed and outcome == PLANNED else [told or "planned where a refusal is expected"]
+    if outcome == PLANNED:
+        checks += _held(situation, eager, ours, called, columns, why)
+    elif ours.peaks:
+        _held(situation, eager, ours, called, columns, why)
+    columns["why"] = "" if all(check.passed for check in checks) else "; ".join(filter(None, why))
+    if error_here is not None and not checks[0].passed:
+        columns["where"] = _where(error_here)
+    columns["warned"] = _warned(said)
+    columns |= {f"eager, {name}": value for name, value in eager.facts.items()} | ours.facts
+    checks += [holds(f"eager: {what}", False) for what in eager.wrong]
+    columns["why"] = "; ".join(filter(None, [columns["why"], *eager.wrong]))
+    return Row(situation.group, columns, tuple(checks))
+
+
+def _outcome(situation: Situation, outcome: str, told: str) -> Check:
+    refused = situation.refused
+    if refused is None or (situation.either and outcome == PLANNED):
+        return holds("planned", outcome == PLANNED)
+    right = (
+        re.fullmatch(refused.error, outcome) is not None
+        and re.search(refused.text, told, re.IGNORECASE | re.DOTALL) is not None
+    )
+    return holds(f"refused by {refused.error}{' or planned' if situation.either else ''}", right)
+
+
+def _held(
+    situation: Situation, eager: Run, ours: Run, called: int, columns: dict[str, Any], why: list[str]
+) -> list[Check]:
+    """Budget, bits, planned calls and captures."""
+    over = [i for i, (peak, most) in enumerate(zip(ours.peaks, ours.budgets, strict=True)) if peak > most + SLACK_BYTES]
+    excess = max((peak - most for peak, most in zip(ours.peaks, ours.budgets, strict=True)), default=0)
+    calls = called if situation.calls is None else situation.calls
+    captures = eager.fits if situation.captures is None else situation.captures
+    wrong = differences(ours.seen, eager.seen)
+    unforeseen = max((p - q for p, q in zip(ours.peaks, ours.predicted, strict=True) if q), default=0)
+    columns |= {
+        "above_predicted_bytes": max(0, unforeseen),
+        "budget_bytes": max(ours.budgets, default=0),
+        "peak_bytes": max(ours.peaks, default=0),
+        "steps_over": ", ".join(map(str, over[:8])) + (f" of {len(ours.peaks)}" if over else ""),
+        "planned_calls": COUNTS.planned,
+        "calls": calls if calls >= 0 else None,
+        "captures": COUNTS.captures,
+        "captures_expected": captures if captures >= 0 else None,
+    }
+    checks = [holds("equal bits", not wrong or bool(situation.limit))]
+    if wrong:
+        why.append(f"{'(a stated limit) ' if situation.limit else ''}bits: {', '.join(wrong)}")
+    if counter().present and ours.peaks:
+        checks.insert(0, at_most("bytes over budget", max(0, excess), SLACK_BYTES))
+    if over and counter().present:
+        worst = max(range(len(over)), key=lambda k: ours.peaks[over[k]] / ours.budgets[over[k]])
+        peak, most = ours.peaks[over[worst]], ours.budgets[over[worst]]
+        why.append(
+            f"over budget at steps {columns['steps_over']}: {peak / 2**20:.2f} of {most / 2**20:.2f} MiB (step "
+            f"{over[worst]}), eager {max(eager.peaks) / 2**20:.2f}"
+        )
+    if calls >= 0:
+        checks.append(holds("no call unplanned", COUNTS.planned == calls))
+        if COUNTS.planned != calls:
+            why.append(f"{COUNTS.planned} of {calls} calls planned")
+    if captures >= 0:
+        checks.append(at_most("captures", COUNTS.captures, captures))
+        if captures < COUNTS.captures:
+            why.append(f"{COUNTS.captures} captures for {captures}")
+    if ours.wrong:
+        checks.append(holds("what else is expected", False))
+        why.extend(ours.wrong)
+    return checks
+
+
+def _in_words(error: BaseException) -> str:
+    return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}").replace(_HERE, "situations")[:700]
+
+
+def _where(error: BaseException) -> str:
+    """The innermost frames, ours and others', from the first cause on."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    frames = traceback.extract_tb(root.__traceback__)
+    ours = [frame for frame in frames if "/ebbflow/" in frame.filename]
+    parts = [f"{'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}" for f in (*ours[-2:], *frames[-1:])]
+    cause = "" if root is error else f" from {_in_words(root)[:200]}"
+    return " > ".join(dict.fromkeys(parts)) + cause
+
+
+def _warned(said: Sequence[warnings.WarningMessage]) -> str:
+    """The first warning that came from us."""
+    for each in said:
+        text = str(each.message)
+        if "/ebbflow/" in each.filename or "budget" in text or "captured" in text:
+            return re.sub(r"\s+", " ", text)[:160]
+    return ""
+
+
+def limit_memory(bytes_: int) -> None:
+    """No more private memory than ``bytes_`` for this process (``RLIMIT_DATA``)."""
+    resource.setrlimit(resource.RLIMIT_DATA, (bytes_, bytes_))

@@ -1,0 +1,226 @@
+"""Trainers: Hugging Face's, and loops as Lightning and TRL have them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from situations.parts import Chain
+from situations.registry import Refusal, situation, variants
+from situations.run import Run
+
+PRELOAD = ("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
+
+
+def _loss(model: Any, x: Any) -> torch.Tensor:
+    loss = model(x)
+    loss.backward()
+    return loss.detach()
+
+
+_BY_NAME = Refusal("UsageError|CaptureError", "forward|compile|training_step|wrap")
+
+
+class _Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, length: int = 16, width: int = 24) -> None:
+        self.tokens = torch.randint(96, (length, width), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def tiny_gpt2(**settings: Any) -> Any:
+    given = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 96, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(**(given | settings)))
+
+
+def _trainer(kind: type[Any], run: Run) -> type[Any]:
+    """Steps of the trainer as steps of the run: from the forward to the end of the backward."""
+
+    class Watched(kind):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            state = self.optimizer.state.values() if self.optimizer is not None else ()
+            bytes_ = sum(v.nbytes for each in state for v in each.values() if isinstance(v, torch.Tensor))
+            data = self.train_dataset.tokens.nbytes
+            with run.step(bytes_beside=bytes_ + data):
+                loss = super().training_step(*args, **kwargs)
+            run.see(f"loss {len(run.peaks)}", loss)
+            return loss
+
+    return Watched
+
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "bf16": {"bf16": True},
+    "clipped": {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine"},
+    "adafactor": {"optim": "adafactor"},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "averaged": {"average_tokens_across_devices": False},
+}
+
+
+def _arguments(**settings: Any) -> Any:
+    return TrainingArguments(
+        output_dir="out", report_to=[], use_cpu=True, per_device_train_batch_size=4, max_steps=3, save_strategy="no",
+        logging_steps=1, disable_tqdm=True, seed=0, dataloader_pin_memory=False, **settings,
+    )  # fmt: skip
+
+
+@variants(TRAINERS, share=1.1)
+def trainer(run: Run, settings: Any) -> None:
+    """Hugging Face's ``Trainer`` with a fitted model."""
+    model = run.fit(tiny_gpt2())
+    done = _trainer(Trainer, run)(model=model, args=_arguments(**settings), train_dataset=_Data())
+    done.train()
+    run.see_model(model)
+
+
+@situation(share=1.1, refused=_BY_NAME, either=True)
+def trainer_compiles(run: Run) -> None:
+    """``TrainingArguments(torch_compile=True)``."""
+    model = run.fit(tiny_gpt2())
+    arguments = _arguments(torch_compile=True, torch_compile_backend="eager")
+    done = _trainer(Trainer, run)(model=model, args=arguments, train_dataset=_Data())
+    done.train()
+    run.see_model(model)
+
+
+@situation(share=1.2)
+def trainer_checkpoints(run: Run) -> None:
+    """``gradient_checkpointing=True``: the model's own checkpoints are inside of the step."""
+    model = run.fit(tiny_gpt2())
+    arguments = _arguments(gradient_checkpointing=True)
+    done = _trainer(Trainer, run)(model=model, args=arguments, train_dataset=_Data())
+    done.train()
+    run.see_model(model)
+
+
+@situation(share=1.1, captures=-1)
+def trainer_evaluates(run: Run) -> None:
+    model = run.fit(tiny_gpt2())
+    arguments = _arguments(eval_strategy="steps", eval_steps=1)
+    done = _trainer(Trainer, run)(model=model, args=arguments, train_dataset=_Data(), eval_dataset=_Data(4))
+    done.train()
+    run.see_model(model)
+
+
+@situation(share=1.1, refused=_BY_NAME, either=True)
+def trainer_patches_the_forward(run: Run) -> None:
+    """TRL's ``SFTTrainer``: it puts a forward of its own on the model that keeps no logits."""
+
+    def chunked(self: Any, input_ids: Any = None, labels: Any = None, **others: Any) -> Any:
+        hidden = self.transformer(input_ids).last_hidden_state
+        logits = self.lm_head(hidden[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss}
+
+    model = run.fit(tiny_gpt2())
+    done = _trainer(Trainer, run)(model=model, args=_arguments(), train_dataset=_Data())
+    model.forward = types.MethodType(chunked, model)
+    done.train()
+    run.see_model(model)
+
+
+@situation(share=1.1, refused=_BY_NAME, either=True)
+def trainer_computes_the_loss(run: Run) -> None:
+    """A subclass with ``compute_loss``: the loss is outside."""
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return (loss, outputs) if return_outputs else loss
+
+    model = run.fit(tiny_gpt2())
+    done = _trainer(Own, run)(model=model, args=_arguments(), train_dataset=_Data())
+    done.train()
+    run.see_model(model)
+
+
+class Lightning(nn.Module):
+    """A module as Lightning has them: ``training_step`` does the work, ``forward`` is for inference."""
+
+    def __init__(self, *, through_forward: bool) -> None:
+        super().__init__()
+        self.net, self.through_forward = Chain(loss=False), through_forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        out = self(batch) if self.through_forward else self.net(batch)
+        return out.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def _lightning_loop(run: Run, model: Any, call: Callable[[Any, int], torch.Tensor]) -> None:
+    """What ``Trainer.fit`` does: a closure inside of ``optimizer.step``."""
+    sgd = model.configure_optimizers()
+    for i in range(4):
+        x = run.x(i)
+
+        def closure(i: int = i, x: torch.Tensor = x) -> torch.Tensor:
+            sgd.zero_grad()
+            with run.step():
+                loss = call(x, i)
+                loss.backward()
+            return loss.detach()
+
+        run.see(f"loss {i}", sgd.step(closure))
+        run.see_model(model, f"step {i}")
+
+
+@situation(refused=_BY_NAME, either=True, calls=4, share=0.9)
+def lightning_module(run: Run) -> None:
+    """A fitted ``LightningModule``: ``training_step`` is called, which never comes through ``forward``."""
+    model = run.fit(Lightning(through_forward=False))
+    _lightning_loop(run, model, model.training_step)
+
+
+@situation(refused=_BY_NAME, either=True, calls=4, share=0.9)
+def lightning_module_through_forward(run: Run) -> None:
+    model = run.fit(Lightning(through_forward=True))
+    _lightning_loop(run, model, model.training_step)
+
+
+@situation(share=0.9)
+def lightning_inner_net(run: Run) -> None:
+    """What always works: the net inside is fitted."""
+    model = Lightning(through_forward=False)
+    run.fit(model.net)
+    _lightning_loop(run, model, model.training_step)
+
+
+@situation(refused=_BY_NAME, either=True, calls=4, share=0.9)
+def lightning_redirected(run: Run) -> None:
+    """Lightning's strategy calls ``forward`` while that is replaced by ``training_step``."""
+    model = run.fit(Lightning(through_forward=False))
+
+    def call(x: torch.Tensor, i: int) -> torch.Tensor:
+        original = model.forward
+
+        def redirected(*args: Any) -> Any:
+            model.forward = original
+            return model.training_step(*args)
+
+        model.forward = redirected
+        return model(x, i)
+
+    try:
+        _lightning_loop(run, model, call)
+    finally:
+        model.__dict__.pop("forward", None)

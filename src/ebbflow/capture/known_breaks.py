@@ -1,0 +1,110 @@
+"""Statements that are known to break a step's graph, and what to write instead: better than what the compiler says.
+
+A break is told by the compiler's words and the user's line; the first entry that knows it has the word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ebbflow.torch_seams.tracing import PYTHON_DRAWS
+
+__all__ = ["known_break"]
+
+_DRAW_OUTSIDE = (
+    "Draw it before the call and give it to the forward as a tensor, so that one plan serves all values "
+    "(model(x, torch.tensor(value))), or draw with torch's own generator (torch.rand(()), F.dropout), whose draws a "
+    "plan repeats bit by bit"
+)
+_DRAWN = "It draws random numbers with {}, and a captured step can repeat the draws of torch's default generators only."
+
+
+@dataclass(frozen=True)
+class _Break:
+    """What the compiler says (``words``), the user's line where that is needed to know (``line``), and our words."""
+
+    words: str
+    reason: str
+    remedy: str
+    line: str = ""
+
+
+_BREAKS = (
+    _Break(
+        rf"{PYTHON_DRAWS}|Random\.\w+|method `\w+` of class `Random`", _DRAWN.format("Python's random"), _DRAW_OUTSIDE
+    ),
+    _Break(
+        r"use_numpy_random_stream|torch\._numpy\.random|RandomState|numpy\.random|of class `Generator`",
+        _DRAWN.format("NumPy"),
+        _DRAW_OUTSIDE,
+    ),
+    _Break(r"numpy", _DRAWN.format("NumPy"), _DRAW_OUTSIDE, line=r"\brandom\b|\brng\b"),
+    _Break(
+        r"as_proxy\(\)|torch\.Generator|class `Generator`|Generator",
+        _DRAWN.format("a torch.Generator"),
+        _DRAW_OUTSIDE,
+        line=r"generator|Generator|manual_seed",
+    ),
+    _Break(
+        r"returning intermediate with requires_grad_",
+        "It returns or keeps a tensor on which it called requires_grad_(), whose own gradient would be lost.",
+        "Return it detached (detach()), or make it outside of the forward and give it as an argument",
+    ),
+    _Break(
+        r"requires_grad_\(\) call|Tensor\.requires_grad|requires_grad",
+        "It changes requires_grad of a parameter or of an argument while it runs.",
+        "Set it before the call: a step is captured anew for what takes a gradient, once each. On an intermediate "
+        "result, call requires_grad_()",
+        line=r"requires_grad",
+    ),
+    _Break(
+        r"autograd\.grad|torch\.autograd\.backward|\.backward\(",
+        "It takes a gradient inside of the forward in a way that does not become part of one graph.",
+        "Call torch.autograd.grad(..., create_graph=True) on what the forward itself computed from its arguments, or "
+        "use torch.func.grad",
+        line=r"grad\(|backward\(",
+    ),
+)
+_BRANCH = re.compile(r"[Dd]ata-dependent|branching")
+_LAYERDROP = re.compile(r"layer_?drop|drop_?path|drop_prob|dropout_prob|skip_the_layer|stochastic_depth")
+
+
+def known_break(said: str, line: str, module: torch.nn.Module) -> tuple[str, str] | None:
+    """Reason and remedy for a break, or ``None`` if it is none of these.
+
+    Args:
+        said: the compiler's words.
+        line: the user's line with its code; empty if it is not known.
+        module: whose call it is.
+    """
+    if _BRANCH.search(said) and (_LAYERDROP.search(line) or ("skip" in line and any(_rates(module)))):
+        return _layerdrop(module)
+    for each in _BREAKS:
+        if re.search(each.words, said) and re.search(each.line, line):
+            return each.reason, each.remedy
+    return None
+
+
+def _layerdrop(module: torch.nn.Module) -> tuple[str, str]:
+    fields = sorted(set(_rates(module)))
+    named = f" ({', '.join(fields)})" if fields else ""
+    return (
+        "Whether a layer runs is drawn in every step (layerdrop), and each pattern of layers is a graph of its own.",
+        f"Make the model with a rate of 0{named}: then all layers run and the step is planned",
+    )
+
+
+def _rates(module: torch.nn.Module) -> Iterator[str]:
+    """The fields that say how often layers are left out, of the model's configuration or else of its modules."""
+    config = getattr(module, "config", None)
+    read: Callable[[object], Iterator[str]] = lambda owner: (  # noqa: E731
+        f"{name}={value}"
+        for name, value in vars(owner).items()
+        if re.search(r"layer_?drop", name) and isinstance(value, float) and value > 0
+    )
+    found = [f"config.{each}" for each in read(config)] if hasattr(config, "__dict__") else []
+    yield from found or (each for one in module.modules() for each in read(one))

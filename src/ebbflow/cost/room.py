@@ -1,0 +1,158 @@
+"""Where ops are tried out: in what is free of the budget, on memory that is resident anyway where that is little.
+
+1. The *room* of a thread is what its first call may take besides what is resident. Outside of a fitted model's call
+   there is no limit.
+2. An op that takes a small part of the room gets inputs of its own. Another one *borrows*: its inputs, the largest
+   first, lie in the memory of resident tensors of the same type, which a kernel only reads. With as many borrowed as
+   can be, what it takes besides is no more than it takes in the step itself, so a budget under which there is any
+   plan is kept; where there is none, the refusal has to name what the op takes, so it is tried out all the same.
+3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
+   neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ebbflow.cost.call import Call, TensorSpec
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
+
+__all__ = ["NoRoom", "Room", "arguments_for", "within"]
+
+SMALL_PART = 16
+"""Of the room, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
+_PIVOTS = ("pivots", "LU_pivots")
+"""What schemas call the rows that a factorisation has swapped, counted from one: ones permute nothing."""
+_TRUSTED = ("aten", "prims", "mkldnn", "quantized")  # whose schemas are right about what is written to
+
+
+class NoRoom(Exception):
+    """Definition 3."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Definition 1.
+
+    Attributes:
+        free_bytes: of the budget; 0 if it is not known yet, so that all borrow what they can.
+        lenders: tensors that are resident.
+    """
+
+    free_bytes: float = float("inf")
+    lenders: Sequence[torch.Tensor] = field(default=(), repr=False)
+
+
+class _Current(threading.local):
+    room = Room()
+
+
+_current = _Current()
+
+
+@contextmanager
+def within(room: Room) -> Iterator[None]:
+    """While open, this thread tries ops out in ``room``."""
+    before, _current.room = _current.room, room
+    try:
+        yield
+    finally:
+        _current.room = before
+
+
+def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Synthetic arguments of ``call``: floats are uniform or somebody's, integers zero, booleans true, pivots one.
+
+    Raises:
+        NoRoom: by definition 3.
+    """
+    room = _current.room
+    specs = [each for each in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, TensorSpec)]
+    needs = sum(map(_bytes, (*specs, *call.outputs)))
+    borrowed: dict[int, torch.Tensor] = {}
+    if needs > room.free_bytes / SMALL_PART:
+        able = [position for position, spec in enumerate(specs) if _may_borrow(call, spec)]
+        borrowed = _borrowed(specs, able, room.lenders)
+        needs -= sum(_bytes(specs[position]) for position in borrowed)
+        unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
+        if needs - unable <= room.free_bytes < needs:
+            raise NoRoom(f"{call.signature} takes {needs} bytes, {room.free_bytes} are free")
+    made = iter([_made(spec, borrowed.get(position)) for position, spec in enumerate(specs)])
+
+    def fill(value: object) -> object:
+        return next(made) if isinstance(value, TensorSpec) else value
+
+    args, kwargs = pytree.tree_map(fill, (call.args, call.kwargs), is_leaf=lambda v: isinstance(v, TensorSpec))
+    if isinstance(call.target, OpOverload):
+        for argument, value in zip(schema_of(call.target).arguments, args, strict=False):
+            if argument.name in _PIVOTS:
+                value.fill_(1)
+    return args, kwargs
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return spec.extent * spec.dtype.itemsize
+
+
+def _may_borrow(call: Call, spec: TensorSpec) -> bool:
+    """Definition 3."""
+    target = call.target
+    if not isinstance(target, OpOverload) or target.namespace not in _TRUSTED or schema_of(target).is_mutable:
+        return False
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _borrowed(
+    specs: Sequence[TensorSpec], able: Sequence[int], lenders: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """By position, the tensor in whose memory an input lies; each lends once as long as there are others."""
+    sizes = [(each.untyped_storage().nbytes(), index, each) for index, each in enumerate(lenders)]
+    unused = sorted(sizes, key=lambda each: each[:2])
+    used: list[tuple[int, int, torch.Tensor]] = []
+    found: dict[int, torch.Tensor] = {}
+    for position in sorted(able, key=lambda each: -_bytes(specs[each])):
+        spec = specs[position]
+        fitting = (each for each in (*unused, *used) if each[0] >= _bytes(spec) and _lends(each[2], spec))
+        if (lender := next(fitting, None)) is None:
+            continue
+        found[position] = lender[2]
+        if lender in unused:
+            unused.remove(lender)
+            used.append(lender)
+    return found
+
+
+def _lends(lender: torch.Tensor, spec: TensorSpec) -> bool:
+    return (lender.dtype, lender.device.type, lender.layout) == (spec.dtype, spec.device, torch.strided)
+
+
+def _made(spec: TensorSpec, lender: torch.Tensor | None) -> torch.Tensor:
+    if lender is not None:
+        tensor = torch.empty(0, dtype=spec.dtype, device=lender.device)
+        tensor = tensor.set_(lender.untyped_storage(), 0, spec.shape, spec.stride)
+    else:
+        tensor = _vector(spec).as_strided(spec.shape, spec.stride)
+    if "conj" in spec.lazy:
+        tensor = tensor.conj()
+    return torch.ops.aten._neg_view.default(tensor) if "neg" in spec.lazy else tensor
+
+
+def _vector(spec: TensorSpec) -> torch.Tensor:
+    if spec.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return torch.empty(spec.extent, dtype=spec.dtype, device=spec.device).uniform_()
+    if spec.dtype in (torch.complex64, torch.complex128):
+        vector = torch.empty(spec.extent, dtype=spec.dtype, device=spec.device)
+        torch.view_as_real(vector).uniform_()
+        return vector
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return torch.rand(spec.extent, dtype=torch.float32, device=spec.device).to(spec.dtype)
+    if spec.dtype is torch.bool:
+        return torch.ones(spec.extent, dtype=spec.dtype, device=spec.device)
+    return torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)

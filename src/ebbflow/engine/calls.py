@@ -1,0 +1,169 @@
+"""How a fitted model's calls went: how many were planned, and how many were not and why.
+
+Training that goes past the model (its parts are called, its weights used elsewhere) shows where nothing else would
+see it: an optimizer is about to step on gradients that no planned call has made. So one hook before every step of
+every optimizer (``register_optimizer_step_pre_hook``) looks at those of fitted models.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ebbflow.errors import UsageError
+from ebbflow.faults import users_level
+
+__all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "Calls", "watch_optimizers"]
+
+NOTHING_TO_TRAIN = "nothing to train: no parameter or argument takes a gradient"
+PAST_THE_MODEL = "optimizer steps on gradients of no planned call"
+
+ADVICE = (
+    "Ebbflow plans calls of the model that was fitted: model(...), or self(...) in a method of its own such as a "
+    "training_step. Call it that way, or fit the part that is called: ebbflow.unfit(model), then "
+    "ebbflow.fit(model.part, budget)"
+)
+
+
+@dataclass(kw_only=True)
+class Calls:
+    """Counts of one fitted model, since ``fit``.
+
+    Attributes:
+        planned: training calls that ran under a plan.
+        unplanned: of other calls, by reason.
+    """
+
+    planned: int = 0
+    unplanned: dict[str, int] = field(default_factory=dict[str, int])
+    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def count_planned(self) -> None:
+        """A training call has run under a plan."""
+        with self._lock:
+            self.planned += 1
+
+    def count_unplanned(self, reason: str) -> None:
+        """A call has run as it is written."""
+        with self._lock:
+            self.unplanned[reason] = self.unplanned.get(reason, 0) + 1
+
+    def copy(self) -> Calls:
+        """What is counted so far."""
+        with self._lock:
+            return Calls(planned=self.planned, unplanned=dict(self.unplanned))
+
+
+class _OfOptimizer:
+    """What one optimizer has seen of one fitted model.
+
+    Attributes:
+        trains: whether it trains a parameter of it.
+        planned: planned calls at its last step.
+    """
+
+    def __init__(self, trains: bool) -> None:
+        self.trains = trains
+        self.planned = 0
+        self.warned = False
+
+
+_Fitted = Callable[[], Iterable[tuple[torch.nn.Module, Calls]]]
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakKeyDictionary[torch.nn.Module, _OfOptimizer]]
+_seen = weakref.WeakKeyDictionary()
+_handles: list[Any] = []
+
+
+def watch_optimizers(fitted: _Fitted) -> None:
+    """Look at every optimizer step from now on, until no fitted model is left.
+
+    Args:
+        fitted: the fitted models with their counts.
+    """
+    if not _handles:
+        hook = functools.partial(_before_step, fitted)
+        _handles.append(register_optimizer_step_pre_hook(hook))
+
+
+def _before_step(
+    fitted: _Fitted, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Look at gradients that a step is about to use; those that its closure will make are looked at when it has."""
+    models = list(fitted())
+    if not models:
+        while _handles:
+            _handles.pop().remove()
+        return None
+    # The optimizer comes first among the arguments that a hook is given, and a closure next.
+    own, rest = args[0], args[1:]
+    closure = rest[0] if rest else kwargs.get("closure")
+    look = functools.partial(_look, models, weakref.ref(optimizer))
+    if closure is None:
+        look()
+        return None
+
+    @functools.wraps(closure)
+    def looked_at(*inner: Any, **named: Any) -> Any:
+        loss = closure(*inner, **named)
+        look()
+        return loss
+
+    if rest:
+        return (own, looked_at, *rest[1:]), dict(kwargs)
+    return args, {**kwargs, "closure": looked_at}
+
+
+def _look(models: list[tuple[torch.nn.Module, Calls]], optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
+    stepping = optimizer()
+    assert stepping is not None
+    of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
+    for model, calls in models:
+        of_model = of_optimizer.get(model)
+        if of_model is None:
+            of_model = of_optimizer[model] = _OfOptimizer(_trains(stepping, model))
+        if of_model.trains:
+            _look_at(of_model, stepping, model, calls)
+
+
+def _look_at(seen: _OfOptimizer, optimizer: torch.optim.Optimizer, model: torch.nn.Module, calls: Calls) -> None:
+    before, seen.planned = seen.planned, calls.planned
+    if calls.planned > before or not _has_gradients(optimizer, model):
+        return
+    calls.count_unplanned(PAST_THE_MODEL)
+    if not calls.planned:
+        raise UsageError(
+            f"an optimizer is about to train {type(model).__name__} with gradients of which no planned call has made "
+            f"any, so nothing kept them within the budget; no weight has been changed. {ADVICE}",
+            argument="model",
+        )
+    if not seen.warned:
+        seen.warned = True
+        warnings.warn(
+            f"an optimizer trains {type(model).__name__} with gradients that no planned call has made since its last "
+            f"step: what made them was not kept within the budget. {ADVICE}",
+            stacklevel=users_level(),
+        )
+
+
+def _own_parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:
+    own = {id(each) for each in _own_parameters(optimizer)}
+    return any(id(each) in own for each in model.parameters())
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:
+    """Whether it would train ``model``: zeros, as ``zero_grad(set_to_none=False)`` leaves them, train nothing."""
+    own = {id(each) for each in model.parameters()}
+    gradients = (each.grad for each in _own_parameters(optimizer) if id(each) in own)
+    return any(each is not None and bool(each.any() if not each.is_sparse else each._nnz()) for each in gradients)

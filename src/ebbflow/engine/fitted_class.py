@@ -1,0 +1,172 @@
+"""The class of a fitted model: whoever calls it and however, its training calls come to the planned step.
+
+1. It is a generated subclass of the model's own that overrides ``forward`` alone, as PyTorch's ``fully_shard`` does, so
+   ``isinstance``, attributes, ``state_dict`` keys, hooks, optimizers and saving keep working. Copies and pickles of a
+   fitted model are plain models.
+2. ``forward`` is a data descriptor: a ``forward`` that is put on the model itself (accelerate's ``prepare`` and
+   ``add_hook_to_module``, a patch by hand) does not hide it but is what is planned from then on. What such a
+   ``forward`` was wrapped around is an *entry* one level below, and runs as it is written inside of the one above.
+3. A training call is one with gradients on. It runs as it is written while our own capture traces it, as a part of
+   what is captured, and where somebody exports or traces the model, which trains nothing. A ``torch.compile`` of
+   somebody else's leaves it out of its graphs (``torch.compiler.disable``).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ebbflow.capture.trace import without_model
+from ebbflow.engine.calls import ADVICE, PAST_THE_MODEL, Calls
+from ebbflow.engine.compiled import Call
+from ebbflow.engine.copies import copying
+from ebbflow.engine.model import FittedModel
+from ebbflow.engine.spine import train
+from ebbflow.errors import UsageError
+from ebbflow.measurement.device import on_device_of
+from ebbflow.measurement.resident import device_of, tensors_in
+from ebbflow.torch_seams.dynamo import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
+
+__all__ = ["FITTED", "calls_of_fitted", "fitted_class"]
+
+FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
+"""All fitted models."""
+
+_NO_GRADIENTS = "no gradients (torch.no_grad or inference_mode)"
+
+_Forward = Callable[..., Any]
+
+
+def calls_of_fitted() -> Iterator[tuple[torch.nn.Module, Calls]]:
+    """Every fitted model with its counts."""
+    return ((model, fitted.calls) for model, fitted in list(FITTED.items()))
+
+
+def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The subclass of ``plain`` under the same name whose training calls are planned (definition 1)."""
+    return _made(plain, plain.forward, getattr(plain, "training_step", None))
+
+
+@functools.cache  # a class whose forward is replaced later has another one then
+def _made(plain: type[torch.nn.Module], forward: _Forward, training_step: _Forward | None) -> type[torch.nn.Module]:
+    names: dict[str, Any] = {
+        "forward": _ForwardOfModel(forward),
+        "_ebbflow_plain": plain,
+        "__module__": plain.__module__,
+        "__doc__": plain.__doc__,
+        **copying(plain, FITTED.__contains__),
+    }
+    if training_step is not None:
+        names["training_step"] = _with_a_planned_call(training_step)
+    kind = type(plain.__name__, (plain,), names)
+    kind.__qualname__ = plain.__qualname__
+    return kind
+
+
+class _ForwardOfModel:
+    """Definition 2.
+
+    Args:
+        forward: of the model's class.
+    """
+
+    def __init__(self, forward: _Forward) -> None:
+        self._of_class = _entry(forward)
+
+    def __get__(self, model: torch.nn.Module | None, kind: type[torch.nn.Module]) -> _Forward:
+        if model is None:
+            return self._of_class
+        own = model.__dict__.get("forward")
+        if own is None:
+            # Dynamo, which traces this too, cannot make a method.
+            return functools.partial(self._of_class, model) if _traced() else types.MethodType(self._of_class, model)
+        if isinstance(own, types.MethodType) and own.__self__ is model:
+            return types.MethodType(_entry(own.__func__), model)
+        return functools.wraps(own)(functools.partial(_entry(without_model(own)), model))
+
+    def __set__(self, model: torch.nn.Module, value: _Forward) -> None:
+        model.__dict__["forward"] = value
+
+    def __delete__(self, model: torch.nn.Module) -> None:
+        if model.__dict__.pop("forward", None) is None:
+            raise AttributeError("forward")
+
+
+def _entry(forward: _Forward) -> _Forward:
+    """``forward``, which takes the model first, with its training calls planned (definition 3)."""
+    planned = _planned()
+
+    @functools.wraps(forward)
+    def entry(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _as_written():
+            return forward(self, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                _count(self, _NO_GRADIENTS)
+            return forward(self, *args, **kwargs)
+        # Where somebody else's compilation is running, what it traces ends here.
+        return planned(self, forward, args, kwargs) if _traced() else _train(self, forward, args, kwargs)
+
+    return entry
+
+
+@constant_in_traces
+def _traced() -> bool:
+    return tracing_here()
+
+
+@constant_in_traces
+def _as_written() -> bool:
+    return capturing() or exporting_here()
+
+
+def _count(model: torch.nn.Module, reason: str) -> None:
+    if (fitted := FITTED.get(model)) is not None:
+        fitted.calls.count_unplanned(reason)
+
+
+@functools.cache  # made when the first model is fitted: it imports the compiler
+def _planned() -> Callable[..., Any]:
+    reason = (
+        "Ebbflow plans this model's training calls; compile with fullgraph=False, or do not compile it: Ebbflow "
+        "captures it itself"
+    )
+    return left_out_of_traces(_train, reason)
+
+
+def _train(model: torch.nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fitted = FITTED.get(model)
+    if fitted is None:
+        return forward(model, *args, **kwargs)
+    call = Call(model, forward, args, kwargs, device_of([model]), fitted.every_output)
+    if call.device == "cpu":
+        return train(fitted, call)
+    with on_device_of([model]):  # which may not be the current one
+        return train(fitted, call)
+
+
+def _with_a_planned_call(training_step: _Forward) -> _Forward:
+    """A trainer's ``training_step`` (Lightning's), which may go past the model: refused if nothing in it is planned."""
+
+    @functools.wraps(training_step)
+    def watched(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        fitted = FITTED.get(self)
+        if fitted is None or not torch.is_grad_enabled():
+            return training_step(self, *args, **kwargs)
+        before = fitted.calls.planned
+        loss = training_step(self, *args, **kwargs)
+        if fitted.calls.planned == before and any(each.requires_grad for each in tensors_in([loss])):
+            fitted.calls.count_unplanned(PAST_THE_MODEL)
+            raise UsageError(
+                f"{type(self).__name__}.training_step has called parts of the model and never the model, so nothing "
+                f"kept it within the budget. {ADVICE}",
+                argument="model",
+            )
+        return loss
+
+    return watched

@@ -1,0 +1,146 @@
+"""What Dynamo makes of single statements of the user's code, corrected while a step is captured.
+
+1. A number that Python's ``random`` draws would be drawn anew at every call of what was captured, and twice at a first
+   call, which is asked for its plan before it runs: it is refused, as NumPy's draws are.
+2. ``requires_grad_()`` on an intermediate result changes no gradient of a parameter. Dynamo refuses what is computed
+   from such a tensor as an output; here only the tensor itself is refused, whose own gradient would be lost.
+3. A comparison of ``torch.rand`` with a number that lies outside of [0, 1) has one outcome, whatever is drawn.
+4. ``checkpoint_sequential`` is its loop over ``checkpoint``, which Dynamo knows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as checkpoints
+
+from ebbflow.torch_seams.patches import Attribute, Item, wrapped
+
+__all__ = ["PYTHON_DRAWS", "corrected_tracing"]
+
+PYTHON_DRAWS = "a number is drawn by Python's random module"
+"""The text of the refusal of definition 1."""
+
+
+@contextmanager
+def corrected_tracing() -> Iterator[None]:
+    """While open, captures of this thread trace definitions 1 to 4 so."""
+    from torch._dynamo import symbolic_convert
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables import misc, user_defined
+
+    _inline_sequential()
+    with ExitStack() as stack:
+        for module in (misc, user_defined):
+            if hasattr(module, "call_random_fn"):
+                stack.enter_context(wrapped(Attribute(module, "call_random_fn"), _refuse_draw, this_thread=True))
+        if hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
+            place = Attribute(OutputGraph, "_check_requires_grad_intermediate_outputs")
+            stack.enter_context(wrapped(place, _refuse_leaves, this_thread=True))
+        for sign in _OUTCOMES:
+            decide = functools.partial(_decided, sign)
+            stack.enter_context(wrapped(Item(symbolic_convert.compare_op_handlers, sign), decide, this_thread=True))
+        yield
+
+
+def _refuse_draw(_below: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.exc import Unsupported
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise Unsupported(PYTHON_DRAWS)
+
+    return refuse
+
+
+def _refuse_leaves(below: Callable[..., Any]) -> Callable[..., Any]:
+    def check(graph: Any, outputs: list[Any], tx: Any) -> Any:
+        made = (each for each in graph.leaf_var_creation_order if not each.source)
+        leaves = {each.as_proxy().node for each in made}
+        returned = {each.as_proxy().node for each in outputs if hasattr(each, "proxy")}
+        return below(graph, outputs, tx) if leaves & returned else None
+
+    return check
+
+
+# Of ``torch.rand() SIGN number``, in [0, 1): the outcome for numbers at most 0, below 0, and at least 1.
+_OUTCOMES: dict[str, tuple[bool | None, bool, bool]] = {
+    "<": (False, False, True),
+    ">=": (True, True, False),
+    "<=": (None, False, True),
+    ">": (None, True, False),
+}
+_MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+
+
+def _outcome(sign: str, number: float) -> bool | None:
+    at_zero, below_zero, from_one = _OUTCOMES[sign]
+    if number >= 1:
+        return from_one
+    return below_zero if number < 0 else at_zero if number == 0 else None
+
+
+def _decided(sign: str, below: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables import ConstantVariable
+
+    def compare(tx: Any, operands: list[Any], kwargs: dict[str, Any]) -> Any:
+        left, right = operands
+        outcome = None
+        if _is_drawn(left) and _is_number(right):
+            outcome = _outcome(sign, right.as_python_constant())
+        elif _is_drawn(right) and _is_number(left):
+            outcome = _outcome(_MIRRORED[sign], left.as_python_constant())
+        return below(tx, operands, kwargs) if outcome is None else ConstantVariable.create(outcome)
+
+    return compare
+
+
+def _is_drawn(value: Any) -> bool:
+    """Whether a traced value is one number that ``torch.rand`` drew."""
+    node = getattr(getattr(value, "proxy", None), "node", None)
+    return node is not None and node.target is torch.rand and node.meta["example_value"].dim() == 0
+
+
+def _is_number(value: Any) -> bool:
+    return value.is_python_constant() and isinstance(value.as_python_constant(), int | float)
+
+
+@functools.cache
+def _inline_sequential() -> None:
+    """Say once what ``checkpoint_sequential`` is. Torch's public registry of such words has no way to take one back."""
+
+    def checkpoint_sequential(
+        functions: Any, segments: int, input: Any, use_reentrant: Any = None, **kwargs: Any
+    ) -> Any:
+        preserve = kwargs.pop("preserve_rng_state", True)
+        if kwargs:
+            raise ValueError("Unexpected keyword arguments: " + ",".join(arg for arg in kwargs))
+        if use_reentrant is None:
+            use_reentrant = True
+        if isinstance(functions, torch.nn.Sequential):
+            functions = list(functions.children())
+        size = len(functions) // segments
+
+        def run(start: int, end: int) -> Callable[[Any], Any]:
+            def forward(input: Any) -> Any:
+                for j in range(start, end):
+                    input = functions[j](input)
+                return input
+
+            return forward
+
+        end = 0
+        for start in range(0, size * (segments - 1), size):
+            end = start + size
+            input = checkpoints.checkpoint(
+                run(start, end), input, use_reentrant=use_reentrant, preserve_rng_state=preserve
+            )
+        return run(end, len(functions))(input)
+
+    try:
+        torch.compiler.substitute_in_graph(checkpoints.checkpoint_sequential)(checkpoint_sequential)
+    except ValueError:  # somebody else has said it
+        return

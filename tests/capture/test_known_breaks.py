@@ -1,0 +1,127 @@
+"""Statements that cannot be part of a step: refused by name, at their line, with what to write instead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.errors import CaptureError
+
+Body = Callable[[Any, torch.Tensor], torch.Tensor]
+_generator, _python, _numpy = torch.Generator(), random.Random(1), np.random.default_rng(1)
+
+
+class Model(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.linear, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x)
+
+
+def python_uniform(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).sum() * random.uniform(0.5, 1.5)  # the line
+
+
+def python_branch(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).sum() if random.random() < 0.5 else m.linear(x).mean()  # the line
+
+
+def python_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x)[: random.randint(1, 3)].sum()  # the line
+
+
+def python_own(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).sum() * _python.random()  # the line
+
+
+def numpy_number(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).sum() * np.random.rand()  # the line
+
+
+def numpy_array(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (m.linear(x) * torch.from_numpy(np.random.randn(3, 4)).float()).sum()  # the line
+
+
+def numpy_beta(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).sum() * np.random.beta(0.4, 0.4)  # the line
+
+
+def numpy_own(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).sum() * _numpy.random()  # the line
+
+
+def torch_own(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return (m.linear(x) * torch.rand(3, 4, generator=_generator)).sum()  # the line
+
+
+@pytest.mark.parametrize(
+    ("body", "whose"),
+    [
+        *((body, "Python's random") for body in (python_uniform, python_branch, python_size, python_own)),
+        *((body, "NumPy") for body in (numpy_number, numpy_array, numpy_beta, numpy_own)),
+        (torch_own, "torch.Generator"),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_foreign_draws_are_refused_at_their_line(body: Body, whose: str) -> None:
+    model = ebbflow.fit(Model(body), "1GiB")
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    with pytest.raises(CaptureError, match=whose) as raised:
+        model(torch.ones(3, 4))
+    assert raised.value.source == line_of(body)
+    assert "before the call" in raised.value.remedy
+    assert states[:2] == (random.getstate(), np.random.get_state()[1].tolist()), "nothing was drawn"
+    assert torch.equal(states[2], torch.get_rng_state())
+
+
+def line_of(body: Body) -> str:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    first = body.__code__.co_firstlineno
+    return f"{Path(__file__).name}:{next(n for n in range(first, first + 9) if lines[n - 1].endswith('# the line'))}"
+
+
+def layerdrop(m: Any, x: torch.Tensor) -> torch.Tensor:
+    drawn = torch.rand([])
+    if drawn < m.layerdrop:  # the line
+        return x.sum()
+    return m.linear(x).sum()
+
+
+def test_layerdrop_names_the_configurations_field() -> None:
+    model = Model(layerdrop)
+    model.layerdrop, model.config = 0.3, SimpleNamespace(encoder_layerdrop=0.3, decoder_layerdrop=0.0, layers=2)
+    with pytest.raises(CaptureError, match=r"layerdrop.*\(config\.encoder_layerdrop=0\.3\)"):
+        ebbflow.fit(model, "1GiB")(torch.ones(3, 4))
+
+
+def freezes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.linear.bias.requires_grad_(False)  # the line
+    return m.linear(x).sum()
+
+
+def keeps_a_leaf(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.hidden = m.linear(x).detach().requires_grad_(True)
+    return (m.linear(m.hidden) * m.hidden).sum()
+
+
+def test_what_takes_a_gradient_is_set_before_the_call() -> None:
+    with pytest.raises(CaptureError, match="before the call") as raised:
+        ebbflow.fit(Model(freezes), "1GiB")(torch.ones(3, 4))
+    assert raised.value.source == line_of(freezes)
+
+
+def test_a_leaf_that_is_kept_is_refused() -> None:
+    """The model that keeps it would look for its gradient."""
+    with pytest.raises(CaptureError, match="own gradient would be lost"):
+        ebbflow.fit(Model(keeps_a_leaf), "1GiB")(torch.ones(3, 4))

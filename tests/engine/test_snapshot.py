@@ -1,0 +1,68 @@
+"""What a failed proof puts back is whole, and is copied without more memory than there is of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.engine.snapshot import snapshot, snapshot_bytes
+
+BASE = 256 * 1024
+
+
+def buffers(name: str) -> list[torch.Tensor]:
+    """Of 256 KiB in all, or less."""
+    match name:
+        case "whole":
+            return [torch.randn(BASE // 4)]
+        case "expanded":
+            return [torch.randn(64).expand(4096, 64), torch.ones(()).expand(2048, 2048)]
+        case "strided":
+            return [torch.randn(64, 1024).t()[::2], torch.randn(8, 4)[:, 1]]
+        case "of one storage":
+            table = torch.randn(BASE // 4)
+            return [table[:1000], table[500:2000].view(30, 50), table[100:]]
+        case "of other types":
+            return [
+                torch.ones(9, dtype=torch.bool),
+                torch.randn(3, dtype=torch.complex64),
+                torch.tensor(3),
+                torch.empty(0),
+            ]
+        case _:
+            raise AssertionError(name)
+
+
+CASES = pytest.mark.parametrize("name", ["whole", "expanded", "strided", "of one storage", "of other types"])
+
+
+def module_with(tensors: list[torch.Tensor]) -> nn.Module:
+    module = nn.Module()
+    for index, each in enumerate(tensors):
+        module.register_buffer(f"b{index}", each)
+    return module
+
+
+@CASES
+def test_values_and_random_state_come_back(name: str) -> None:
+    module = module_with(buffers(name))
+    before, state = [b.clone() for b in module.buffers()], torch.get_rng_state()
+    restore = snapshot(module, "cpu")
+    for buffer in module.buffers():
+        buffer.untyped_storage().fill_(1)
+    torch.rand(3)
+    restore()
+    assert all(torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@CASES
+def test_a_copy_takes_what_is_said_and_no_more_than_there_is(name: str) -> None:
+    module = module_with(buffers(name))
+    with ebbflow.measure(module) as measured:
+        restore = snapshot(module, "cpu")
+    assert snapshot_bytes(module) <= measured.above_bytes <= snapshot_bytes(module) + 2 * 5056
+    assert snapshot_bytes(module) <= measured.start_bytes
+    del restore

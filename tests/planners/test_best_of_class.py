@@ -1,0 +1,108 @@
+"""``auto`` is never worse than another planner of its class at the same effort: thirty programs with fixed seeds.
+
+``benchmarks/planners.py --only best`` asks the same of a thousand.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ebbflow.planners import Answer, Interrupt, Problem, Status, planner_named, planner_names
+from ebbflow.planners.base import silent
+from ebbflow.planners.finalists import FINALISTS, MOST_OPS, best_of_class
+from ebbflow.planners.search.smallest import smallest_schedule
+from ebbflow.step import legality
+from ebbflow.step.program import Buffer, Op, Program
+from ebbflow.step.simulate import overhead_of
+from ebbflow.step.unplanned import unplanned_bytes
+from strategies import chain
+
+EFFORT = 300
+TOLERANCE = 1e-6
+OTHER_CLASS = {"auto", "auto_free", "anneal"}
+CHILD = {"retention"}  # starts a process for each plan: in the benchmark
+EXACT = {"checkmate", "checkmate_free", "checkmate_lp", "checkmate_lp_pure"}
+EXACT_OPS, EXACT_SECONDS = 14, 2.0
+SEEDS = range(30)
+
+
+def program_of(seed: int) -> Program:
+    """A forward whose ops read some of the last results, and a backward that visits them in reverse."""
+    rng = random.Random(seed)
+    forward = rng.choice((4, 6, 8, 12, 20, 40))
+    buffers: list[Buffer] = []
+    ops: list[Op] = []
+
+    def op(inputs: set[int], size: int) -> int:
+        buffers.append(Buffer(f"b{len(buffers)}", size, len(ops)))
+        seconds = rng.randint(1, 9) * 1e-3
+        ops.append(Op(f"op{len(ops)}", "test", tuple(sorted(inputs)), (len(buffers) - 1,), seconds=seconds))
+        return len(buffers) - 1
+
+    for index in range(forward):
+        op({index - 1, rng.randrange(max(index - 5, 0), index)} if index else set(), rng.randint(1, 12))
+    flow = forward - 1
+    for index in range(forward - 1, -1, -1):
+        flow = op({flow, index, max(index - 1, 0)}, buffers[index].bytes)
+    return Program("mirrored", tuple(ops), tuple(buffers), forward, gradients=(flow,))
+
+
+def problem_of(seed: int) -> Problem:
+    program = program_of(seed)
+    smallest, _ = smallest_schedule(program, effort=100)
+    share = random.Random(-seed).uniform(0.05, 0.9)
+    return Problem(program, int(smallest + share * (unplanned_bytes(program) - smallest)), effort=EFFORT)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_other_planner_of_its_class_is_better(seed: int) -> None:
+    problem = problem_of(seed)
+    ours = planner_named("auto")(problem)
+    if ours.status is Status.OPTIMAL:
+        return
+    least = float("inf") if ours.schedule is None else overhead_of(problem.program, ours.schedule)
+    left_out = OTHER_CLASS | CHILD | (EXACT if len(problem.program.ops) > EXACT_OPS else set())
+    for name in sorted(set(planner_names()) - left_out):
+        interrupt = Interrupt(EXACT_SECONDS if name in EXACT else None)
+        theirs = planner_named(name)(replace(problem, interrupt=interrupt)).schedule
+        assert theirs is None or overhead_of(problem.program, theirs) >= least - TOLERANCE, name
+
+
+def test_a_better_finalist_is_taken_with_the_same_bound() -> None:
+    program = chain(10)
+    _, poor = smallest_schedule(program, effort=100)
+    problem = Problem(program, unplanned_bytes(program) * 3 // 5, effort=EFFORT)
+    known = Answer(Status.FEASIBLE, poor, bound=0.01, bound_class="some class")
+    better = best_of_class(problem, known)
+    assert better.schedule is not None
+    assert not legality.check(program, better.schedule, problem.above_budget_bytes)
+    assert overhead_of(program, better.schedule) < overhead_of(program, poor)
+    assert better.notes["finalist"] in FINALISTS
+    assert (better.bound, better.bound_class, better.status) == (0.01, "some class", Status.FEASIBLE)
+    met = best_of_class(problem, replace(known, bound=overhead_of(program, better.schedule)))
+    assert met.status is Status.OPTIMAL
+    assert best_of_class(problem, better) == better, "nothing is better than the best"
+
+
+def test_finalists_are_asked_only_where_something_may_be_gained() -> None:
+    told: list[str] = []
+    program = chain(4)
+    answer = Answer(Status.OPTIMAL, smallest_schedule(program, effort=10)[1], bound=0.0)
+    problem = Problem(program, unplanned_bytes(program), effort=1, progress=lambda each: told.append(each.stage))
+    assert best_of_class(problem, answer) is answer
+    large = chain(MOST_OPS // 4 + 2)
+    assert len(large.ops) > MOST_OPS
+    open_answer = replace(answer, status=Status.FEASIBLE)
+    assert best_of_class(replace(problem, program=large), open_answer) is open_answer
+    stopped = Interrupt()
+    stopped.set()
+    assert best_of_class(replace(problem, interrupt=stopped), open_answer) is open_answer
+    assert not told
+    assert best_of_class(replace(problem, progress=silent), replace(open_answer, schedule=None)).schedule is not None
+
+
+def test_every_finalist_is_a_planner_of_captured_order() -> None:
+    assert set(FINALISTS) <= set(planner_names()) - OTHER_CLASS - EXACT - CHILD
