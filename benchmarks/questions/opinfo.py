@@ -149,8 +149,10 @@ def _values(step: _Step) -> list[Tensor | None]:
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
         return False
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
     return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) and torch.equal(one.isnan(), other.isnan())
 
 
@@ -160,6 +162,7 @@ def _largest(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> float:
     for one, other in pairs:
         if one is None or other is None or one.shape != other.shape:
             return float("inf")
+        one, other = one.to_dense(), other.to_dense()
         scale = other.double().abs().nan_to_num().max().clamp_min(1e-30) if other.numel() else 1.0
         if other.numel():
             found = max(found, float(((one.double() - other.double()).abs().nan_to_num().max()) / scale))

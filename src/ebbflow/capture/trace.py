@@ -30,6 +30,7 @@ from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.linalg_checks import checks_as_ops
 from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
+from ebbflow.errors import CaptureError
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
 from ebbflow.torch_seams.dynamo import (
     capture_error_type,
