@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +53,10 @@ class UnexpectedResult(Exception):
         super().__init__(f"{call.signature}: {difference}")
         self.call = call
         self.difference = difference
+
+
+class NotAlone(Exception):
+    """A kernel refuses made-up numbers, as a factorisation does that wants a positive matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +108,18 @@ def _kept_bytes(call: Call, result: object, granularity_bytes: int) -> tuple[int
     return tuple(kept)
 
 
+def _first_run(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    try:
+        return call.target(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise NotAlone(call.signature) from error
+
+
 def _profile_on_cpu(call: Call, runs: int) -> Cost:
     args, kwargs = arguments_for(call)
-    kept = _kept_bytes(call, call.target(*args, **kwargs), 1)
+    kept = _kept_bytes(call, _first_run(call, args, kwargs), 1)
     recorder = AllocationRecorder()
     recorder.start()
     result = call.target(*args, **kwargs)
@@ -125,7 +138,7 @@ def _profile_on_cpu(call: Call, runs: int) -> Cost:
 
 def _profile_on_cuda(call: Call, runs: int) -> Cost:
     args, kwargs = arguments_for(call)
-    kept = _kept_bytes(call, call.target(*args, **kwargs), _CUDA_GRANULARITY_BYTES)
+    kept = _kept_bytes(call, _first_run(call, args, kwargs), _CUDA_GRANULARITY_BYTES)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -145,7 +158,7 @@ def _profile_on_cuda(call: Call, runs: int) -> Cost:
 
 
 def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
-    """The cost of each distinct call by signature; calls that there is no room for are left out.
+    """The cost of each distinct call by signature; left out are calls that have no room, or refuse made-up numbers.
 
     The generators are left as they were.
 
@@ -165,7 +178,7 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     # Capture traces under a fake-tensor mode, which would otherwise answer in place of the kernels.
     with without_modes(), torch.random.fork_rng(), torch.no_grad():
         for position, call in enumerate(largest):
-            with contextlib.suppress(NoRoom):
+            with contextlib.suppress(NoRoom, NotAlone):
                 runs = _runs(nominal[call.signature]) if position < MOST_TIMED else 0
                 costs[call.signature] = measure_one(call, runs)
     timed = {key: cost.seconds for key, cost in costs.items() if cost.seconds < float("inf")}
