@@ -303,7 +303,7 @@ def _several(argument: str, values: object) -> Sequence[Any]:
         )
     several = list(cast("Iterable[Any]", values))
     if not several:
-        raise UsageError(f"{argument} is empty; give one or more", argument=argument, value=values)
+        raise UsageError(f"{argument} is empty; give one or more", argument=argument, value=several)
     return several
 
 
