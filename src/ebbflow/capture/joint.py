@@ -20,6 +20,7 @@ from torch import fx
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.rules.copy_back import insert_copy_back
+from ebbflow.capture.rules.error_checks import keep_error_checks
 from ebbflow.capture.rules.gradient_copies import copy_gradients
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
 from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
@@ -259,6 +260,19 @@ def _refusal(node: fx.Node, what: str, remedy: str) -> CaptureError:
     )
 
 
+def _refuse_sparse(graph: fx.Graph) -> None:
+    """A sparse tensor has as many bytes as its data say, and neither strides nor one storage."""
+    for node in graph.nodes:
+        for value in tensors_of(node.meta.get("val")):
+            if value is not None and value.layout is not torch.strided:
+                raise _refusal(
+                    node,
+                    f"makes a tensor of layout {value.layout}, which has no fixed place and size in memory",
+                    "make the gradients of embeddings dense (sparse=False, the default), and the tensors of the step "
+                    "(to_dense())",
+                )
+
+
 class _Name(str):
     """Text that prints without quotes inside argument lists."""
 
@@ -329,6 +343,8 @@ def read_joint(
     Raises:
         CaptureError: for dynamic sizes and for ops whose memory cannot be followed; names op and line.
     """
+    _refuse_sparse(graph)
+    keep_error_checks(graph)
     drop_ignored_reads(graph)
     fill_uninitialised(graph)
     copy_gradients(graph, forward_output_count)

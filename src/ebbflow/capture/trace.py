@@ -24,6 +24,7 @@ from torch import fx
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only, settle_roles
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
+from ebbflow.capture.rules.ctc import ctc_with_sizes
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
@@ -134,12 +135,15 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         joint_graph_settings(),
         one_graph_settings(),
         corrected_tracing(),
+        ctc_with_sizes(),
         true_layouts() if here else nullcontext(),
         dropout_as_eager() if here else nullcontext(),
         nullcontext() if cuda is None else cuda_kernels(cuda),
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
+        # Dynamo looks at the gradient of every argument, one that somebody computed among them.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         yield
 
 

@@ -1,8 +1,8 @@
 """Seconds and workspace of each distinct op, measured by running it alone on this device.
 
 Every distinct call (``Call.signature``) runs on synthetic inputs of the same shapes, strides and dtypes: floats
-are uniform, integers zero, booleans true; no data dependence of bytes has been seen. Only one op's tensors
-exist at a time, so profiling stays under any budget that the step itself can meet.
+are uniform, integers zero, booleans true; no data dependence of bytes has been seen. A call that refuses them
+gets ones for integers, or is estimated. Only one op's tensors exist at a time, so profiling stays under any budget that the step itself can meet.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from ebbflow.cost.call import Call, TensorSpec, same_strides
+from ebbflow.cost.roofline import roofline_seconds
 from ebbflow.measurement.cpu_allocations import AllocationRecorder
 from ebbflow.measurement.peak import peak_above
+from ebbflow.step.machine import machine_named
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import without_modes
 
@@ -59,22 +61,22 @@ class Cost:
     kept_bytes: tuple[int, ...] = ()
 
 
-def _synthetic(spec: TensorSpec) -> torch.Tensor:
+def _synthetic(spec: TensorSpec, integer: int) -> torch.Tensor:
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         base = torch.rand(spec.extent, dtype=torch.float32, device=spec.device).to(spec.dtype)
     elif spec.dtype is torch.bool:
         base = torch.ones(spec.extent, dtype=spec.dtype, device=spec.device)
     else:
-        base = torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
+        base = torch.full((spec.extent,), integer, dtype=spec.dtype, device=spec.device)
     tensor = base.as_strided(spec.shape, spec.stride)
     if "conj" in spec.lazy:
         tensor = tensor.conj()
     return torch.ops.aten._neg_view.default(tensor) if "neg" in spec.lazy else tensor
 
 
-def _arguments(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
+def _arguments(call: Call, integer: int = 0) -> tuple[Sequence[Any], dict[str, Any]]:
     def make(value: object) -> object:
-        return _synthetic(value) if isinstance(value, TensorSpec) else value
+        return _synthetic(value, integer) if isinstance(value, TensorSpec) else value
 
     args, kwargs = pytree.tree_map(make, (call.args, call.kwargs), is_leaf=lambda v: isinstance(v, TensorSpec))
     return args, kwargs
@@ -108,8 +110,8 @@ def _kept_bytes(call: Call, result: object, granularity_bytes: int) -> tuple[int
     return tuple(kept)
 
 
-def _profile_on_cpu(call: Call) -> Cost:
-    args, kwargs = _arguments(call)
+def _profile_on_cpu(call: Call, integer: int = 0) -> Cost:
+    args, kwargs = _arguments(call, integer)
     # The first use of a kernel sets up caches that later runs do not pay for.
     kept = _kept_bytes(call, call.target(*args, **kwargs), 1)
     recorder = AllocationRecorder()
@@ -156,6 +158,24 @@ def _profile_on_cuda(call: Call) -> Cost:
     return Cost(best, max(workspace, 0), kept)
 
 
+def _of_ones(call: Call, device: str) -> Cost | None:
+    """The cost with ones for integers, as pivots of LAPACK begin with; ``None`` if they are refused as well.
+
+    On a card a wrong index ends the process' use of it, so nothing else than zeros is tried there.
+    """
+    try:
+        return _profile_on_cpu(call, 1) if device == "cpu" else None
+    except Exception:
+        return None
+
+
+def estimated(call: Call) -> Cost:
+    """The cost of a call that refuses made-up inputs: seconds by roofline, and room for copies of all its inputs."""
+    specs = pytree.tree_leaves((call.args, call.kwargs))
+    copies = sum(each.extent * each.dtype.itemsize for each in specs if isinstance(each, TensorSpec))
+    return Cost(roofline_seconds(call, machine_named("cpu")), copies)
+
+
 def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     """The cost of each distinct call by signature. The generators are left as they were.
 
@@ -173,5 +193,10 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     with without_modes(), torch.random.fork_rng(), torch.no_grad():
         for call in calls:
             if call.signature not in costs:
-                costs[call.signature] = measure_one(call)
+                try:
+                    costs[call.signature] = measure_one(call)
+                except UnexpectedResult:
+                    raise
+                except Exception:
+                    costs[call.signature] = _of_ones(call, device) or estimated(call)
     return costs

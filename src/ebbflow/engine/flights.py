@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
@@ -96,6 +97,7 @@ class Flight:
         _with_node[self.number] = _keeping[self.number] = self.home.in_the_air[self.number] = self
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
+        node.register_hook(refuse_second_derivative)
 
     def land(self, *, retained: bool = False) -> None:
         """Its backward begins, or its graph is gone. Once it keeps nothing, what lives of its outputs is left over."""

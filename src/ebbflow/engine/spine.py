@@ -22,6 +22,7 @@ from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import with_measured_costs
 from ebbflow.engine.compiled import Call, StaleCapture
+from ebbflow.engine.derivatives import refuse_transforms
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbflow.engine.flights import Flight, tensors_in
@@ -48,6 +49,7 @@ def train(model: FittedModel, call: Call) -> Any:
         BudgetError: if no schedule within the budget was found; nothing of the model has run.
         PlanMismatch: if the plan that the user gave is not of this step.
     """
+    refuse_transforms()
     now = model.look_around(call)
     if now.key in model.not_captured:
         return _as_it_is(model, call)
@@ -82,7 +84,7 @@ def _takes_gradients(call: Call, now: Circumstances) -> bool:
 
 
 def _unless_trained(model: FittedModel, call: Call, now: Circumstances, error: Exception) -> Any:
-    """``call`` as it is, though it is no graph; ``error`` says why. Something hidden that takes a gradient raises it."""
+    """``call`` as it is, though it is no graph, as ``error`` says. Something hidden that takes a gradient raises it."""
     outputs = _as_it_is(model, call)
     if any(each.requires_grad for each in tensors_in(outputs)):
         raise error

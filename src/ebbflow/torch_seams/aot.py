@@ -12,12 +12,12 @@ of lines between them, so nothing is imported from there):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import fx
 
-from ebbflow.torch_seams.patches import Setting, patched
+from ebbflow.torch_seams.patches import Attribute, Setting, patched
 
 __all__ = [
     "boxed",
@@ -69,6 +69,8 @@ def joint_graph_settings() -> Iterator[None]:
       and torch, which reads the setting anew at the backward, takes that for something donated.
     - ``backward_pass_autocast`` off: eager's backward runs outside of ``torch.autocast``, where people call it; by
       default a capture's backward takes the forward's state.
+    - ``_linalg_check_errors`` has no effect: it would get a token, which is an input and an output of the graph. It is
+      told to FX as something that stays.
     - Inductor's ``fallback_random`` on: AOTAutograd drops draws whose result nobody reads unless it is, and all later
       draws would be others than eager's.
     """
@@ -80,7 +82,17 @@ def joint_graph_settings() -> Iterator[None]:
         for name, value in values.items():
             stack.enter_context(patched(Setting(config, name), value))
         stack.enter_context(patched(Setting(inductor, "fallback_random"), True))
+        stack.enter_context(_without_tokens())
         yield
+
+
+def _without_tokens() -> AbstractContextManager[Any]:
+    import torch
+    from torch._library import simple_registry
+
+    fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+    effect = simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    return patched(Attribute(effect, "_effect"), None) if hasattr(effect, "_effect") else nullcontext()
 
 
 def boxed(function: Boxed) -> Boxed:

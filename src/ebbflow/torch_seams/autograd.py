@@ -15,6 +15,7 @@ from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
 __all__ = [
     "BackwardWatch",
+    "active_transform",
     "current_graph_task_id",
     "has_saved_tensor_hooks",
     "in_backward",
@@ -42,6 +43,14 @@ def has_saved_tensor_hooks() -> bool:
     argument of torch's own question says to answer also while a graph is traced.
     """
     return bool(_autograd._top_saved_tensors_default_hooks(True))
+
+
+def active_transform() -> str:
+    """The transform of ``torch.func`` or the forward-mode AD inside of which this thread is; empty outside of any."""
+    layer = torch._C._functorch.peek_interpreter_stack()
+    if layer is not None:
+        return f"torch.func's {str(layer.key()).rpartition('.')[2].lower()}"
+    return "forward-mode AD (torch.autograd.forward_ad)" if torch.autograd.forward_ad._current_level >= 0 else ""
 
 
 def keeps_graph() -> bool:

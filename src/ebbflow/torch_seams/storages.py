@@ -36,7 +36,7 @@ def walk(module: torch.nn.Module) -> tuple[bytes, dict[int, int]]:
             trained.append(parameter.requires_grad)
             storage = parameter.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
-            if (gradient := parameter.grad) is not None:
+            if parameter.is_leaf and (gradient := parameter.grad) is not None:
                 storage = gradient.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
         for buffer in each._buffers.values():
