@@ -137,6 +137,6 @@ def sparse_bag(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("body", [sparse_table, sparse_bag])
 def test_sparse_gradients_are_refused_by_name(body: Body) -> None:
-    with pytest.raises(CaptureError, match="sparse_coo.*sparse=False") as raised:
+    with pytest.raises(CaptureError, match=r"sparse_coo.*sparse=False") as raised:
         ebbflow.fit(Model(body), "1GiB")(torch.ones(3, 4))
     assert raised.value.source == line_of(body)

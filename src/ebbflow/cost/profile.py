@@ -1,8 +1,9 @@
 """Seconds and workspace of each distinct op, measured by running it alone on this device.
 
 Every distinct call (``Call.signature``) runs on synthetic inputs of the same shapes, strides and dtypes: floats
-are uniform, integers zero, booleans true; no data dependence of bytes has been seen. A call that refuses them
-gets ones for integers, or is estimated. Only one op's tensors exist at a time, so profiling stays under any budget that the step itself can meet.
+are uniform, integers zero, booleans true; no data dependence of bytes has been seen. A call that refuses them gets ones
+for integers, or is estimated. Only one op's tensors exist at a time, so profiling stays under any budget that the step
+itself can meet.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ __all__ = [
     "in_backward",
     "is_function_node",
     "keeps_graph",
+    "saved_by",
 ]
 
 _ENTRIES = ("backward", "grad")  # of torch.autograd; Tensor.backward calls the first
@@ -56,6 +57,15 @@ def active_transform() -> str:
 def keeps_graph() -> bool:
     """Whether the backward that runs on this thread was asked to retain its graph."""
     return bool(_autograd._get_current_graph_task_keep_graph())
+
+
+def saved_by(node: Any) -> tuple[Any, ...]:
+    """What the node of a ``torch.autograd.Function`` has saved.
+
+    Raises:
+        RuntimeError: if something of it was written to since, or if the graph is freed.
+    """
+    return () if node is None else node.saved_tensors
 
 
 def is_function_node(node: object) -> bool:

@@ -1,11 +1,11 @@
 """CTC loss with the sizes that a plan needs: its table of partial sums is as large as the longest target may be.
 
 ``aten._ctc_loss`` returns a table whose width is twice the longest target's length and one: a size that depends on
-data. Here the same kernels run behind two ops whose table, and whose workspace, is as large as any target may need: as the longest of lengths
-that are Python numbers, as targets in rows have columns, or as all of targets in one line. The bits are eager's: the
-kernel gets a table of its own width, and what is beyond it is never read. What the C++ code does around the kernels
-(``aten/src/ATen/native/LossCTC.cpp``, ``ctc_loss_impl``) is :func:`ctc_loss`. On CUDA, eager may take cuDNN's kernel
-instead, and the loss is refused.
+data. Here the same kernels run behind two ops whose table, and whose workspace, is as large as any target may need: as
+the longest of lengths that are Python numbers, as targets in rows have columns, or as all of targets in one line. The
+bits are eager's: the kernel gets a table of its own width, and what is beyond it is never read. What the C++ code does
+around the kernels (``aten/src/ATen/native/LossCTC.cpp``, ``ctc_loss_impl``) is :func:`ctc_loss`. On CUDA, eager may
+take cuDNN's kernel instead, and the loss is refused.
 """
 
 from __future__ import annotations
