@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -158,7 +157,7 @@ def _profile_on_cuda(call: Call, runs: int) -> Cost:
 
 
 def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
-    """The cost of each distinct call by signature; left out are calls that have no room, or refuse made-up numbers.
+    """The cost of each distinct call by signature; left out are calls that have no room.
 
     The generators are left as they were.
 
@@ -178,14 +177,23 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     # Capture traces under a fake-tensor mode, which would otherwise answer in place of the kernels.
     with without_modes(), torch.random.fork_rng(), torch.no_grad():
         for position, call in enumerate(largest):
-            with contextlib.suppress(NoRoom, NotAlone):
-                runs = _runs(nominal[call.signature]) if position < MOST_TIMED else 0
+            runs = _runs(nominal[call.signature]) if position < MOST_TIMED else 0
+            try:
                 costs[call.signature] = measure_one(call, runs)
+            except NotAlone:  # what it takes besides is not known: room for copies of all its inputs
+                costs[call.signature] = Cost(float("inf"), _input_bytes(call))
+            except NoRoom:
+                continue
     timed = {key: cost.seconds for key, cost in costs.items() if cost.seconds < float("inf")}
     scale = statistics.median([seconds / nominal[key] for key, seconds in timed.items()] or [1.0])
     for key in costs.keys() - timed.keys():
         costs[key] = replace(costs[key], seconds=scale * nominal[key], timed=False)
     return costs
+
+
+def _input_bytes(call: Call) -> int:
+    specs = pytree.tree_leaves((call.args, call.kwargs))
+    return sum(each.extent * each.dtype.itemsize for each in specs if isinstance(each, TensorSpec))
 
 
 def _runs(seconds: float) -> int:

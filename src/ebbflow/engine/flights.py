@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
@@ -26,13 +29,14 @@ from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.leftovers import leave
 from ebbflow.measurement.peak import StepGauge
-from ebbflow.torch_seams.autograd import is_function_node
+from ebbflow.torch_seams.autograd import is_function_node, saved_by
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["Flight", "Flights", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs", "tensors_in"]
 
 _MOST_UNSEEN = 64
+_CHANGED = re.compile(r"modified by an inplace operation: \[([^\]]*\])")
 NO_SLOT = Slot(None, 0)
 _numbers = itertools.count(1)  # 0 is tickets.ANY_FLIGHT
 # Of all models, by number: those whose autograd node is alive, and of these the ones that keep what they saved. Who
@@ -96,6 +100,9 @@ class Flight:
         _with_node[self.number] = _keeping[self.number] = self.home.in_the_air[self.number] = self
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
+        node.register_hook(refuse_second_derivative)
+        if not self.hooked:  # whose hooks would unpack everything once more
+            node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
 
     def land(self, *, retained: bool = False) -> None:
         """Its backward begins, or its graph is gone. Once it keeps nothing, what lives of its outputs is left over."""
@@ -191,6 +198,22 @@ def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:
             "No gradient of this step was handed out",
             remedy="leave the autocast block before loss.backward(), as PyTorch advises",
         )
+
+
+def _refuse_changed_inputs(node: weakref.ref[Any], _: Any) -> None:
+    """Say whose doing it is that something saved was written to since, before autograd says that it was."""
+    try:
+        saved_by(node())
+    except RuntimeError as error:
+        said = _CHANGED.search(str(error))
+        if said is None:
+            return  # autograd has the word
+        raise CaptureError(
+            f"an input, parameter or buffer of the step, a {said[1]}, was written to in place between its forward and "
+            "its backward, which computes again from it what eager keeps. No gradient of this step was handed out",
+            remedy="write to it after the backward (copy_ into a static batch, buffers that follow the weights), or "
+            "give the forward a copy (x.clone())",
+        ) from error
 
 
 def tensors_in(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:

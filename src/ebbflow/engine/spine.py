@@ -24,6 +24,7 @@ from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.room import Room, within
 from ebbflow.engine.calls import NOTHING_TO_TRAIN
 from ebbflow.engine.compiled import Call, StaleCapture
+from ebbflow.engine.derivatives import refuse_transforms
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbflow.engine.flights import Flight
@@ -53,6 +54,7 @@ def train(model: FittedModel, call: Call) -> Any:
         BudgetError: if no schedule within the budget was found; nothing of the model has run.
         PlanMismatch: if the plan that the user gave is not of this step.
     """
+    refuse_transforms()
     now = model.look_around(call)
     if now.key in model.not_captured:
         return _as_it_is(model, call)
