@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Generator[None]:
     """While open, no other process is in here with the same ``path``, whose folder is made if need be.
 
     Raises:

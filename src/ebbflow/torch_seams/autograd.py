@@ -48,7 +48,7 @@ def has_saved_tensor_hooks() -> bool:
 
 def active_transform() -> str:
     """The transform of ``torch.func`` or the forward-mode AD inside of which this thread is; empty outside of any."""
-    layer = torch._C._functorch.peek_interpreter_stack()
+    layer = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
     if layer is not None:
         return f"torch.func's {str(layer.key()).rpartition('.')[2].lower()}"
     return "forward-mode AD (torch.autograd.forward_ad)" if torch.autograd.forward_ad._current_level >= 0 else ""
