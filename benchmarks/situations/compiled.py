@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from typing import Any
 
@@ -121,9 +122,12 @@ def compiling_in_another_thread(run: Run) -> None:
 
     def compile_() -> None:
         try:
-            while not stop.is_set():
-                torch._dynamo.reset_code_caches()
-                torch.compile(lambda x: (x * 3 + 1).sin().sum(), backend="eager")(torch.ones(7))
+            for count in itertools.count():  # a function of its own each time: what is compiled is never forgotten
+                if stop.is_set():
+                    return
+                namespace: dict[str, Any] = {}
+                exec(f"def function_{count}(x):\n    return (x * 3 + {count}).sin().sum()", namespace)
+                torch.compile(namespace[f"function_{count}"], backend="eager")(torch.ones(7))
         except Exception as error:
             failed.append(repr(error)[:200])
 

@@ -267,7 +267,7 @@ class FittedModel:
 
         Nothing of the model has run when this returns or raises.
         """
-        reserve = reserve_bytes(now.module, now.device, verify=self.verify)
+        reserve = reserve_bytes(program, now.device, verify=self.verify)
         resident = self.resident_bytes(step, now)
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)

@@ -179,7 +179,7 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
         model.flights.disturb()
         choose_checks(flight, now.device)
         if flight.proves and alone:
-            flight.restore = snapshot(call.module, now.device)
+            flight.restore = snapshot(step.changed_in(call.module), now.device)
     try:
         outputs, detached = step.capture(call, flight)
     except BaseException:
