@@ -179,8 +179,9 @@ class _Outcome:
 
 def _tried(op: Any, samples: Sequence[Any]) -> _Outcome:
     _seed()
-    plain = _Step(op.op, samples)
     try:
+        plain = _Step(op.op, samples)
+        fitted = copy.deepcopy(plain)
         plain.weights = [_weight(each) for each in plain.results()]
         if all(each is None for each in plain.weights):
             return _Outcome("no gradient")
@@ -189,9 +190,9 @@ def _tried(op: Any, samples: Sequence[Any]) -> _Outcome:
             return _Outcome("fails in eager", "two runs of eager differ")
     except Exception as error:  # eager's own limits are no subject of ours
         return _Outcome("fails in eager", _line(error))
-    fitted = ebbflow.fit(copy.deepcopy(plain), "2GiB", effort=10)
+    fitted.weights = plain.weights
     try:
-        found = _values(fitted)
+        found = _values(ebbflow.fit(fitted, "2GiB", effort=10))
         again = _values(fitted)
     except InternalError as error:
         return _Outcome("ERROR", _line(error))

@@ -57,6 +57,7 @@ def inner_exception(error: BaseException) -> BaseException | None:
 
 _RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
 _NO_METHOD = re.compile(r"call_method TensorVariable\(\) (\w+)")
+_UNTOLD_SIZE = re.compile(r"\bu\d+\b")
 _COMPILERS_WORDS = re.compile(r"\n*from user code:\n.*|\n*Set TORCHDYNAMO_VERBOSE=1.*", re.DOTALL)
 
 
@@ -88,6 +89,8 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
         return _anew(TypeError, last.args)
     if type(error).__name__ != "TorchRuntimeError" or isinstance(last, (TorchDynamoException, *LIMITS)):
         return None
+    if _UNTOLD_SIZE.search(str(last)):
+        return None  # of sizes that only data tell: the code itself may well run
     return _anew(type(last), last.args) if isinstance(last, Exception) else None
 
 
