@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ebbflow
+from ebbflow.errors import CaptureError
 
 Pair = tuple[torch.nn.Module, torch.nn.Module]
 

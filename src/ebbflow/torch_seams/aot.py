@@ -89,8 +89,9 @@ def joint_graph_settings() -> Iterator[None]:
 def _without_tokens() -> AbstractContextManager[Any]:
     import torch
     from torch._library import simple_registry
+    from torch.fx.node import has_side_effect
 
-    fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+    has_side_effect(torch.ops.aten._linalg_check_errors.default)
     effect = simple_registry.singleton.find("aten::_linalg_check_errors").effect
     return patched(Attribute(effect, "_effect"), None) if hasattr(effect, "_effect") else nullcontext()
 
