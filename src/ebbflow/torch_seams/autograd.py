@@ -9,7 +9,10 @@ from types import MethodType, TracebackType
 from typing import Any
 
 import torch
-from torch._C import _autograd
+from torch._C import (
+    _autograd,
+    _functorch,  # type: ignore[attr-defined]
+)
 
 from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
@@ -48,7 +51,7 @@ def has_saved_tensor_hooks() -> bool:
 
 def active_transform() -> str:
     """The transform of ``torch.func`` or the forward-mode AD inside of which this thread is; empty outside of any."""
-    layer = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    layer = _functorch.peek_interpreter_stack()
     if layer is not None:
         return f"torch.func's {str(layer.key()).rpartition('.')[2].lower()}"
     return "forward-mode AD (torch.autograd.forward_ad)" if torch.autograd.forward_ad._current_level >= 0 else ""
