@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import filelock
 import platformdirs
@@ -114,7 +114,7 @@ def kept(path: Path) -> dict[str, Any] | None:
         data = json.loads(text + "}")
     except (OSError, ValueError, RecursionError, MemoryError):
         return None
-    return data if isinstance(data, dict) else None
+    return cast("dict[str, Any]", data) if isinstance(data, dict) else None
 
 
 def _digest(text: str) -> str:

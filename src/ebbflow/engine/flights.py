@@ -25,6 +25,7 @@ from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
+from ebbflow.engine.unused import note_arrived
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.leftovers import leave
@@ -100,6 +101,7 @@ class Flight:
         _with_node[self.number] = _keeping[self.number] = self.home.in_the_air[self.number] = self
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
+        node.register_prehook(note_arrived)
         node.register_hook(refuse_second_derivative)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))

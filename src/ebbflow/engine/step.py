@@ -92,7 +92,9 @@ class Step:
             value for node, value in zip(self.captured.primals, inputs, strict=True) if node in self.captured.mutated
         ]
         self._changed_buffers = [names[id(each)] for each in changed if id(each) in names]
-        self._changed_others = [weakref.ref(each) for each in changed if id(each) not in names]
+        self._changed_others = [
+            weakref.ref(each) for each in changed if isinstance(each, torch.Tensor) and id(each) not in names
+        ]
         if copied := self.captured.copied_gradients:
             own = {id(each) for each in call.module.parameters()}
             self.accumulated = frozenset(i for i in copied if id(inputs[i]) in own)
