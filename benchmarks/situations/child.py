@@ -207,9 +207,8 @@ def _held(
     calls = called if situation.calls is None else situation.calls
     captures = eager.fits if situation.captures is None else situation.captures
     wrong = differences(ours.seen, eager.seen)
-    unforeseen = max((p - q for p, q in zip(ours.peaks, ours.predicted, strict=True) if q), default=0)
     columns |= {
-        "above_predicted_bytes": max(0, unforeseen),
+        "above_predicted_bytes": ours.unforeseen,
         "budget_bytes": max(ours.budgets, default=0),
         "peak_bytes": max(ours.peaks, default=0),
         "steps_over": ", ".join(map(str, over[:8])) + (f" of {len(ours.peaks)}" if over else ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import types
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def compiled_around(run: Run) -> None:
     for i in range(3):
         outer.zero_grad()
         x = run.x(i)
-        with run.step(beside=[outer.first]):
+        with run.step(beside=[outer.first], bytes_beside=x.nbytes):
             loss = compiled(x)
             loss.backward()
         run.see(f"loss {i}", loss)
@@ -115,6 +116,18 @@ def compiled_elsewhere(run: Run) -> None:
     run.train(Chain(), step)
 
 
+def _fresh() -> Any:
+    """A function with a code object of its own, so that it is compiled anew."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x * 3 + 1).sin().sum()
+
+    return types.FunctionType(function.__code__.replace(co_name=f"function_{next(_NAMES)}"), globals())
+
+
+_NAMES = itertools.count()
+
+
 @situation(share=1.1, seconds=400.0)
 def compiling_in_another_thread(run: Run) -> None:
     """Another thread compiles all the time: ``is_compiling()`` is global to the process, this model's steps are not."""
@@ -122,12 +135,8 @@ def compiling_in_another_thread(run: Run) -> None:
 
     def compile_() -> None:
         try:
-            for count in itertools.count():  # a function of its own each time: what is compiled is never forgotten
-                if stop.is_set():
-                    return
-                namespace: dict[str, Any] = {}
-                exec(f"def function_{count}(x):\n    return (x * 3 + {count}).sin().sum()", namespace)
-                torch.compile(namespace[f"function_{count}"], backend="eager")(torch.ones(7))
+            while not stop.is_set():
+                torch.compile(_fresh(), backend="eager")(torch.ones(7))
         except Exception as error:
             failed.append(repr(error)[:200])
 
@@ -170,7 +179,7 @@ def compiling_while_a_thread_trains(run: Run) -> None:
             if run.eager:
                 thread.join()
                 break
-            torch.compile(lambda x: (x * 3 + 1).sin().sum(), backend="eager")(torch.ones(7))
+            torch.compile(_fresh(), backend="eager")(torch.ones(7))
             compiled += 1
     except Exception as error:
         run.expect(f"a compilation in the main thread fails: {repr(error)[:200]}", False)

@@ -86,7 +86,7 @@ class LayerDropped(Chain):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             drawn = torch.rand([])
-            if not self.training or drawn > self.rate:
+            if not self.training or drawn >= self.rate:
                 x = F.gelu(layer(x))
         return x
 

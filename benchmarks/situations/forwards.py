@@ -254,7 +254,7 @@ def distributed(run: Run) -> None:
 
     if not distributed_.is_initialized():
         distributed_.init_process_group("gloo", store=distributed_.HashStore(), rank=0, world_size=1)
-    model = run.fit(Chain(), 2.0)
+    model = run.fit(Chain(), "16MiB")
     wrapped = nn.parallel.DistributedDataParallel(model)
     for i in range(4):
         model.zero_grad()

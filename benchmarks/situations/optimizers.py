@@ -76,7 +76,7 @@ def optimizer_of_two_models(run: Run) -> None:
     for i in range(4):
         adam.zero_grad()
         x = run.x(i, 512, 128)
-        with run.step(beside=[head]):
+        with run.step(beside=[head], bytes_beside=x.nbytes):
             h = head(x)
             loss = model(h)
             del h

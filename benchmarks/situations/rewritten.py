@@ -28,7 +28,7 @@ def fitted_submodules_read_one_tensor(run: Run, count: Any) -> None:
         for module in (stem, *parts):
             module.zero_grad()
         x = run.x(i)
-        with run.step(beside=[stem, *parts[1:]]):
+        with run.step(beside=[stem, *parts[1:]], bytes_beside=x.nbytes):
             h = stem(x).tanh()
             loss = sum(part(h).square().mean() for part in parts) + h.abs().mean()
             del h
@@ -58,7 +58,7 @@ def fitted_experts(run: Run) -> None:
     for i in range(4):
         parent.zero_grad()
         x = run.x(i)
-        with run.step(beside=[parent.stem, parent.b]):
+        with run.step(beside=[parent.stem, parent.b], bytes_beside=x.nbytes):
             loss = parent(x)
             loss.backward()
         del loss

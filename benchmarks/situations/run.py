@@ -88,7 +88,7 @@ class Run:
         self.fits = 0
         self.peaks: list[int] = []
         self.budgets: list[int] = []
-        self.predicted: list[int] = []
+        self.unforeseen = 0
         self.seen: Seen = {}
         self.wrong: list[str] = []
         self.facts: dict[str, Any] = {}
@@ -118,15 +118,18 @@ class Run:
         """One step; ``beside`` are modules whose parameters, buffers and gradients are not of its budget."""
         gc.collect()
         counter().reset()
+        start = counter().bytes
         yield
         peak = counter().peak_bytes - self._zero - bytes_beside
+        above = counter().peak_bytes - start
         for module in beside:
             tensors = [*module.parameters(), *module.buffers()]
             peak -= sum(t.nbytes + (t.grad.nbytes if t.grad is not None else 0) for t in tensors)
         self.peaks.append(peak)
         if not self.eager:
             self.budgets.append(self._budget_now())
-            self.predicted.append(max((plan.predicted_peak_bytes for plan in self._plans()), default=0))
+            predicted = max((plan.timeline.above_bytes for plan in self._plans()), default=above)
+            self.unforeseen = max(self.unforeseen, above - predicted)
 
     def train(
         self,
