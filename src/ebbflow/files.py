@@ -14,10 +14,10 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import filelock
 import platformdirs
@@ -64,7 +64,7 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Generator[None]:
     """While open, no other process is in here with the same ``path``, whose folder is made if need be.
 
     Raises:
@@ -111,10 +111,10 @@ def kept(path: Path) -> dict[str, Any] | None:
         text, seal, digest = path.read_text(encoding="utf-8").rpartition(_SEAL)
         if not seal or digest != f'{_digest(text)}"}}':
             return None
-        data = json.loads(text + "}")
+        data: object = json.loads(text + "}")
     except (OSError, ValueError, RecursionError, MemoryError):
         return None
-    return data if isinstance(data, dict) else None
+    return cast("dict[str, Any]", data) if isinstance(data, dict) else None
 
 
 def _digest(text: str) -> str:

@@ -44,7 +44,7 @@ def _spans(module: torch.nn.Module) -> Iterable[tuple[torch.Tensor, int, int]]:
     spans: dict[int, tuple[torch.Tensor, int, int]] = {}
     for buffer in module.buffers():
         if extent := extent_of(buffer.shape, buffer.stride()):
-            first = buffer.storage_offset() * buffer.element_size()
+            first = int(buffer.storage_offset()) * buffer.element_size()
             last = first + extent * buffer.element_size()
             _, begin, end = spans.get(storage_key(buffer), (buffer, first, last))
             spans[storage_key(buffer)] = buffer, min(begin, first), max(end, last)
