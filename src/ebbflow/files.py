@@ -111,7 +111,7 @@ def kept(path: Path) -> dict[str, Any] | None:
         text, seal, digest = path.read_text(encoding="utf-8").rpartition(_SEAL)
         if not seal or digest != f'{_digest(text)}"}}':
             return None
-        data = json.loads(text + "}")
+        data: object = json.loads(text + "}")
     except (OSError, ValueError, RecursionError, MemoryError):
         return None
     return cast("dict[str, Any]", data) if isinstance(data, dict) else None
