@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +35,7 @@ from ebbflow.torch_seams.autograd import is_function_node, saved_by
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["Flight", "Flights", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs", "tensors_in"]
+__all__ = ["Flight", "Flights", "aloft", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs", "tensors_in"]
 
 _MOST_UNSEEN = 64
 _CHANGED = re.compile(r"modified by an inplace operation: \[([^\]]*\])")
@@ -62,6 +63,7 @@ class Flight:
         between: measures user code between forward and backward, where that is to be learned.
         restore: puts buffers and random state back to where they were before the forward.
         returned: watches what the forward returned.
+        thread: that started it.
         capture: of the step. AOTAutograd compiles a backward when it first comes, also after the model is let go.
     """
 
@@ -78,6 +80,7 @@ class Flight:
     restore: Callable[[], None] | None = None
     returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
+    thread: int = field(default_factory=threading.get_ident)
 
     @property
     def name(self) -> int:
@@ -133,10 +136,27 @@ class Flight:
             self.between = None
 
 
-class Flights:
-    """The flights of one model that are in the air, by number."""
+class Learner(Protocol):
+    """What is known of a model that its flights are flights of (``between.Knowledge``)."""
 
-    def __init__(self) -> None:
+    def expects_forwards(self, slot: Slot) -> bool:
+        """Whether another forward is known to start before the backward of a call of ``slot``."""
+        ...
+
+    def learn_forward(self, slot: Slot, other: Slot, between: Any) -> None:
+        """A call of ``other`` starts before the backward of one of ``slot``."""
+        ...
+
+
+class Flights:
+    """The flights of one model that are in the air, by number.
+
+    Args:
+        knowledge: of the model.
+    """
+
+    def __init__(self, knowledge: Learner | None = None) -> None:
+        self.knowledge = knowledge
         self.in_the_air: dict[int, Flight] = {}
         # Flights whose node was not found in what the forward returned: their executables are needed all the same.
         self.unseen: deque[Flight] = deque(maxlen=_MOST_UNSEEN)
@@ -144,15 +164,19 @@ class Flights:
     def __bool__(self) -> bool:
         return bool(self.in_the_air)
 
-    @property
-    def bytes(self) -> int:
-        """Definition 2."""
-        return sum(each.executable.leaves_bytes for each in self.in_the_air.values() if each.executable is not None)
-
     def disturb(self) -> None:
         """A forward of the model starts, or the model is not fitted any more."""
         for each in list(self.in_the_air.values()):
             each.disturb()
+
+
+def aloft(home: Flights) -> list[Flight]:
+    """Flights in the air, the first of them first: all of one model, and those of others that this thread started."""
+    here = threading.get_ident()
+    flights = list(_keeping.values())
+    return [
+        each for each in flights if (each.home is home or each.thread == here) and each.number in each.home.in_the_air
+    ]
 
 
 def kept_bytes() -> int:
