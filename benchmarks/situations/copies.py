@@ -60,7 +60,7 @@ HEAVY = {
     "expanded": lambda: Mapped(lambda m, x: (m.w.expand(4, 512, 512) @ x[:4, :, None]).square().mean(), w=_p(512, 512)),
     "symmetric": lambda: Mapped(lambda m, x: (x @ (m.w + m.w.t())).square().mean(), w=_p(512, 512)),
     "clone_and_sum": lambda: Mapped(lambda m, x: (m.w.clone() + m.v).sum() + x.mean(), w=_p(512, 512), v=_p(512, 512)),
-    "bias_only": lambda: Mapped(lambda m, x: (x + m.b).sum(), b=_p(64, 512)),
+    "bias_only": lambda: Mapped(lambda m, x: (x.repeat(8, 1) + m.b).sum(), b=_p(512, 512)),
     "bmm": lambda: Mapped(lambda m, x: torch.bmm(x.view(8, 8, 512), m.w).square().mean(), w=_p(8, 512, 64)),
     "half": lambda: Mapped(
         lambda m, x: (x.bfloat16() @ m.w.t() + m.w.sum()).float().square().mean(), w=_p(512, 512).bfloat16()

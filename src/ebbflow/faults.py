@@ -6,7 +6,7 @@ of the packages that we call left out; the zoo and the demo are models like any 
 
 from __future__ import annotations
 
-import sys
+import inspect
 import sysconfig
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -57,8 +57,8 @@ def _is_called(file: str) -> bool:
 
 def users_level() -> int:
     """``stacklevel`` of a warning that the caller gives: the innermost frame of the user's code."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and (_is_ours(frame.f_code.co_filename) or _is_called(frame.f_code.co_filename)):
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and (_is_ours(frame.f_code.co_filename) or _is_called(frame.f_code.co_filename)):
         frame, level = frame.f_back, level + 1
     return level
 

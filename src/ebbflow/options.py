@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
@@ -227,7 +227,7 @@ def _check_start(value: object) -> None:
 
     if not isinstance(value, Plan):
         near = "; read the file first: ebbflow.Plan.load(path)" if isinstance(value, str | os.PathLike) else ""
-        raise _refusal("start", value, "an ebbflow.Plan", near=near)
+        raise _refusal("start", cast("object", value), "an ebbflow.Plan", near=near)
 
 
 def _is_optimizer(value: object) -> bool:

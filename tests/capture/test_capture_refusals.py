@@ -70,6 +70,14 @@ def conv_of_part(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return F.softmax(part @ part.T, -1).mean()
 
 
+def pairs(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.combinations(y[0] * lengths[0]).square().mean()  # the line
+
+
+def of_a_known_size(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return (y[y.abs() * lengths[0] >= 0] * torch.ones(24)).mean()  # the line
+
+
 DATA_DEPENDENT: list[Body] = [
     split,
     split_and_ask,
@@ -81,6 +89,8 @@ DATA_DEPENDENT: list[Body] = [
     nonzero,
     repeats,
     conv_of_part,
+    pairs,
+    of_a_known_size,
 ]
 
 

@@ -20,6 +20,7 @@ from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call, TensorSpec
 from ebbflow.cost.profile import Cost, profile_calls
 from ebbflow.errors import CaptureError
+from ebbflow.files import keep
 from ebbflow.step.provenance import Costs
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 
@@ -158,7 +159,7 @@ def test_a_foreign_context_is_not_trusted(cache: CostCache) -> None:
     cache.add(COSTS)
     data = json.loads(cache.path.read_text())
     data["context"]["torch"] = "another"
-    cache.path.write_text(json.dumps(data))
+    assert keep(cache.path, cache.path.with_name("lock"), lambda: data)
     assert cache.load() == {}
 
 

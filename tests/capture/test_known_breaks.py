@@ -125,3 +125,18 @@ def test_a_leaf_that_is_kept_is_refused() -> None:
     """The model that keeps it would look for its gradient."""
     with pytest.raises(CaptureError, match="own gradient would be lost"):
         ebbflow.fit(Model(keeps_a_leaf), "1GiB")(torch.ones(3, 4))
+
+
+def sparse_table(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(nn.functional.embedding(x.long()[0], m.linear.weight, sparse=True)).sum()  # the line
+
+
+def sparse_bag(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.embedding_bag(x.long(), m.linear.weight, sparse=True, mode="sum").sum()  # the line
+
+
+@pytest.mark.parametrize("body", [sparse_table, sparse_bag])
+def test_sparse_gradients_are_refused_by_name(body: Body) -> None:
+    with pytest.raises(CaptureError, match=r"sparse_coo.*sparse=False") as raised:
+        ebbflow.fit(Model(body), "1GiB")(torch.ones(3, 4))
+    assert raised.value.source == line_of(body)

@@ -28,7 +28,7 @@ def test_movement_survives_json_and_reads_well():
 
 
 def test_a_row_that_is_no_action_is_refused():
-    with pytest.raises(ValueError, match="is no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         Schedule.from_json([["x", 1]])
 
 

@@ -108,6 +108,36 @@ def test_rounds_of_several_forwards_settle_within_the_budget(
     assert made["captures"] == (2 if step is two_sizes else 1)
 
 
+@pytest.mark.filterwarnings("ignore:a forward of another fitted model is in flight")
+@pytest.mark.parametrize("room", [0.6, 1.0])
+def test_two_models_leave_room_for_each_other(room: float, made: dict[str, int]) -> None:
+    """Both forwards, then both backwards, as in adversarial training: the first model may not fill what both have."""
+    plain = [Tower(), Tower(6)]
+    one = ebbflow.plan(copy.deepcopy(plain[0]), (rows(0),), budget="1000%", effort=100)
+    budget = int(one.resident_bytes * 2 + room * 2 * one.baseline.above_bytes) + 40_000
+    models = [ebbflow.fit(copy.deepcopy(each), budget, effort=500) for each in plain]
+    made.update(captures=0, plans=0)
+    settled = 0
+    for seed in range(7):
+        x = [rows(10 * seed + index) for index in range(2)]
+        for pair in (plain, models):
+            for each in pair:
+                each.zero_grad()
+            torch.manual_seed(seed)
+            if seed < 3 or pair is plain:
+                (pair[0](x[0]) + 2 * pair[1](x[1])).backward()
+                settled = made["plans"]
+                continue
+            with ebbflow.measure(pair[0], x) as gauge:  # the second model's weights are none of the first's budget
+                (pair[0](x[0]) + 2 * pair[1](x[1])).backward()
+            assert gauge.peak_bytes <= budget, (seed, gauge.peak_bytes / budget)
+        for mine, theirs in zip(models, plain, strict=True):
+            for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    assert made["plans"] == settled, "plans are made for ever"
+    assert made["captures"] == 2
+
+
 @pytest.mark.parametrize("budget", ["100%", "101%"])
 def test_the_unplanned_peak_is_always_enough(budget: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Flatten(0), nn.Linear(32, 1))

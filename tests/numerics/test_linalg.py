@@ -27,7 +27,12 @@ class Factored(nn.Module):
 def every(matrix: Tensor) -> Tensor:
     linalg = torch.linalg
     factors, pivots = linalg.lu_factor(matrix)
-    results = [linalg.cholesky(matrix), linalg.inv(matrix), linalg.solve(matrix, matrix[..., :2])]
+    results = [
+        linalg.cholesky(matrix),
+        torch.cholesky(matrix),
+        linalg.inv(matrix),
+        linalg.solve(matrix, matrix[..., :2]),
+    ]
     results += [linalg.lu_solve(factors, pivots, matrix), torch.cholesky_inverse(linalg.cholesky(matrix))]
     return torch.cat(results, -1) + torch.logdet(matrix)[:, None, None] + linalg.det(matrix)[:, None, None]
 

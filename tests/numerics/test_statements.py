@@ -100,6 +100,20 @@ def draws_in_vain(m: Any, x: torch.Tensor) -> torch.Tensor:
     return F.dropout(x, 0.2).square().mean()
 
 
+def matrix(m: Any) -> torch.Tensor:
+    return m.one.weight @ m.one.weight.T + torch.eye(WIDTH)
+
+
+def algebra(m: Any, x: torch.Tensor) -> torch.Tensor:
+    solved = torch.linalg.solve(matrix(m), m.two(x).T).square().mean()
+    return solved + torch.logdet(matrix(m)) + torch.linalg.inv(matrix(m)).mean()
+
+
+def factors(m: Any, x: torch.Tensor) -> torch.Tensor:
+    solved = torch.linalg.lu_solve(*torch.linalg.lu_factor(matrix(m)), m.two(x).T)
+    return solved.mean() + torch.linalg.cholesky(matrix(m)).sum()
+
+
 BODIES: dict[str, Body] = {
     "autograd.grad": energy,
     "a leaf inside": leaf_inside,
@@ -108,6 +122,8 @@ BODIES: dict[str, Body] = {
     "sequential checkpoints": sequential(False),
     "reentrant sequential checkpoints": sequential(True),
     "reentrant checkpoint": checkpointed(True),
+    "linear algebra": algebra,
+    "factors": factors,
 }
 
 
@@ -124,3 +140,64 @@ def test_a_hook_that_makes_an_embedding_take_a_gradient(frozen: bool) -> None:
     model.table.weight.requires_grad_(not frozen)
     model.table.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
     assert_trains_as_eager(model, lambda: (torch.tensor([1, 2, 2]),))
+
+
+def test_a_matrix_that_is_singular_raises_as_in_eager() -> None:
+    model = ebbflow.fit(Model(lambda m, x: (torch.linalg.inv(x) @ m.one.weight).sum()), "1GiB")
+    for given in (torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH)):
+        if given.any():
+            model(given).backward()
+            continue
+        with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+            model(given)
+    assert ebbflow.plan_of(model) is not None
+
+
+FRAMES = torch.randn(6, 2, WIDTH, generator=torch.Generator().manual_seed(3))
+ROWS, LINE = torch.tensor([[1, 2, 3], [2, 1, 0]]), torch.tensor([1, 2, 3, 2, 1])
+LENGTHS = {
+    "tensors": (torch.tensor([6, 5]), torch.tensor([3, 2])),
+    "short ones": (torch.tensor([6, 2], dtype=torch.int32), torch.tensor([2, 1])),
+    "tuples": ((6, 5), (3, 2)),
+    "lists": ([6, 5], [2, 2]),
+}
+
+
+def ctc(**options: Any) -> Body:
+    def body(m: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return F.ctc_loss(m.two(torch.tanh(m.one(x))).log_softmax(-1), *rest, **options).sum()
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ("tensors", {"reduction": "none", "blank": 7}),
+        ("short ones", {"zero_infinity": True}),
+        ("tuples", {"reduction": "sum"}),
+        ("lists", {}),
+    ],
+)
+def test_ctc_loss(lengths: str, options: dict[str, Any]) -> None:
+    inputs, targets = LENGTHS[lengths]
+    assert_trains_as_eager(Model(ctc(**options)), lambda: (FRAMES, ROWS, inputs, targets))
+
+
+def test_ctc_loss_of_targets_in_one_line_and_of_a_single_sequence() -> None:
+    assert_trains_as_eager(Model(ctc()), lambda: (FRAMES, LINE, *LENGTHS["tensors"]))
+    assert_trains_as_eager(Model(ctc()), lambda: (FRAMES[:, 0], LINE[:3], torch.tensor(6), torch.tensor(3)))
+    assert_trains_as_eager(Model(ctc()), lambda: (FRAMES[:, 0], LINE[:3], (6,), (3,)))
+
+
+def test_lengths_that_change_are_one_step() -> None:
+    """Bytes of the step do not depend on them."""
+    model = ebbflow.fit(Model(ctc()), "1GiB")
+    for longest in (3, 1, 2, 3):
+        model(FRAMES, ROWS, torch.tensor([6, 6]), torch.tensor([longest, 1])).backward()
+    step = ebbflow.step_of(model)
+    assert step is not None
+    assert step.forward_calls == 4
+    assert step.measured_above_bytes is not None
+    assert step.plan is not None
+    assert step.measured_above_bytes <= step.plan.timeline.above_bytes

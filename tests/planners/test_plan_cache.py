@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.files import keep
 from ebbflow.planners import Answer, Problem, Status
 from ebbflow.planning import pipeline as planning
 from ebbflow.planning.cache import CachedAnswer, PlanCache
@@ -109,7 +110,7 @@ def test_an_illegal_schedule_is_planned_anew(directory: Path, row: list[object])
     (path,) = files(directory)
     data = json.loads(path.read_text())
     data["schedule"].insert(1, row)
-    path.write_text(json.dumps(data))
+    assert keep(path, path.with_name("lock"), lambda: data)
     second = planned(directory)
     assert second.provenance.planned is Planned.SEARCHED
     assert second.schedule == first.schedule
@@ -121,7 +122,7 @@ def test_a_schedule_over_the_budget_is_planned_anew(directory: Path) -> None:
     wide, tight = sorted(files(directory), key=lambda p: -json.loads(p.read_text())["share"])
     data = json.loads(tight.read_text())
     data["schedule"] = json.loads(wide.read_text())["schedule"]
-    tight.write_text(json.dumps(data))
+    assert keep(tight, tight.with_name("lock"), lambda: data)
     again = planned(directory, budget="40%")
     assert again.provenance.planned is Planned.SEARCHED
     assert again.predicted_peak_bytes <= again.budget_bytes
@@ -132,7 +133,7 @@ def test_another_problems_entry_under_our_name_is_not_taken(directory: Path) -> 
     (path,) = files(directory)
     data = json.loads(path.read_text())
     data["key"]["seed"] = "7"
-    path.write_text(json.dumps(data))
+    assert keep(path, path.with_name("lock"), lambda: data)
     assert planned(directory).provenance.planned is Planned.SEARCHED
 
 

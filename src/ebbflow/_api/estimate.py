@@ -276,7 +276,7 @@ def capture_ahead(
     return AheadStep(
         program,
         resident_bytes([model, args, kwargs, optimizer], granularity) + to_come + held,
-        reserve_bytes(model, device, verify=options.verify),
+        reserve_bytes(program, device, verify=options.verify),
         target,
         replace(provenance, optimizer="" if optimizer is None else type(optimizer).__name__),
     )
@@ -303,7 +303,7 @@ def _several(argument: str, values: object) -> Sequence[Any]:
         )
     several = list(cast("Iterable[Any]", values))
     if not several:
-        raise UsageError(f"{argument} is empty; give one or more", argument=argument, value=values)
+        raise UsageError(f"{argument} is empty; give one or more", argument=argument, value=several)
     return several
 
 

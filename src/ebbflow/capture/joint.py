@@ -264,6 +264,19 @@ def _refusal(node: fx.Node, what: str, remedy: str) -> CaptureError:
     )
 
 
+def _refuse_sparse(graph: fx.Graph) -> None:
+    """A sparse tensor has as many bytes as its data say, and neither strides nor one storage."""
+    for node in graph.nodes:
+        for value in tensors_of(node.meta.get("val")):
+            if value is not None and value.layout is not torch.strided:
+                raise _refusal(
+                    node,
+                    f"makes a tensor of layout {value.layout}, which has no fixed place and size in memory",
+                    "make the gradients of embeddings dense (sparse=False, the default), and the tensors of the step "
+                    "(to_dense())",
+                )
+
+
 class _Name(str):
     """Text that prints without quotes inside argument lists."""
 
@@ -334,6 +347,7 @@ def read_joint(
     Raises:
         CaptureError: for dynamic sizes and for ops whose memory cannot be followed; names op and line.
     """
+    _refuse_sparse(graph)
     drop_ignored_reads(graph)
     fill_uninitialised(graph)
     copy_gradients(graph, forward_output_count)

@@ -62,7 +62,7 @@ def _name_leaves(value: Any, name: str | None, leaves: list[tuple[str | None, to
         for key, each in value.items():
             _name_leaves(each, key if isinstance(key, str) else name, leaves)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for key in value._fields:  # type: ignore[attr-defined]
+        for key in getattr(value, "_fields", ()):
             _name_leaves(getattr(value, key), key, leaves)
     elif isinstance(value, tuple | list):
         for each in value:

@@ -36,6 +36,8 @@ _DATA_DEPENDENT = {
     "GuardOnDataDependentSymNode",
     "PendingUnbackedSymbolNotFound",
 }
+# Where torch hides the cause: its words for it, or a symbol for a size that only data tell (u0, u1, ...).
+_TELLS_DATA = re.compile(rf"data-dependent expression|{'|'.join(sorted(_DATA_DEPENDENT))}|\bu\d+\b")
 _COMPILER = {"BackendCompilerFailed", "InternalTorchDynamoError"}
 
 _PLAN_WHOLE = (
@@ -90,7 +92,7 @@ def refusal(error: BaseException, module: torch.nn.Module, ours: str | None = No
     if known is not None:
         return _capture_error(place, *known)
     chain = list(_chain(error))
-    if any(type(each).__name__ in _DATA_DEPENDENT for each in chain) or "data-dependent expression" in str(error):
+    if any(type(each).__name__ in _DATA_DEPENDENT for each in chain) or _TELLS_DATA.search(str(error)):
         said = "" if place is not None else f" {_what(error)}"  # in symbols, which the line says better
         return _capture_error(place, f"A size or a number that it needs depends on data.{said}", _FIXED_SIZES)
     if type(error).__name__ not in _COMPILER:

@@ -24,12 +24,14 @@ from torch import fx
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only, settle_roles
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
+from ebbflow.capture.rules.ctc import ctc_with_sizes
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.eager_kernels import eager_kernels
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.linalg_checks import checks_as_ops
 from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
+from ebbflow.errors import CaptureError
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
 from ebbflow.torch_seams.dynamo import (
     capture_error_type,
@@ -166,6 +168,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         joint_graph_settings(),
         one_graph_settings(),
         corrected_tracing(),
+        ctc_with_sizes(),
         true_layouts() if here else nullcontext(),
         eager_kernels(),
         checks_as_ops(),

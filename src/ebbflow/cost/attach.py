@@ -78,7 +78,7 @@ def _known(cache: CostCache) -> dict[str, Cost]:
 
 
 def _estimate(call: Call) -> Cost:
-    """For a call that does not fit beside what is resident: nor will it in the step."""
+    """For a call that cannot be tried alone, or does not fit beside what is resident: nor will it in the step."""
     return Cost(roofline_seconds(call, machine_named("cpu")), 0, timed=False)
 
 

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 
 from ebbflow.cost.profile import Cost
-from ebbflow.files import cache_directory, write_json
+from ebbflow.files import cache_directory, keep, kept
 
 __all__ = ["CostCache", "device_context"]
 
-_SCHEMA = "ebbflow-costs/2"
+_SCHEMA = "ebbflow-costs/3"
+_MOST_BYTES, _MOST_SECONDS = 2**50, 1e6  # of one op: a pebibyte, eleven days
 
 
 def device_context(device: str) -> dict[str, str]:
@@ -43,7 +43,8 @@ def device_context(device: str) -> dict[str, str]:
 
 def _is_sound(cost: Cost) -> bool:
     """Whether a cost read from disk can be one."""
-    return 0 <= cost.seconds < float("inf") and all(size >= 0 for size in (cost.workspace_bytes, *cost.kept_bytes))
+    sizes = (cost.workspace_bytes, *cost.kept_bytes)
+    return 0 <= cost.seconds <= _MOST_SECONDS and all(0 <= size <= _MOST_BYTES for size in sizes)
 
 
 class CostCache:
@@ -61,26 +62,21 @@ class CostCache:
 
     def load(self) -> dict[str, Cost]:
         """All costs on disk by signature; empty if there is no file of ours."""
+        data = kept(self.path)
         try:
-            data: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-            if data["schema"] != _SCHEMA or data["context"] != self._context:
+            if data is None or data["schema"] != _SCHEMA or data["context"] != self._context:
                 return {}
             costs = {key: Cost(float(s), int(w), tuple(map(int, k))) for key, (s, w, k) in data["costs"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError):
             return {}
         return costs if all(map(_is_sound, costs.values())) else {}
 
     def add(self, costs: Mapping[str, Cost]) -> None:
         """Add ``costs`` to what is on disk; a cache that cannot be written is left alone."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(f"{self.path}.lock", timeout=10):
-                merged = {**self.load(), **costs}
-                data = {
-                    "schema": _SCHEMA,
-                    "context": self._context,
-                    "costs": {key: [c.seconds, c.workspace_bytes, c.kept_bytes] for key, c in merged.items()},
-                }
-                write_json(self.path, data)
-        except (OSError, filelock.Timeout):
-            return
+
+        def merged() -> dict[str, Any]:
+            every = {**self.load(), **costs}
+            rows = {key: [c.seconds, c.workspace_bytes, c.kept_bytes] for key, c in every.items()}
+            return {"schema": _SCHEMA, "context": self._context, "costs": rows}
+
+        keep(self.path, self.path.with_name(f"{self.path.name}.lock"), merged)

@@ -11,10 +11,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +52,10 @@ class UnexpectedResult(Exception):
         super().__init__(f"{call.signature}: {difference}")
         self.call = call
         self.difference = difference
+
+
+class NotAlone(Exception):
+    """A kernel refuses made-up numbers, as a factorisation does that wants a positive matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +107,18 @@ def _kept_bytes(call: Call, result: object, granularity_bytes: int) -> tuple[int
     return tuple(kept)
 
 
+def _first_run(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    try:
+        return call.target(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise NotAlone(call.signature) from error
+
+
 def _profile_on_cpu(call: Call, runs: int) -> Cost:
     args, kwargs = arguments_for(call)
-    kept = _kept_bytes(call, call.target(*args, **kwargs), 1)
+    kept = _kept_bytes(call, _first_run(call, args, kwargs), 1)
     recorder = AllocationRecorder()
     recorder.start()
     result = call.target(*args, **kwargs)
@@ -125,7 +137,7 @@ def _profile_on_cpu(call: Call, runs: int) -> Cost:
 
 def _profile_on_cuda(call: Call, runs: int) -> Cost:
     args, kwargs = arguments_for(call)
-    kept = _kept_bytes(call, call.target(*args, **kwargs), _CUDA_GRANULARITY_BYTES)
+    kept = _kept_bytes(call, _first_run(call, args, kwargs), _CUDA_GRANULARITY_BYTES)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -145,7 +157,7 @@ def _profile_on_cuda(call: Call, runs: int) -> Cost:
 
 
 def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
-    """The cost of each distinct call by signature; calls that there is no room for are left out.
+    """The cost of each distinct call by signature; left out are calls that have no room.
 
     The generators are left as they were.
 
@@ -165,14 +177,23 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     # Capture traces under a fake-tensor mode, which would otherwise answer in place of the kernels.
     with without_modes(), torch.random.fork_rng(), torch.no_grad():
         for position, call in enumerate(largest):
-            with contextlib.suppress(NoRoom):
-                runs = _runs(nominal[call.signature]) if position < MOST_TIMED else 0
+            runs = _runs(nominal[call.signature]) if position < MOST_TIMED else 0
+            try:
                 costs[call.signature] = measure_one(call, runs)
+            except NotAlone:  # what it takes besides is not known: room for copies of all its inputs
+                costs[call.signature] = Cost(float("inf"), _input_bytes(call))
+            except NoRoom:
+                continue
     timed = {key: cost.seconds for key, cost in costs.items() if cost.seconds < float("inf")}
     scale = statistics.median([seconds / nominal[key] for key, seconds in timed.items()] or [1.0])
     for key in costs.keys() - timed.keys():
         costs[key] = replace(costs[key], seconds=scale * nominal[key], timed=False)
     return costs
+
+
+def _input_bytes(call: Call) -> int:
+    specs = pytree.tree_leaves((call.args, call.kwargs))
+    return sum(each.extent * each.dtype.itemsize for each in specs if isinstance(each, TensorSpec))
 
 
 def _runs(seconds: float) -> int:

@@ -1,4 +1,4 @@
-"""What is known of the time between a forward and its backward: a loss outside, and other forwards of the model.
+"""What is known of the time between a forward and its backward: a loss outside, and other forwards.
 
 1. What is known is known of a *slot* (``key``): two calls of one key in a row, as in a siamese network, have two.
 2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.key import Slot
 
-__all__ = ["Between", "Knowledge"]
+__all__ = ["Between", "Knowledge", "learn_flight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,25 @@ class Knowledge:
         """What user code took, once."""
         self._losses[slot] = Between(peak_bytes, held_bytes, peak_bytes)
 
-    def learn_forward(self, flight: Flight, before: list[Flight]) -> None:
-        """``flight`` has started while those of ``before`` were in the air, the first of them first."""
-        executable = flight.executable
-        assert executable is not None
-        plan, others = executable.plan, 0
-        least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
-        for earlier in reversed(before):
-            assert earlier.executable is not None
-            shared = {each.key for each in earlier.inputs}
-            own = others + sum(each.bytes for each in flight.inputs if each.key not in shared)
-            found = Between(
-                own + executable.needs_bytes, own + executable.leaves_bytes, own + min(least, executable.needs_bytes)
-            )
-            self._forwards.setdefault(earlier.slot, {})[flight.slot] = found
-            others += earlier.executable.leaves_bytes
+    def learn_forward(self, slot: Slot, other: Slot, between: Between) -> None:
+        """A call of ``other`` starts before the backward of one of ``slot``, of this model or of another fitted one."""
+        self._forwards.setdefault(slot, {})[other] = between
+
+
+def learn_flight(flight: Flight, before: list[Flight]) -> None:
+    """``flight`` has started while those of ``before`` were in the air, the first of them first: tell their models."""
+    executable = flight.executable
+    assert executable is not None
+    plan, others = executable.plan, 0
+    least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
+    for earlier in reversed(before):
+        if earlier.executable is None or earlier.home.knowledge is None:
+            continue
+        shared = {each.key for each in earlier.inputs}
+        own = others + sum(each.bytes for each in flight.inputs if each.key not in shared)
+        proof = own + plan.reserve_bytes  # it may be proven again and again, by other plans
+        found = Between(
+            proof + executable.needs_bytes, own + executable.leaves_bytes, proof + min(least, executable.needs_bytes)
+        )
+        earlier.home.knowledge.learn_forward(earlier.slot, flight.slot, found)
+        others += earlier.executable.leaves_bytes

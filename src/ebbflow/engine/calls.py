@@ -166,4 +166,6 @@ def _has_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> 
     """Whether it would train ``model``: zeros, as ``zero_grad(set_to_none=False)`` leaves them, train nothing."""
     own = {id(each) for each in model.parameters()}
     gradients = (each.grad for each in _own_parameters(optimizer) if id(each) in own)
-    return any(each is not None and bool(each.any() if not each.is_sparse else each._nnz()) for each in gradients)
+    return any(
+        each is not None and bool((each.coalesce().values() if each.is_sparse else each).any()) for each in gradients
+    )

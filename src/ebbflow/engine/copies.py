@@ -20,12 +20,12 @@ __all__ = ["copying"]
 _COPIERS = ("__deepcopy__", "__copy__")
 
 
-def make(kind: type, *args: Any) -> Any:
+def make(kind: Any, *args: Any) -> Any:
     """What ``copyreg.__newobj__`` does; pickle wants that one to name the class that the object has."""
     return kind.__new__(kind, *args)
 
 
-def make_with_names(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def make_with_names(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``copyreg.__newobj_ex__`` does, likewise."""
     return kind.__new__(kind, *args, **kwargs)
 

@@ -24,6 +24,7 @@ from typing import Any
 from torch import fx
 
 from ebbflow.capture.joint import Captured
+from ebbflow.engine.unused import UnusedOutputs
 from ebbflow.errors import BudgetExceeded
 from ebbflow.faults import users_level
 from ebbflow.lower.fingerprints import Fingerprints, with_fingerprints
@@ -81,6 +82,7 @@ class Executable:
         leaves_bytes: kept while its flight is in the air, or by the gradients that its backward has made since.
         accumulates: whether it is for a step of which all gradients are added to others.
         provisional: whether it was planned for the least memory because something was not known yet.
+        unused: drops gradients that no used output depends on.
         phase: definitions 1 to 4.
         proving: number of the flight that is being proven, or ``None``.
         verified_buffers: how many came back with their bits in the proven step.
@@ -105,6 +107,7 @@ class Executable:
         if verify:
             self.fingerprints = Fingerprints(captured.program)
             self.checked = _callables(*with_fingerprints(lowered.forward, lowered.backward, self.fingerprints))
+        self.unused = UnusedOutputs(captured)
         self.plain = _callables(*_graphs(lowered))
         self.adopt(plan)
         _alive[self.number] = self

@@ -136,6 +136,10 @@ def run_backward(args: list[Any]) -> Any:
     """One gradient per primal, of what the forward saved and the tangents; empties ``args``."""
     number, name = read_ticket(args.pop(0))
     executable = executable_numbered(number)
+    return executable.unused.dropped(_gradients(executable, name, args))
+
+
+def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:
     flight = _flight(executable, name)
     gauge = None
     retained = keeps_graph()

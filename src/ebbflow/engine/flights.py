@@ -10,29 +10,35 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
+from ebbflow.engine.unused import note_arrived
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.leftovers import leave
 from ebbflow.measurement.peak import StepGauge
-from ebbflow.torch_seams.autograd import is_function_node
+from ebbflow.torch_seams.autograd import is_function_node, saved_by
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["Flight", "Flights", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs", "tensors_in"]
+__all__ = ["Flight", "Flights", "aloft", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs", "tensors_in"]
 
 _MOST_UNSEEN = 64
+_CHANGED = re.compile(r"modified by an inplace operation: \[([^\]]*\])")
 NO_SLOT = Slot(None, 0)
 _numbers = itertools.count(1)  # 0 is tickets.ANY_FLIGHT
 # Of all models, by number: those whose autograd node is alive, and of these the ones that keep what they saved. Who
@@ -57,6 +63,7 @@ class Flight:
         between: measures user code between forward and backward, where that is to be learned.
         restore: puts buffers and random state back to where they were before the forward.
         returned: watches what the forward returned.
+        thread: that started it.
         capture: of the step. AOTAutograd compiles a backward when it first comes, also after the model is let go.
     """
 
@@ -73,6 +80,7 @@ class Flight:
     restore: Callable[[], None] | None = None
     returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
+    thread: int = field(default_factory=threading.get_ident)
 
     @property
     def name(self) -> int:
@@ -96,6 +104,10 @@ class Flight:
         _with_node[self.number] = _keeping[self.number] = self.home.in_the_air[self.number] = self
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
+        node.register_prehook(note_arrived)
+        node.register_hook(refuse_second_derivative)
+        if not self.hooked:  # whose hooks would unpack everything once more
+            node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
 
     def land(self, *, retained: bool = False) -> None:
         """Its backward begins, or its graph is gone. Once it keeps nothing, what lives of its outputs is left over."""
@@ -124,10 +136,27 @@ class Flight:
             self.between = None
 
 
-class Flights:
-    """The flights of one model that are in the air, by number."""
+class Learner(Protocol):
+    """What is known of a model that its flights are flights of (``between.Knowledge``)."""
 
-    def __init__(self) -> None:
+    def expects_forwards(self, slot: Slot) -> bool:
+        """Whether another forward is known to start before the backward of a call of ``slot``."""
+        ...
+
+    def learn_forward(self, slot: Slot, other: Slot, between: Any) -> None:
+        """A call of ``other`` starts before the backward of one of ``slot``."""
+        ...
+
+
+class Flights:
+    """The flights of one model that are in the air, by number.
+
+    Args:
+        knowledge: of the model.
+    """
+
+    def __init__(self, knowledge: Learner | None = None) -> None:
+        self.knowledge = knowledge
         self.in_the_air: dict[int, Flight] = {}
         # Flights whose node was not found in what the forward returned: their executables are needed all the same.
         self.unseen: deque[Flight] = deque(maxlen=_MOST_UNSEEN)
@@ -135,15 +164,19 @@ class Flights:
     def __bool__(self) -> bool:
         return bool(self.in_the_air)
 
-    @property
-    def bytes(self) -> int:
-        """Definition 2."""
-        return sum(each.executable.leaves_bytes for each in self.in_the_air.values() if each.executable is not None)
-
     def disturb(self) -> None:
         """A forward of the model starts, or the model is not fitted any more."""
         for each in list(self.in_the_air.values()):
             each.disturb()
+
+
+def aloft(home: Flights) -> list[Flight]:
+    """Flights in the air, the first of them first: all of one model, and those of others that this thread started."""
+    here = threading.get_ident()
+    flights = list(_keeping.values())
+    return [
+        each for each in flights if (each.home is home or each.thread == here) and each.number in each.home.in_the_air
+    ]
 
 
 def kept_bytes() -> int:
@@ -191,6 +224,22 @@ def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:
             "No gradient of this step was handed out",
             remedy="leave the autocast block before loss.backward(), as PyTorch advises",
         )
+
+
+def _refuse_changed_inputs(node: weakref.ref[Any], _: Any) -> None:
+    """Say whose doing it is that something saved was written to since, before autograd says that it was."""
+    try:
+        saved_by(node())
+    except RuntimeError as error:
+        said = _CHANGED.search(str(error))
+        if said is None:
+            return  # autograd has the word
+        raise CaptureError(
+            f"an input, parameter or buffer of the step, a {said[1]}, was written to in place between its forward and "
+            "its backward, which computes again from it what eager keeps. No gradient of this step was handed out",
+            remedy="write to it after the backward (copy_ into a static batch, buffers that follow the weights), or "
+            "give the forward a copy (x.clone())",
+        ) from error
 
 
 def tensors_in(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:

@@ -34,10 +34,12 @@ class Slot(NamedTuple):
     Attributes:
         key: of the call.
         depth: how many of the model's forwards were in the air when it started.
+        model: number of the fitted model.
     """
 
     key: object
     depth: int
+    model: int = 0
 
 
 def key_of(modes: object, args: Any, kwargs: Any) -> object:

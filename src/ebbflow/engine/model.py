@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -23,12 +24,12 @@ import torch
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.cost.attach import costs_of
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.between import Between, Knowledge
+from ebbflow.engine.between import Between, Knowledge, learn_flight
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import being_watched
-from ebbflow.engine.flights import Flight, Flights, flights_of, kept_bytes, kept_inputs
+from ebbflow.engine.flights import Flight, Flights, aloft, flights_of, kept_bytes, kept_inputs
 from ebbflow.engine.given import given_plan_here, start_here
 from ebbflow.engine.key import Slot, key_of, modes_of
 from ebbflow.engine.reserve import reserve_bytes
@@ -52,6 +53,7 @@ __all__ = ["Circumstances", "FittedModel"]
 
 _MOST_STEPS = 256  # captured steps kept of one model: 5 to 20 MiB each of the process' own memory, not of the budget
 _MOST_OF_A_KEY = 8
+_numbers = itertools.count(1)
 _MANY_CAPTURES = 8  # captures of one key after which it is said that something changes at every call
 
 
@@ -67,7 +69,8 @@ class Circumstances:
         inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
         resident_bytes: before the forward, what flights keep among them.
-        flying_bytes: what forwards in flight keep.
+        aloft: forwards in flight (``flights.aloft``).
+        flying_bytes: what they keep.
         hooked: whether saved-tensor hooks are active, as in a checkpoint.
         repeated: whether a backward is running, so that this is a checkpoint's repetition of a forward.
     """
@@ -79,6 +82,7 @@ class Circumstances:
     inputs: tuple[StorageWatch, ...]
     device: str
     resident_bytes: int
+    aloft: tuple[Flight, ...]
     flying_bytes: int
     hooked: bool
     repeated: bool
@@ -109,6 +113,7 @@ class FittedModel:
         start: a plan from whose schedule searches start too, made anywhere.
         last: the step that ran last.
         flights: forwards whose backward has not come.
+        number: of the model among all that were ever fitted.
         calls: how its calls went.
         not_captured: keys of calls that have nothing to train and are no graph either.
     """
@@ -122,7 +127,8 @@ class FittedModel:
     every_output: bool
     start: Plan | None = None
     last: Step | None = None
-    flights: Flights = field(default_factory=Flights)
+    flights: Flights = field(init=False)
+    number: int = field(default_factory=_numbers.__next__)
     calls: Calls = field(default_factory=Calls)
     not_captured: set[object] = field(default_factory=set[object])
     _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
@@ -130,6 +136,9 @@ class FittedModel:
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
     _kinds: Kinds = field(default_factory=Kinds)
+
+    def __post_init__(self) -> None:
+        self.flights = Flights(self._between)
 
     def set_budget(self, budget: Budget, plan: Plan | None) -> None:
         """Plan for another budget, or run another plan, from the next call on. What is captured stays."""
@@ -145,30 +154,34 @@ class FittedModel:
         others = {**kept_inputs(), **{each.key: each.bytes for each in inputs}}
         trained, accumulating, own = walk(call.module)
         resident = start_bytes(own, self.optimizer, others, call.device)
-        flying = self.flights.bytes if self.flights else 0
+        flying = aloft(self.flights)
         return Circumstances(
             trained=trained,
             accumulating=accumulating,
             slot=Slot(
                 key_of(modes_of(call.module, call.device, trained), call.args, call.kwargs),
                 len(self.flights.in_the_air),
+                self.number,
             ),
             module=call.module,
             inputs=tuple(inputs),
             device=call.device,
             # On CUDA what is in the air is counted already.
             resident_bytes=resident + kept_bytes() if call.device == "cpu" else resident,
-            flying_bytes=flying,
+            aloft=tuple(flying),
+            flying_bytes=sum(each.executable.leaves_bytes for each in flying if each.executable is not None),
             hooked=has_saved_tensor_hooks(),
             repeated=in_backward(),
         )
 
     def warn_of_flights(self, now: Circumstances) -> None:
         """Say once that a second forward was not planned for."""
-        expected = any(self._between.expects_forwards(each.slot) for each in self.flights.in_the_air.values())
+        expected = any(each.home.knowledge and each.home.knowledge.expects_forwards(each.slot) for each in now.aloft)
         if now.flying_bytes and not expected and not now.checkpointed:
+            own = any(each.home is self.flights for each in now.aloft)
+            what = "another forward of this model" if own else "a forward of another fitted model"
             warnings.warn(
-                "another forward of this model is in flight: it was planned without room for this one, so this step "
+                f"{what} is in flight: it was planned without room for this one, so this step "
                 "may exceed the budget. From the next round on it is planned for. Call backward before the next "
                 "forward, or compute what needs no backward under torch.no_grad()",
                 stacklevel=users_level(),
@@ -229,8 +242,7 @@ class FittedModel:
         if now.checkpointed:
             return
         if now.flying_bytes:
-            before = [each for each in self.flights.in_the_air.values() if each is not flight]
-            self._between.learn_forward(flight, before)
+            learn_flight(flight, [each for each in now.aloft if each.number in each.home.in_the_air])
         elif self._waits_for_a_loss(step, now) and not being_watched(now.device):
             learn = functools.partial(self._learn_loss, now.slot, step)
             flight.between = BetweenGauge(now.device, learn)
@@ -267,7 +279,7 @@ class FittedModel:
 
         Nothing of the model has run when this returns or raises.
         """
-        reserve = reserve_bytes(now.module, now.device, verify=self.verify)
+        reserve = reserve_bytes(program, now.device, verify=self.verify)
         resident = self.resident_bytes(step, now)
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)
@@ -302,15 +314,15 @@ class FittedModel:
                 # Forwards that come between can do with less: they are planned for what this one leaves them.
                 least = replace(between, peak_bytes=between.least_bytes)
                 return make(_with(program, least), resident_bytes=resident, options=options), guess
-            if not now.flying_bytes or self._was_expected(now.slot):
+            if not now.flying_bytes or self._was_expected(now):
                 raise
             # The forward in flight was planned without knowing of this one. The next round knows.
             options = replace(options, planner="least_memory")
             return make(_with(program, between), resident_bytes=resident - now.flying_bytes, options=options), True
 
-    def _was_expected(self, slot: Slot) -> bool:
-        """Whether all that are in the air are planned with room for a call of ``slot``."""
-        return all(slot in each.expects for each in self.flights.in_the_air.values())
+    def _was_expected(self, now: Circumstances) -> bool:
+        """Whether all that are in the air are planned with room for a call like this."""
+        return all(now.slot in each.expects for each in now.aloft)
 
     def expected(self, now: Circumstances) -> frozenset[Slot]:
         """Slots of calls that one at this slot leaves room for."""
@@ -322,7 +334,7 @@ class FittedModel:
 
     def _is_guess(self, step: Step, now: Circumstances) -> bool:
         """Whether something that a plan depends on is not known yet."""
-        return self._waits_for_a_loss(step, now) or (bool(now.flying_bytes) and not self._was_expected(now.slot))
+        return self._waits_for_a_loss(step, now) or (bool(now.flying_bytes) and not self._was_expected(now))
 
     def resident_bytes(self, step: Step, now: Circumstances) -> int:
         """What is resident before a call of ``step``; the allocator of a card has its hidden inputs."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import torch
-
-from ebbflow.engine.snapshot import snapshot_bytes
 from ebbflow.lower.fingerprints import SCRATCH_BYTES_CUDA
+from ebbflow.step.program import Program
 
 __all__ = ["reserve_bytes"]
 
-_GENERATOR_STATE_BYTES = 2 * 5056  # remembered over the proven step, and the copy made to put it back
+# Remembered over the first call and over the proven step, and the copy made to put it back.
+_GENERATOR_STATE_BYTES = 3 * 5056
 
 
-def reserve_bytes(model: torch.nn.Module, device: str, *, verify: bool) -> int:
-    """Bytes to keep free for what the proven first step remembers; none if no step is proven."""
+def reserve_bytes(program: Program, device: str, *, verify: bool) -> int:
+    """Bytes to keep free for what the proven first step remembers; none if no step is proven.
+
+    Args:
+        program: of the step. What it changes of its inputs is copied (``snapshot``).
+        device: ``"cpu"`` or ``"cuda"``.
+        verify: whether first steps are proven.
+    """
     if not verify:
         return 0
     scratch = SCRATCH_BYTES_CUDA if device == "cuda" else 0
-    return snapshot_bytes(model) + _GENERATOR_STATE_BYTES + scratch
+    changed = sum(program.buffers[b].bytes for b in program.copied_back)
+    return changed + _GENERATOR_STATE_BYTES + scratch

@@ -1,6 +1,6 @@
-"""What a failed proof puts back: buffers and random state as they were before the forward.
+"""What a failed proof puts back: tensors that the step changes and random state as they were before the forward.
 
-Of each storage the bytes from the first to the last that a buffer reaches are copied, once: an expanded buffer shows
+Of each storage the bytes from the first to the last that a tensor reaches are copied, once: an expanded one shows
 more elements than it has, and several may share one storage.
 """
 
@@ -16,9 +16,9 @@ from ebbflow.torch_seams.storages import storage_key
 __all__ = ["snapshot", "snapshot_bytes"]
 
 
-def snapshot(module: torch.nn.Module, device: str) -> Callable[[], None]:
-    """What puts buffers and random state back to where they are now."""
-    parts = [_vector(*span) for span in _spans(module)]
+def snapshot(tensors: Iterable[torch.Tensor], device: str) -> Callable[[], None]:
+    """What puts ``tensors`` and random state back to where they are now."""
+    parts = [_vector(*span) for span in _spans(tensors)]
     saved = [(part, part.clone()) for part in parts]
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if device == "cuda" else None
@@ -34,17 +34,17 @@ def snapshot(module: torch.nn.Module, device: str) -> Callable[[], None]:
     return restore
 
 
-def snapshot_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the copies that :func:`snapshot` makes of buffers; these may be fake."""
-    return sum(end - begin for _, begin, end in _spans(module))
+def snapshot_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the copies that :func:`snapshot` makes of ``tensors``; these may be fake."""
+    return sum(end - begin for _, begin, end in _spans(tensors))
 
 
-def _spans(module: torch.nn.Module) -> Iterable[tuple[torch.Tensor, int, int]]:
-    """Per storage a buffer that has it, and the first byte that buffers reach and the one behind the last."""
+def _spans(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, int, int]]:
+    """Per storage a tensor that has it, and the first byte that they reach and the one behind the last."""
     spans: dict[int, tuple[torch.Tensor, int, int]] = {}
-    for buffer in module.buffers():
+    for buffer in tensors:
         if extent := extent_of(buffer.shape, buffer.stride()):
-            first = buffer.storage_offset() * buffer.element_size()
+            first = int(buffer.storage_offset()) * buffer.element_size()
             last = first + extent * buffer.element_size()
             _, begin, end = spans.get(storage_key(buffer), (buffer, first, last))
             spans[storage_key(buffer)] = buffer, min(begin, first), max(end, last)

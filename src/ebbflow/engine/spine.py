@@ -24,6 +24,7 @@ from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.room import Room, within
 from ebbflow.engine.calls import NOTHING_TO_TRAIN
 from ebbflow.engine.compiled import Call, StaleCapture
+from ebbflow.engine.derivatives import refuse_transforms
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbflow.engine.flights import Flight
@@ -53,6 +54,7 @@ def train(model: FittedModel, call: Call) -> Any:
         BudgetError: if no schedule within the budget was found; nothing of the model has run.
         PlanMismatch: if the plan that the user gave is not of this step.
     """
+    refuse_transforms()
     now = model.look_around(call)
     if now.key in model.not_captured:
         return _as_it_is(model, call)
@@ -87,7 +89,7 @@ def _takes_gradients(call: Call, now: Circumstances) -> bool:
 
 
 def _unless_trained(model: FittedModel, call: Call, now: Circumstances, error: Exception) -> Any:
-    """``call`` as it is, though it is no graph; ``error`` says why. Something hidden that takes a gradient raises it."""
+    """``call`` as it is, though it is no graph; what is hidden and takes gradients raises ``error``: it says why."""
     outputs = _as_it_is(model, call)
     if any(each.requires_grad for each in tensors_of(outputs)):
         raise error
@@ -177,7 +179,7 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
         model.flights.disturb()
         choose_checks(flight, now.device)
         if flight.proves and alone:
-            flight.restore = snapshot(call.module, now.device)
+            flight.restore = snapshot(step.changed_in(call.module), now.device)
     try:
         outputs, detached = step.capture(call, flight)
     except BaseException:

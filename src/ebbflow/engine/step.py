@@ -47,6 +47,8 @@ class Step:
         self.executable: Executable | None = None
         self.forward_calls = 0
         self.hidden: list[weakref.ref[torch.Tensor]] = []
+        self._changed_buffers: list[str] = []
+        self._changed_others: list[weakref.ref[torch.Tensor]] = []
         self.accumulated: frozenset[int] = frozenset()
         self._accumulating: Captured | None = None
         self._verify = verify
@@ -85,9 +87,22 @@ class Step:
         """Find out what the captured step's inputs are; they are those of ``call``."""
         self.hidden = hidden_in(inputs, call.module, (call.args, call.kwargs))
         assert self.captured is not None
+        names = {id(each): name for name, each in call.module.named_buffers()}
+        changed = [
+            value for node, value in zip(self.captured.primals, inputs, strict=True) if node in self.captured.mutated
+        ]
+        self._changed_buffers = [names[id(each)] for each in changed if id(each) in names]
+        self._changed_others = [
+            weakref.ref(each) for each in changed if isinstance(each, torch.Tensor) and id(each) not in names
+        ]
         if copied := self.captured.copied_gradients:
             own = {id(each) for each in call.module.parameters()}
             self.accumulated = frozenset(i for i in copied if id(inputs[i]) in own)
+
+    def changed_in(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """What the step changes: buffers of ``module``, and inputs that are none."""
+        others = [reference() for reference in self._changed_others]
+        return [*map(module.get_buffer, self._changed_buffers), *(each for each in others if each is not None)]
 
     def captured_for(self, *, accumulating: bool) -> Captured:
         """The step as a value, where the model's parameters have gradients or not."""

@@ -71,7 +71,7 @@ def _tries(
                 yield resident_bytes([_state_after(kind, options, like, tuple(like.shape))])
         except Exception as error:  # any optimizer of the user's may raise anything here
             yield error
-    known = dict(zip(_SIZES, like.shape, strict=False))
+    known: dict[int, int] = dict(zip(_SIZES, like.shape, strict=False))
     shape = tuple(min(pair) for pair in known.items())
     if len(shape) < like.ndim:
         return

@@ -47,7 +47,7 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         for parameter in parameter_table(each).values():
             if parameter is not None:
                 yield parameter
-                if parameter.grad is not None:
+                if parameter.is_leaf and parameter.grad is not None:
                     yield parameter.grad
         yield from (buffer for buffer in buffer_table(each).values() if buffer is not None)
         for child in module_table(each).values():

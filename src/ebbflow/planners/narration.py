@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from ebbflow.planners.base import Progress
@@ -45,7 +45,7 @@ aloud = Narrator()
 
 
 @contextmanager
-def narrated(progress: Callable[[Progress], None]) -> Iterator[None]:
+def narrated(progress: Callable[[Progress], None]) -> Generator[None]:
     """While open, what a :class:`Narrator` is told is said, once two seconds have passed; others tell by themselves."""
     if not isinstance(progress, Narrator):
         yield

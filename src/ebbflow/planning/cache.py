@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,11 +21,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import filelock
-
-from ebbflow.files import cache_directory, write_json
+from ebbflow.files import cache_directory, keep, kept
 from ebbflow.planners.base import Answer, Problem, Status
 from ebbflow.step.program import Program
+from ebbflow.step.provenance import Provenance
 from ebbflow.step.schedule import Schedule
 
 __all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory", "share_of", "structure_of"]
@@ -33,6 +32,7 @@ __all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory", "share_
 MOST_BYTES = 256 * 2**20
 NEAR = 2  # start points taken from each side of a budget
 _SCHEMA = "ebbflow-plans/2"
+_DEFECTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 _KEPT = (Status.OPTIMAL, Status.FEASIBLE)  # what a clock or an interrupt ended is not worth keeping
 
 
@@ -68,17 +68,8 @@ class PlanCache:
         if data is None or data.get("key") != key:
             return None
         try:
-            found = CachedAnswer(
-                Answer(
-                    Status[data["status"]],
-                    Schedule.from_json(data["schedule"]),
-                    bound=None if data["bound"] is None else float(data["bound"]),
-                    bound_class=str(data["bound_class"]),
-                    notes={str(k): str(v) for k, v in data["notes"].items()},
-                ),
-                int(data["smallest_above_bytes"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            found = _found(data)
+        except _DEFECTS:
             return None
         with contextlib.suppress(OSError):
             os.utime(self._path(problem.program, key))
@@ -92,8 +83,8 @@ class PlanCache:
             data = _read(path)
             try:
                 if data is not None:
-                    found.append((float(data["share"]) - share, path.name, Schedule.from_json(data["schedule"])))
-            except (ValueError, KeyError, TypeError, IndexError):
+                    found.append((_finite(data["share"]) - share, path.name, Schedule.from_json(data["schedule"])))
+            except _DEFECTS:
                 continue
         below = sorted((each for each in found if each[0] <= 0), key=lambda each: (-each[0], each[1]))
         above = sorted((each for each in found if each[0] > 0), key=lambda each: each[:2])
@@ -117,13 +108,7 @@ class PlanCache:
             "schedule": answer.schedule.to_json(),
         }
         path = self._path(problem.program, key)
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(self._directory / ".lock", timeout=10):
-                write_json(path, data)
-                self._make_room()
-        except (OSError, filelock.Timeout):
-            return
+        keep(path, self._directory / ".lock", lambda: data, self._make_room)
 
     def _make_room(self) -> None:
         """Definition 3."""
@@ -149,11 +134,34 @@ def plans_directory() -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return data if data["schema"] == _SCHEMA else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    data = kept(path)
+    return data if data is not None and data.get("schema") == _SCHEMA else None
+
+
+def _found(data: dict[str, Any]) -> CachedAnswer:
+    """The answer that an entry holds; raises one of ``_DEFECTS`` if it holds none."""
+    notes = {str(k): str(v) for k, v in data["notes"].items()}
+    if Provenance.from_dict(notes).notes != notes:
+        raise ValueError("a planner's notes say what is not the planner's to say")
+    bound = None if data["bound"] is None else _finite(data["bound"])
+    answer = Answer(
+        Status[data["status"]],
+        Schedule.from_json(data["schedule"]),
+        bound=bound,
+        bound_class=str(data["bound_class"]),
+        notes=notes,
+    )
+    smallest = int(data["smallest_above_bytes"])
+    if answer.status not in _KEPT or smallest < 0:
+        raise ValueError("no such answer is kept")
+    return CachedAnswer(answer, smallest)
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
 
 
 def _digest(value: object) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "is_tangent",
     "joint_graph_settings",
     "mutated_inputs",
+    "output_position_of",
     "two_graph_backend",
 ]
 
@@ -123,6 +124,18 @@ def description_of(node: fx.Node) -> object | None:
     An instance of a frozen class of ``torch/_functorch/_aot_autograd/descriptors.py``, to be compared with others.
     """
     return node.meta.get("desc")
+
+
+def output_position_of(tangent: fx.Node, graph: fx.Graph, forward_output_count: int) -> int | None:
+    """Position of the forward output whose gradient ``tangent`` is; ``None`` if AOTAutograd does not say.
+
+    A tangent's description has the ``output``'s; the node that runs has its outputs in the same order.
+    """
+    output = getattr(description_of(tangent), "output", None)
+    (output_node,) = graph.find_nodes(op="output")
+    descriptions = list(output_node.meta.get("desc") or [])[:forward_output_count]
+    places = [position for position, each in enumerate(descriptions) if output is not None and each == output]
+    return places[0] if len(places) == 1 else None
 
 
 def mutated_inputs(graph: fx.Graph, forward_output_count: int) -> dict[int, object]:

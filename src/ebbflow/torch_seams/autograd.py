@@ -9,17 +9,22 @@ from types import MethodType, TracebackType
 from typing import Any
 
 import torch
-from torch._C import _autograd
+from torch._C import (
+    _autograd,
+    _functorch,  # type: ignore[attr-defined]
+)
 
 from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
 __all__ = [
     "BackwardWatch",
+    "active_transform",
     "current_graph_task_id",
     "has_saved_tensor_hooks",
     "in_backward",
     "is_function_node",
     "keeps_graph",
+    "saved_by",
 ]
 
 _ENTRIES = ("backward", "grad")  # of torch.autograd; Tensor.backward calls the first
@@ -44,9 +49,26 @@ def has_saved_tensor_hooks() -> bool:
     return bool(_autograd._top_saved_tensors_default_hooks(True))
 
 
+def active_transform() -> str:
+    """The transform of ``torch.func`` or the forward-mode AD inside of which this thread is; empty outside of any."""
+    layer = _functorch.peek_interpreter_stack()
+    if layer is not None:
+        return f"torch.func's {str(layer.key()).rpartition('.')[2].lower()}"
+    return "forward-mode AD (torch.autograd.forward_ad)" if torch.autograd.forward_ad._current_level >= 0 else ""
+
+
 def keeps_graph() -> bool:
     """Whether the backward that runs on this thread was asked to retain its graph."""
     return bool(_autograd._get_current_graph_task_keep_graph())
+
+
+def saved_by(node: Any) -> tuple[Any, ...]:
+    """What the node of a ``torch.autograd.Function`` has saved.
+
+    Raises:
+        RuntimeError: if something of it was written to since, or if the graph is freed.
+    """
+    return () if node is None else node.saved_tensors
 
 
 def is_function_node(node: object) -> bool:

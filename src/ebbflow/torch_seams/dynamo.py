@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import _guards
 from torch._C._dynamo.eval_frame import reset_code
 
 from ebbflow.torch_seams.fake_tensors import LIMITS
@@ -56,6 +57,7 @@ def inner_exception(error: BaseException) -> BaseException | None:
 
 _RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
 _NO_METHOD = re.compile(r"call_method TensorVariable\(\) (\w+)")
+_UNTOLD_SIZE = re.compile(r"\bu\d+\b")
 _COMPILERS_WORDS = re.compile(r"\n*from user code:\n.*|\n*Set TORCHDYNAMO_VERBOSE=1.*", re.DOTALL)
 
 
@@ -87,6 +89,8 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
         return _anew(TypeError, last.args)
     if type(error).__name__ != "TorchRuntimeError" or isinstance(last, (TorchDynamoException, *LIMITS)):
         return None
+    if _UNTOLD_SIZE.search(str(last)):
+        return None  # of sizes that only data tell: the code itself may well run
     return _anew(type(last), last.args) if isinstance(last, Exception) else None
 
 
@@ -118,14 +122,14 @@ def forget_compiled(function: Callable[..., Any]) -> None:
 
 def tracing_here() -> bool:
     """Whether this thread compiles or exports something; ``torch.compiler.is_compiling`` speaks for the process."""
-    return torch._guards.TracingContext.try_get() is not None
+    return _guards.TracingContext.try_get() is not None
 
 
 def exporting_here() -> bool:
     """Whether this thread exports a model or traces it for ``torch.jit``: nothing is trained then."""
     if torch.compiler.is_exporting():  # in some thread
-        return tracing_here() or torch._guards.detect_fake_mode() is not None
-    return torch.jit.is_tracing()
+        return tracing_here() or _guards.detect_fake_mode() is not None
+    return bool(torch.jit.is_tracing())  # pyright: ignore[reportPrivateImportUsage]
 
 
 class NotCompiled(RuntimeError):

@@ -37,7 +37,7 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int]]:
             trained.append(parameter.requires_grad)
             storage = parameter.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
-            if (gradient := parameter.grad) is not None:
+            if parameter.is_leaf and (gradient := parameter.grad) is not None:
                 storage = gradient.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
             elif parameter.requires_grad:

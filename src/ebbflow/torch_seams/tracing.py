@@ -20,10 +20,45 @@ from torch.utils import checkpoint as checkpoints
 
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
 
-__all__ = ["PYTHON_DRAWS", "corrected_tracing"]
+__all__ = ["PYTHON_DRAWS", "corrected_tracing", "traced_by_dynamo_as"]
 
 PYTHON_DRAWS = "a number is drawn by Python's random module"
 """The text of the refusal of definition 1."""
+
+
+@contextmanager
+def traced_by_dynamo_as(
+    function: Callable[..., Any], instead: Callable[..., Any], when: Callable[..., bool]
+) -> Iterator[None]:
+    """While open, captures of this thread inline ``instead`` where the user's code calls a function of torch's.
+
+    Args:
+        function: that Dynamo would put into its graph.
+        instead: takes the same arguments; Python that Dynamo can trace.
+        when: asked with the arguments as the trace has them, fake tensors among them.
+    """
+    from torch._dynamo.variables import UserFunctionVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+
+    def make(below: Callable[..., Any]) -> Callable[..., Any]:
+        def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            example = [_example(each) for each in args]
+            if when(*example, **{name: _example(each) for name, each in kwargs.items()}):
+                return tx.inline_user_function_return(UserFunctionVariable(instead), list(args), kwargs)
+            return below(variable, tx, *args, **kwargs)
+
+        return handle
+
+    with wrapped(Item(handlers, function), make, this_thread=True, default=lambda *_, **__: None):
+        yield
+
+
+def _example(value: Any) -> Any:
+    """A fake tensor for a traced one."""
+    node = getattr(getattr(value, "proxy", None), "node", None)
+    return value if node is None else node.meta.get("example_value")
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def uncopied(graph: fx.Graph, forward_output_count: int, positions: Iterable[int
     by_name = {old.name: new for old, new in nodes.items()}
     for position in positions:
         results[forward_output_count + position] = by_name[results[forward_output_count + position].meta[_ORIGINAL]]
-    bare.output((tuple(results),))
+    bare.output((tuple(results),)).meta = dict(graph.output_node().meta)
     return bare
 
 

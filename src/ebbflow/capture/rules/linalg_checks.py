@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from ebbflow.torch_seams.dispatcher import traced_as
 
@@ -34,7 +35,7 @@ def _(info: Tensor, name: str, is_matrix: bool) -> Tensor:
     return info.new_empty(0)
 
 
-fx.node.has_side_effect(torch.ops.ebbflow.check_factorisation.default)  # else a tracer drops it as dead
+has_side_effect(torch.ops.ebbflow.check_factorisation.default)  # else a tracer drops it as dead
 
 
 @contextmanager

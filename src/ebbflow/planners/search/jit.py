@@ -7,10 +7,14 @@ more to compile than its lines. Two kinds of functions keep that small:
    by name, Python calls it by address.
 
 Both take the state as a bare pointer, which compiles several times faster than an array.
+
+Numba's files are a cache like any other: what is wrong with one is a miss, and where there is no place for them
+functions are compiled for this process alone (:class:`_Cache`). Numba itself raises in both cases.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -20,7 +24,9 @@ import numba
 import numpy as np
 from llvmlite import binding  # pyright: ignore[reportMissingTypeStubs]
 from numba.core import types
+from numba.core.ccallback import CFunc
 from numba.core.datamodel import models
+from numba.core.sigutils import normalize_signature
 from numba.extending import register_model  # pyright: ignore[reportUnknownVariableType]
 from numpy.typing import NDArray
 
@@ -38,7 +44,7 @@ class Words(Protocol):
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"error_model": "numpy"}
 # Names of annotations, the types of compiled code and those of calls from Python. A truth value travels as 0 or 1.
 KINDS: dict[str, tuple[Any, Any]] = {
     "Words": (types.CPointer(types.int64), ctypes.c_void_p),
@@ -51,10 +57,47 @@ KINDS: dict[str, tuple[Any, Any]] = {
 _compiling = threading.RLock()
 
 
+class _Cache:
+    """Numba's cache of one function, whose defects are misses.
+
+    Args:
+        cache: numba's, which finds, reads and writes the files.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def load_overload(self, *arguments: Any) -> Any:
+        """The compiled function, or ``None``."""
+        try:
+            return self._cache.load_overload(*arguments)
+        except Exception:  # files are pickles: a damaged one may raise anything
+            with contextlib.suppress(Exception):
+                self._cache.flush()  # or what is compiled now could not be added
+            return None
+
+    def save_overload(self, *arguments: Any) -> None:
+        """Keep a compiled function, if that can be."""
+        with contextlib.suppress(Exception):  # likewise, and disks are full
+            self._cache.save_overload(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _keep(compiled: Any) -> None:
+    """Turn on the cache of a function that numba is to compile."""
+    with contextlib.suppress(RuntimeError):  # no locator: neither the source's folder nor the user's can be written
+        compiled.enable_caching()
+        compiled._cache = _Cache(compiled._cache)
+
+
 def inner(function: Function) -> Function:
     """Compile ``function`` into its compiled callers."""
     options: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast(Function, numba.njit(**options)(function))
+    compiled: Any = numba.njit(**options)(function)
+    _keep(compiled)
+    return cast(Function, compiled)
 
 
 class _Apart(types.ExternalFunction):
@@ -75,7 +118,9 @@ class _Apart(types.ExternalFunction):
         self.waiting.append(self)
 
     def _compile(self) -> None:
-        self._compiled: Any = numba.cfunc(self._signature, **OPTIONS)(self._function)
+        self._compiled: Any = CFunc(self._function, normalize_signature(self._signature), locals={}, options=OPTIONS)
+        _keep(self._compiled)
+        self._compiled.compile()
         add_symbol = cast(Callable[[str, int], None], binding.add_symbol)  # pyright: ignore[reportUnknownMemberType]
         add_symbol(self.symbol, self._compiled.address)
         self._call = cast(Any, self._prototype)(self._compiled.address)
