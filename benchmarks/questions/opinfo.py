@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import random
 import sys
 import types
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 import ebbflow
 from ebbflow.errors import EbbflowError, InternalError
+from harness.children import ROOT
 from harness.record import Row, holds
 
 __all__ = ["KNOWN", "SUMMARY", "TITLE", "names", "rows", "summary"]
@@ -33,8 +35,8 @@ TITLE = "Every op with gradients in torch's OpInfo list, captured against eager"
 SUMMARY = "How many"
 SAMPLES = 4
 
-LOOKS = "its backward looks at values and takes another way; captured, it takes the way that is right for all"
-KNOWN: dict[str, str] = {}
+LOOKS = "its backward looks for zeros in eager and takes another way without; captured, it takes the way for all"
+KNOWN: dict[str, str] = {"prod": LOOKS, "masked.prod": LOOKS}
 """Ops whose captured step has other bits than eager's, and why."""
 
 
@@ -110,7 +112,7 @@ class _Step(nn.Module):
             several = result if isinstance(result, (tuple, list)) else [result]
             for each in several:
                 if isinstance(each, Tensor):
-                    found.append(torch.view_as_real(each) if each.is_complex() else each)
+                    found.append(torch.view_as_real(each.resolve_conj()) if each.is_complex() else each)
         return found
 
     def forward(self, one: Tensor) -> Any:
@@ -219,7 +221,7 @@ def _weight(result: Tensor) -> Tensor | None:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    return " ".join(str(error).split()).replace(f"{ROOT}{os.sep}", "")[:240]
 
 
 def rows(wanted: Sequence[str]) -> Iterator[Row]:

@@ -60,8 +60,8 @@ class Options:
     requires a gradient; ``"all"``: every output."""
     start: Plan | None = None
     """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
-    verify: bool = True
-    """Whether the first step is proven and a later one measured."""
+    verify: bool | Literal["always"] = True
+    """Whether the first step is proven and a later one measured; ``"always"``: every step is proven."""
     interrupt: Interrupt | None = None
     """Set from elsewhere to end planning with the best plan so far."""
     progress: Callable[[Progress], None] | None = aloud
@@ -78,8 +78,8 @@ class Options:
         _check_machine(self.machine)
         _check_gradients(self.gradients)
         _check_start(self.start)
-        if not isinstance(self.verify, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _refusal("verify", self.verify, "True", "False")
+        if not isinstance(self.verify, bool) and self.verify != "always":  # pyright: ignore[reportUnnecessaryComparison]
+            raise _refusal("verify", self.verify, "True", "False", "'always'")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _refusal("interrupt", self.interrupt, "an ebbflow.planners.Interrupt")
         _check_callable("progress", self.progress, "a function of one argument, such as print")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.errors import EbbflowError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -48,7 +49,8 @@ def test_an_interrupt_in_a_first_call(share: float) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, share * seconds)
-        with pytest.raises(KeyboardInterrupt):
+        # Torch may swallow an interrupt in a callback of its own and fail for want of what that was to do.
+        with pytest.raises((KeyboardInterrupt, EbbflowError)):
             _train_for_ever(model)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

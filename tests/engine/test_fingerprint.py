@@ -206,3 +206,41 @@ def test_an_op_with_other_bits_on_its_second_run_is_found() -> None:
     with pytest.raises(VerificationError, match="drifting"):
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+class Chain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.sin()))
+        return x.square().mean()
+
+
+def test_every_step_may_be_proven() -> None:
+    """Memory of an input that NumPy rewrites behind torch's back is seen at any step, before a gradient leaves."""
+    memory = torch.randn(256, 32).numpy()
+    x = torch.from_numpy(memory)
+    plan = ebbflow.plan(Chain(), (x,), budget="1000%", effort=10)
+    seen = {}
+    for verify in (True, "always"):
+        model = ebbflow.fit(Chain(), plan.smallest_bytes + 40_000, effort=100, verify=verify)
+        for _ in range(4):
+            model.zero_grad()
+            model(x).backward()
+        step = ebbflow.step_of(model)
+        assert step is not None
+        assert step.measured_above_bytes is not None
+        model.zero_grad()
+        loss = model(x)
+        memory += 1
+        try:
+            loss.backward()
+            seen[verify] = False
+        except VerificationError:
+            seen[verify] = True
+            assert all(each.grad is None for each in model.parameters())
+        memory -= 1
+    assert seen == {True: False, "always": True}

@@ -112,7 +112,7 @@ def test_rounds_of_several_forwards_settle_within_the_budget(
 @pytest.mark.parametrize("room", [0.6, 1.0])
 def test_two_models_leave_room_for_each_other(room: float, made: dict[str, int]) -> None:
     """Both forwards, then both backwards, as in adversarial training: the first model may not fill what both have."""
-    plain = [Tower(), Tower(6)]
+    plain = [Tower(), Tower()]  # on CPU a budget counts the weights of its own model
     one = ebbflow.plan(copy.deepcopy(plain[0]), (rows(0),), budget="1000%", effort=100)
     budget = int(one.resident_bytes * 2 + room * 2 * one.baseline.above_bytes) + 40_000
     models = [ebbflow.fit(copy.deepcopy(each), budget, effort=500) for each in plain]

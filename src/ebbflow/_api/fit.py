@@ -44,7 +44,7 @@ def fit(
     time_limit: float | None = None,
     seed: int = 0,
     start: Plan | None = None,
-    verify: bool = True,
+    verify: bool | Literal["always"] = True,
     progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
     """Keep every training step of ``model`` within ``budget``; returns the same object.
@@ -67,7 +67,9 @@ def fit(
         seed: of every random choice; plans are reproducible for one effort and seed.
         start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
             plan starts from that one's schedule too.
-        verify: prove the first step (every recomputed buffer has the bits it had) and measure the next.
+        verify: prove the first step (every recomputed buffer has the bits it had) and measure the next. ``"always"``:
+            prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads every buffer
+            that comes back once more.
         progress: called with what is known while a first call captures and plans; ``print`` will do. By default one
             line is logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
 

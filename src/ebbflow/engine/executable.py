@@ -7,6 +7,8 @@
    budget.
 4. ``STEADY``: the generated code alone.
 
+5. Where every step is to be proven, it stays ``PROVING``, and the first undisturbed step is measured besides.
+
 A step whose first forward has not been planned is ``CAPTURED``. Without verification ``PLANNED`` is followed by
 ``STEADY``.
 """
@@ -19,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -73,7 +75,7 @@ class Executable:
         captured: the step.
         plan: for it.
         device: ``"cpu"`` or ``"cuda"``.
-        verify: whether its first step is proven and a later one measured.
+        verify: whether its first step is proven and a later one measured; ``"always"``: every one is proven.
 
     Attributes:
         number: names it, in tickets.
@@ -83,13 +85,14 @@ class Executable:
         accumulates: whether it is for a step of which all gradients are added to others.
         provisional: whether it was planned for the least memory because something was not known yet.
         unused: drops gradients that no used output depends on.
-        phase: definitions 1 to 4.
+        always: whether every step is proven.
+        phase: definitions 1 to 5.
         proving: number of the flight that is being proven, or ``None``.
         verified_buffers: how many came back with their bits in the proven step.
         measured_above_bytes: of the measured step; ``None`` before.
     """
 
-    def __init__(self, captured: Captured, plan: Plan, *, device: str, verify: bool) -> None:
+    def __init__(self, captured: Captured, plan: Plan, *, device: str, verify: bool | Literal["always"]) -> None:
         self.number = next(_numbers)
         self.phase = Phase.PLANNED
         self.proving: int | None = None
@@ -99,6 +102,7 @@ class Executable:
         self.measured_above_bytes: int | None = None
         self.device = device
         self._verify = verify
+        self.always = verify == "always"
         self._output_count = captured.forward_output_count
         lowered = lower(captured, plan.schedule)
         prove(captured, lowered)
@@ -144,8 +148,10 @@ class Executable:
         """A whole step's buffers came back with their bits."""
         assert self.fingerprints is not None
         self.verified_buffers = self.fingerprints.checked
-        self.phase = Phase.MEASURING
         self.proving = None
+        if self.always:
+            return
+        self.phase = Phase.MEASURING
         self.checked = self.fingerprints = None
 
     def measured(self, gauge: StepGauge) -> None:
@@ -155,7 +161,8 @@ class Executable:
             BudgetExceeded: if it went over the budget.
         """
         plan = self.plan
-        self.phase = Phase.STEADY
+        if not self.always:
+            self.phase = Phase.STEADY
         self.measured_above_bytes = gauge.above_bytes
         peak = plan.resident_bytes + gauge.above_bytes
         where = plan.schedule.actions[plan.timeline.peak_action]

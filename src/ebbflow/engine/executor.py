@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,11 +92,18 @@ def choose_checks(flight: Flight, device: str) -> None:
                 assert executable.fingerprints is not None
                 executable.proving = flight.name
                 executable.fingerprints.restart()
+                if executable.always and executable.measured_above_bytes is None:
+                    flight.gauge = _gauge(flight, device, repeated=repeated)
             elif executable.proving == ANY_FLIGHT:
                 executable.proving = None  # its backward could not be told from this one's
         elif executable.phase is Phase.MEASURING:
-            disturbed = repeated or flight.hooked or bool(flight.home) or being_watched(device)
-            flight.gauge = None if disturbed else StepGauge(device)
+            flight.gauge = _gauge(flight, device, repeated=repeated)
+
+
+def _gauge(flight: Flight, device: str, *, repeated: bool) -> StepGauge | None:
+    """Definition 4."""
+    disturbed = repeated or flight.hooked or bool(flight.home) or being_watched(device)
+    return None if disturbed else StepGauge(device)
 
 
 def _may_be_proven(executable: Executable, flight: Flight) -> bool:
@@ -115,13 +123,12 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     if executable is None:
         raise Unplanned(list(args))
     flight.ran = True
-    if flight.proves and executable.checked is not None:
-        results = executable.checked.forward(args)
-    elif flight.gauge is not None:
-        results = _gauged(flight.gauge, executable.plain.forward, args)
+    runs = executable.checked if flight.proves and executable.checked is not None else executable.plain
+    if flight.gauge is not None:
+        results = _gauged(flight.gauge, runs.forward, args)
         flight.gauge.forget(executable.left_behind_bytes)
     else:
-        results = executable.plain.forward(args)
+        results = runs.forward(args)
     count = executable.output_count
     return (*results[:count], ticket(executable.number, flight.name), *results[count:])
 
@@ -148,11 +155,12 @@ def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:
         gauge, flight.gauge = flight.gauge, None
         if flight.between is not None:
             flight.between.mark()
+    backward = executable.plain.backward
     if executable.proving == name and executable.checked is not None:
-        return _proven(executable, executable.checked.backward, flight, args)
+        backward = functools.partial(_proven, executable, executable.checked.backward, flight)
     if gauge is None or being_watched(executable.device) or retained:  # what is retained is in no plan
-        return executable.plain.backward(args)
-    gradients = _gauged(gauge, executable.plain.backward, args)
+        return backward(args)
+    gradients = _gauged(gauge, backward, args)
     executable.measured(gauge)
     return gradients
 

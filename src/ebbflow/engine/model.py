@@ -18,6 +18,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -108,7 +109,7 @@ class FittedModel:
         given_plan: the plan to run, if the user gave one.
         options: how to plan.
         optimizer: whose state counts as resident.
-        verify: whether first steps are proven and later ones measured.
+        verify: whether first steps are proven and later ones measured, or every step proven.
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
         last: the step that ran last.
@@ -123,7 +124,7 @@ class FittedModel:
     given_plan: Plan | None
     options: PlanningOptions
     optimizer: torch.optim.Optimizer | None
-    verify: bool
+    verify: bool | Literal["always"]
     every_output: bool
     start: Plan | None = None
     last: Step | None = None
@@ -176,16 +177,18 @@ class FittedModel:
 
     def warn_of_flights(self, now: Circumstances) -> None:
         """Say once that a second forward was not planned for."""
-        expected = any(each.home.knowledge and each.home.knowledge.expects_forwards(each.slot) for each in now.aloft)
-        if now.flying_bytes and not expected and not now.checkpointed:
-            own = any(each.home is self.flights for each in now.aloft)
-            what = "another forward of this model" if own else "a forward of another fitted model"
-            warnings.warn(
-                f"{what} is in flight: it was planned without room for this one, so this step "
-                "may exceed the budget. From the next round on it is planned for. Call backward before the next "
-                "forward, or compute what needs no backward under torch.no_grad()",
-                stacklevel=users_level(),
-            )
+        own = [each for each in now.aloft if each.home is self.flights]
+        expected = any(self._between.expects_forwards(each.slot) for each in own)
+        if own and not expected and not now.checkpointed:
+            self._warn_of("another forward of this model")
+
+    def _warn_of(self, what: str) -> None:
+        warnings.warn(
+            f"{what} is in flight: it was planned without room for this one, so this step "
+            "may exceed the budget. From the next round on it is planned for. Call backward before the next "
+            "forward, or compute what needs no backward under torch.no_grad()",
+            stacklevel=users_level(),
+        )
 
     def steps_for(self, call: Call, now: Circumstances) -> Iterator[Step]:
         """Captured steps that may serve a call, then fresh ones. Whoever asks on has found the last one unfit."""
@@ -317,6 +320,8 @@ class FittedModel:
             if not now.flying_bytes or self._was_expected(now):
                 raise
             # The forward in flight was planned without knowing of this one. The next round knows.
+            if all(each.home is not self.flights for each in now.aloft):
+                self._warn_of("a forward of another fitted model")
             options = replace(options, planner="least_memory")
             return make(_with(program, between), resident_bytes=resident - now.flying_bytes, options=options), True
 

@@ -11,13 +11,13 @@ __all__ = ["reserve_bytes"]
 _GENERATOR_STATE_BYTES = 3 * 5056
 
 
-def reserve_bytes(program: Program, device: str, *, verify: bool) -> int:
+def reserve_bytes(program: Program, device: str, *, verify: bool | str) -> int:
     """Bytes to keep free for what the proven first step remembers; none if no step is proven.
 
     Args:
         program: of the step. What it changes of its inputs is copied (``snapshot``).
         device: ``"cpu"`` or ``"cuda"``.
-        verify: whether first steps are proven.
+        verify: whether steps are proven.
     """
     if not verify:
         return 0

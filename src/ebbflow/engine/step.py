@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 
@@ -31,7 +32,7 @@ class Step:
 
     Args:
         capture: that serves it, of its own or shared with other shapes.
-        verify: whether first steps are proven and later ones measured.
+        verify: whether first steps are proven and later ones measured, or every step proven.
 
     Attributes:
         captured: the step as a value; ``None`` before its first call.
@@ -41,7 +42,7 @@ class Step:
         accumulated: primals whose gradients are copied, unless all of the model's parameters have gradients.
     """
 
-    def __init__(self, capture: Capture, *, verify: bool) -> None:
+    def __init__(self, capture: Capture, *, verify: bool | Literal["always"]) -> None:
         self.capture = capture
         self.captured: Captured | None = None
         self.executable: Executable | None = None

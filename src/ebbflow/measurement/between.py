@@ -17,7 +17,9 @@ from ebbflow.torch_seams.autograd import BackwardWatch, in_backward
 
 __all__ = ["BetweenGauge"]
 
-_MARK_BYTES = 104_729  # a block of this size, taken and given back at once, marks the backward's start
+# Blocks of these sizes, each taken and given back at once, mark the backward's start: few bytes, and nobody else's.
+_MARK_BYTES = (61, 53, 59, 47)
+_MARK = [signed for size in _MARK_BYTES for signed in (size, -size)]
 
 
 class BetweenGauge:
@@ -61,7 +63,8 @@ class BetweenGauge:
             self.open = False
             self._done(torch.cuda.max_memory_allocated() - self._level, torch.cuda.memory_allocated() - self._level)
         else:
-            torch.empty(_MARK_BYTES, dtype=torch.uint8)
+            for size in _MARK_BYTES:
+                torch.empty(size, dtype=torch.uint8)
 
     def end(self) -> None:
         """The backward has returned, or the step is given up. Inside of a backward, its end is waited for."""
@@ -72,9 +75,11 @@ class BetweenGauge:
         if self._recorder is None:
             return
         events = [event.bytes for event in self._recorder.stop()]
-        if self._marked and _MARK_BYTES in events:
+        starts = range(len(events) - len(_MARK) + 1)
+        marks = (start for start in starts if events[start : start + len(_MARK)] == _MARK)
+        if self._marked and (mark := next(marks, None)) is not None:
             level = peak = 0
-            for size in events[: events.index(_MARK_BYTES)]:
+            for size in events[:mark]:
                 level += size
                 peak = max(peak, level)
             self._done(peak, level)
