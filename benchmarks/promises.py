@@ -27,7 +27,7 @@ from situations.registry import GROUPS, Situation, all_situations
 
 BENCHMARKS = Path(__file__).resolve().parent
 OUT = BENCHMARKS / "results" / "promises.json"
-AT_ONCE = 40
+AT_ONCE = 25
 """Situations that share one imported torch; each is a process of its own."""
 
 _KINDS = {
@@ -44,7 +44,7 @@ def main() -> int:
     if options.child:
         from situations.child import rows
 
-        emit(rows(options.child[0], options.child[1:]))
+        emit(rows(options.child))
         return 0
     wanted = _wanted(options.only)
     if options.list:
@@ -97,13 +97,8 @@ def _wanted(only: list[str]) -> list[Situation]:
 
 
 def _run(record: Record, wanted: list[Situation], jobs: int, save: Callable[[], None]) -> None:
-    """All of ``wanted``, in slices of one group each; ``save`` after each slice."""
-    slices: list[list[Situation]] = []
-    for each in wanted:
-        if slices and slices[-1][0].group == each.group and len(slices[-1]) < AT_ONCE:
-            slices[-1].append(each)
-        else:
-            slices.append([each])
+    """All of ``wanted``, in slices; ``save`` after each."""
+    slices = [wanted[k : k + AT_ONCE] for k in range(0, len(wanted), AT_ONCE)]
     lock = threading.Lock()
     with tempfile.TemporaryDirectory() as folder:
         library, reason = build_counter(Path(folder))
@@ -131,7 +126,7 @@ def _run(record: Record, wanted: list[Situation], jobs: int, save: Callable[[], 
                     record.case_seconds[row.columns["case"]] = row.columns.get("seconds", 0.0)
                     print(_line(row), flush=True)
 
-            arguments = [__file__, "--child", part[0].group, *(each.name for each in part)]
+            arguments = [__file__, "--child", *(f"{each.group}:{each.name}" for each in part)]
             error = run_child(arguments, on_row, environment, sum(each.seconds for each in part) + 60.0)
             with lock:
                 if error is not None:

@@ -40,21 +40,23 @@ _LOADED = {"torch", "ebbflow", "numba", "llvmlite", "highspy", "sympy", "mpmath"
 _HERE = str(Path(__file__).resolve().parent)
 
 
-def rows(group: str, names: Sequence[str]) -> Iterator[Row]:
-    """The rows of the situations ``names`` of ``group``."""
+def rows(names: Sequence[str]) -> Iterator[Row]:
+    """The rows of situations, each as ``group:name``."""
     torch.set_num_threads(1)
     for module in _scouted():
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     counter()
     watch_engine()
-    known = all_situations([group])
-    for module in getattr(importlib.import_module(f"situations.{group}"), "PRELOAD", ()):
-        importlib.import_module(module)
+    groups = list(dict.fromkeys(name.partition(":")[0] for name in names))
+    known = all_situations(groups)
+    for group in groups:
+        for module in getattr(importlib.import_module(f"situations.{group}"), "PRELOAD", ()):
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()
     for name in names:
-        yield _forked(known[name])
+        yield _forked(known[name.partition(":")[2]])
 
 
 def _scouted() -> list[str]:

@@ -7,8 +7,6 @@ import types
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,6 +43,8 @@ def _foreign(model: Any) -> None:
 
 
 def _hooked(model: Any) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
     add_hook_to_module(model, ModelHook())
 
 
@@ -92,12 +92,18 @@ def forward_of_a_part(run: Run, patch: Any) -> None:
     run.train(model, lambda m, i: _loss(m, run.x(i)))
 
 
+def _accelerator(**settings: Any) -> Any:
+    from accelerate import Accelerator  # takes seconds, and not every process needs it
+
+    return Accelerator(**settings)
+
+
 @variants({"plain": "no", "bf16": "bf16"}, share=0.95, refused=_BY_NAME, either=True)
 def accelerator(run: Run, precision: Any) -> None:
     """``fit``, then ``Accelerator.prepare``."""
     model = run.fit(Chain())
     sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
-    made = Accelerator(cpu=True, mixed_precision=precision)
+    made = _accelerator(cpu=True, mixed_precision=precision)
     prepared, prepared_sgd = made.prepare(model, sgd)
     for i in range(4):
         prepared_sgd.zero_grad()
@@ -116,7 +122,7 @@ def accelerator_first(run: Run, precision: Any) -> None:
     """``Accelerator.prepare``, then ``fit``."""
     model = Chain()
     sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
-    made = Accelerator(cpu=True, mixed_precision=precision)
+    made = _accelerator(cpu=True, mixed_precision=precision)
     prepared, prepared_sgd = made.prepare(model, sgd)
     run.fit(prepared)
     for i in range(4):
@@ -134,7 +140,7 @@ def accelerator_first(run: Run, precision: Any) -> None:
 def accelerator_accumulates(run: Run) -> None:
     model = run.fit(Chain())
     sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
-    made = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    made = _accelerator(cpu=True, gradient_accumulation_steps=2)
     prepared, prepared_sgd = made.prepare(model, sgd)
     for i in range(6):
         x = run.x(i)

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
 from situations.oracle import counter, hwm_bytes, reset_hwm, vm_bytes
 from situations.parts import Chain
 from situations.registry import variants
@@ -27,13 +26,6 @@ from situations.run import Run
 
 RESOLUTION_BYTES = 6 * 2**20
 OWN_BYTES = 48 * 2**20
-
-
-def _warm() -> None:
-    """The compiler, the planner and oneDNN are loaded by a model of other sizes."""
-    model = ebbflow.fit(nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)), "1GiB")
-    for _ in range(3):
-        model(torch.randn(12, 24)).square().mean().backward()
 
 
 class Heavy(nn.Module):
@@ -62,12 +54,12 @@ MADE: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@variants(MADE, share=0.7, seconds=600.0)
+@variants(MADE, share=0.8, seconds=600.0)
 def high_water(run: Run, case: Any) -> None:
     """``VmHWM`` of every step against the budget, beside the counter."""
     make, shape = case
     if not run.eager:
-        _warm()
+        run.warm()
     gc.collect()
     start = vm_bytes("VmRSS") - counter().bytes
     model = make()
@@ -115,7 +107,7 @@ def hard_limit(run: Run, case: Any) -> None:
         dead = _trains_under(model, x, vm_bytes("VmData") + (run.peaks[-1] - _resident(model, x)) * 7 // 10)
         run.expect("eager finishes under seven tenths of what it takes", dead == errno.ENOMEM)
         return
-    _warm()
+    run.warm()
     model = make()
     run.fit(model)
     x = run.x(0, *shape)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.optimization import Adafactor as HuggingAdafactor
 
 from situations.parts import Chain
 from situations.registry import situation, variants
@@ -17,6 +16,12 @@ def _loss(model: Any, x: Any) -> torch.Tensor:
     loss = model(x)
     loss.backward()
     return loss.detach()
+
+
+def _hugging_adafactor(parameters: Any) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False)
 
 
 OPTIMIZERS = {
@@ -30,7 +35,7 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
-    "adafactor_hugging": lambda p: HuggingAdafactor(p, lr=1e-3, relative_step=False, scale_parameter=False),
+    "adafactor_hugging": lambda p: _hugging_adafactor(p),
     "groups": lambda p: _groups(list(p)),
 }
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import CausalLMOutput
 
 from situations.parts import Chain
 from situations.registry import situation, variants
@@ -44,8 +43,14 @@ class Giving(Chain):
         return self.make(x.square().mean(), x)
 
 
+def _model_output(loss: torch.Tensor, x: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss, logits=x)
+
+
 CONTAINERS = {
-    "model_output": (lambda loss, x: CausalLMOutput(loss=loss, logits=x), lambda out: out.loss),
+    "model_output": (lambda loss, x: _model_output(loss, x), lambda out: out.loss),
     "dict": (lambda loss, x: {"loss": loss, "logits": x}, lambda out: out["loss"]),
     "tuple": (lambda loss, x: (loss, x), lambda out: out[0]),
     "list": (lambda loss, x: [loss, x], lambda out: out[0]),

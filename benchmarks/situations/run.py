@@ -191,6 +191,14 @@ class Run:
         """Batch ``i`` of integers."""
         return torch.randint(most, shape or (8, 16), generator=torch.Generator().manual_seed(100 + i))
 
+    def warm(self) -> None:
+        """Load compiler and planner by a model of other sizes, and be as before."""
+        model = ebbflow.fit(nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)), "1GiB")
+        for _ in range(3):
+            model(torch.randn(12, 24)).square().mean().backward()
+        COUNTS.captures = COUNTS.planned = 0
+        seed_all()
+
     def see(self, name: str, value: Any) -> None:
         """Keep ``value`` to compare."""
         self.seen[name] = _copy(value)

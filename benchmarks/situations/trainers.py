@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from situations.parts import Chain
 from situations.registry import Refusal, situation, variants
@@ -40,7 +40,7 @@ class _Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def tiny_gpt2(**settings: Any) -> Any:
     given = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 96, "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(**(given | settings)))
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**(given | settings)))
 
 
 def _trainer(kind: type[Any], run: Run) -> type[Any]:
@@ -71,7 +71,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 
 def _arguments(**settings: Any) -> Any:
-    return TrainingArguments(
+    return hf.TrainingArguments(
         output_dir="out", report_to=[], use_cpu=True, per_device_train_batch_size=4, max_steps=3, save_strategy="no",
         logging_steps=1, disable_tqdm=True, seed=0, dataloader_pin_memory=False, **settings,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def _arguments(**settings: Any) -> Any:
 def trainer(run: Run, settings: Any) -> None:
     """Hugging Face's ``Trainer`` with a fitted model."""
     model = run.fit(tiny_gpt2())
-    done = _trainer(Trainer, run)(model=model, args=_arguments(**settings), train_dataset=_Data())
+    done = _trainer(hf.Trainer, run)(model=model, args=_arguments(**settings), train_dataset=_Data())
     done.train()
     run.see_model(model)
 
@@ -91,7 +91,7 @@ def trainer_compiles(run: Run) -> None:
     """``TrainingArguments(torch_compile=True)``."""
     model = run.fit(tiny_gpt2())
     arguments = _arguments(torch_compile=True, torch_compile_backend="eager")
-    done = _trainer(Trainer, run)(model=model, args=arguments, train_dataset=_Data())
+    done = _trainer(hf.Trainer, run)(model=model, args=arguments, train_dataset=_Data())
     done.train()
     run.see_model(model)
 
@@ -101,7 +101,7 @@ def trainer_checkpoints(run: Run) -> None:
     """``gradient_checkpointing=True``: the model's own checkpoints are inside of the step."""
     model = run.fit(tiny_gpt2())
     arguments = _arguments(gradient_checkpointing=True)
-    done = _trainer(Trainer, run)(model=model, args=arguments, train_dataset=_Data())
+    done = _trainer(hf.Trainer, run)(model=model, args=arguments, train_dataset=_Data())
     done.train()
     run.see_model(model)
 
@@ -110,7 +110,7 @@ def trainer_checkpoints(run: Run) -> None:
 def trainer_evaluates(run: Run) -> None:
     model = run.fit(tiny_gpt2())
     arguments = _arguments(eval_strategy="steps", eval_steps=1)
-    done = _trainer(Trainer, run)(model=model, args=arguments, train_dataset=_Data(), eval_dataset=_Data(4))
+    done = _trainer(hf.Trainer, run)(model=model, args=arguments, train_dataset=_Data(), eval_dataset=_Data(4))
     done.train()
     run.see_model(model)
 
@@ -126,7 +126,7 @@ def trainer_patches_the_forward(run: Run) -> None:
         return {"loss": loss}
 
     model = run.fit(tiny_gpt2())
-    done = _trainer(Trainer, run)(model=model, args=_arguments(), train_dataset=_Data())
+    done = _trainer(hf.Trainer, run)(model=model, args=_arguments(), train_dataset=_Data())
     model.forward = types.MethodType(chunked, model)
     done.train()
     run.see_model(model)
@@ -136,7 +136,7 @@ def trainer_patches_the_forward(run: Run) -> None:
 def trainer_computes_the_loss(run: Run) -> None:
     """A subclass with ``compute_loss``: the loss is outside."""
 
-    class Own(Trainer):
+    class Own(hf.Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
             labels = inputs.pop("labels")
             outputs = model(**inputs)
