@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given
@@ -101,3 +103,29 @@ def test_a_gauge_joins_the_two_windows_of_a_step() -> None:
 def test_peak_is_the_highest_prefix_sum(steps: list[int]) -> None:
     events = [AllocationEvent(i, step) for i, step in enumerate(steps)]
     assert peak_above(events) == max([0, *(sum(steps[: i + 1]) for i in range(len(steps)))])
+
+
+@pytest.mark.parametrize("place", ["__enter__", "__exit__"])
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_leaves_no_profiler_open(place: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = AllocationRecorder()
+    profile = type(recorder._profile._profile)
+    plain = getattr(profile, place)
+
+    def interrupted(*arguments: object) -> object:
+        monkeypatch.undo()
+        if late:
+            plain(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile, place, interrupted)
+    try:
+        recorder.start()
+        recorder.stop()
+    except KeyboardInterrupt:
+        del recorder
+    gc.collect()
+    assert not profiler_active()
+    with ebbflow.measure() as measured:
+        torch.empty(1024)
+    assert measured.above_bytes == 4096

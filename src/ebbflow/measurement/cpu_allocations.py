@@ -64,9 +64,9 @@ class AllocationRecorder:
 
     def stop(self) -> list[AllocationEvent]:
         """End recording; the events in order of time."""
+        self._profile.stop()
         if self._end is not None:
             self._end.detach()
-        self._profile.stop()
         events: list[AllocationEvent] = []
         for time_ns, pointer, size in self._profile.events():
             if size > 0:

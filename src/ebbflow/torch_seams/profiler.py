@@ -34,14 +34,18 @@ class AllocationProfile:
         """Begin recording, on this thread."""
         level = os.environ.get("KINETO_LOG_LEVEL", _QUIET)
         with patched(Item(os.environ, "KINETO_LOG_LEVEL"), level):
-            self._profile.__enter__()
-        self._open = True
+            self._open = True  # before it is: an interrupt may come between
+            try:
+                self._profile.__enter__()
+            except Exception:
+                self._open = False
+                raise
 
     def stop(self) -> None:
         """End recording; does nothing if nothing is recorded."""
         if self._open:
-            self._open = False
             self._profile.__exit__(None, None, None)
+            self._open = False  # after it is: what an interrupt has cut off is done again
 
     def events(self) -> list[tuple[int, int, int]]:
         """After :meth:`stop`: time in ns, address and bytes of every block taken, or given back if negative, by time.
