@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,10 +98,11 @@ def test_saving_is_atomic(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(json, "dump", dies)
+    monkeypatch.setattr(os, "replace", dies)
     with pytest.raises(OSError, match="disk full"):
         a_plan().save(path)
     assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path], "a draft is left"
 
 
 def test_figures_derive_from_program_and_schedule() -> None:
