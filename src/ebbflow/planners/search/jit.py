@@ -26,7 +26,7 @@ from llvmlite import binding  # pyright: ignore[reportMissingTypeStubs]
 from numba.core import types
 from numba.core.ccallback import CFunc
 from numba.core.datamodel import models
-from numba.core.sigutils import normalize_signature
+from numba.core.sigutils import normalize_signature  # pyright: ignore[reportUnknownVariableType]
 from numba.extending import register_model  # pyright: ignore[reportUnknownVariableType]
 from numpy.typing import NDArray
 
@@ -118,7 +118,8 @@ class _Apart(types.ExternalFunction):
         self.waiting.append(self)
 
     def _compile(self) -> None:
-        self._compiled: Any = CFunc(self._function, normalize_signature(self._signature), locals={}, options=OPTIONS)
+        signature = cast(Any, normalize_signature)(self._signature)
+        self._compiled: Any = CFunc(self._function, signature, locals={}, options=OPTIONS)
         _keep(self._compiled)
         self._compiled.compile()
         add_symbol = cast(Callable[[str, int], None], binding.add_symbol)  # pyright: ignore[reportUnknownMemberType]
