@@ -52,7 +52,7 @@ class Step:
         self._changed_others: list[weakref.ref[torch.Tensor]] = []
         self.accumulated: frozenset[int] = frozenset()
         self._accumulating: Captured | None = None
-        self._verify = verify
+        self._verify: bool | Literal["always"] = verify
         self._executables: list[Executable] = []  # used last comes last
 
     @property
