@@ -141,7 +141,7 @@ def test_a_planner_that_finds_nothing_says_so_and_names_one_that_does(model: Tra
 
 def test_a_first_call_tells_what_it_does_and_ends_with_the_plan(model: Tracked) -> None:
     told: list[Progress] = []
-    ebbflow.fit(model, "60%", progress=told.append)
+    ebbflow.fit(model, "80%", progress=told.append)
     model(X).backward()
     plan = ebbflow.plan_of(model)
     assert plan is not None

@@ -46,6 +46,6 @@ def test_a_static_tensor(kind: str) -> None:
     loss = model(static) if kind == "argument" else model()
     (static if kind == "argument" else model.given).zero_()
     model.zero_grad()
-    with pytest.raises(CaptureError, match=r"FloatTensor \[1024, 16\].*in place between"):
+    with pytest.raises(CaptureError, match=r"FloatTensor \[1024, 16\].*inplace operation between"):
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
