@@ -236,8 +236,8 @@ def _refuse_changed_inputs(node: weakref.ref[Any], _: Any) -> None:
             return  # autograd has the word
         raise CaptureError(
             f"an input, parameter or buffer of the step, a {said[1]}, has been modified by an inplace operation "
-            "between its forward and its backward, which computes with what it was; where eager does not, it has kept what "
-            "followed from it. No gradient of this step was handed out",
+            "between its forward and its backward, which computes with what it was; where eager does not, it has kept "
+            "what followed from it. No gradient of this step was handed out",
             remedy="write to it after the backward (copy_ into a static batch, buffers that follow the weights), or "
             "give the forward a copy (x.clone())",
         ) from error
