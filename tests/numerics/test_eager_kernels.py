@@ -94,7 +94,8 @@ def test_what_eager_calls_is_what_is_captured(name: str) -> None:
 
 
 def test_every_kernel_of_torch_in_python_is_restored_or_left_for_a_reason() -> None:
-    kernels = python_kernels()
+    # Inductor's decompositions, which others may have imported, add one for cards that Ebbflow does not plan for.
+    kernels = python_kernels() - {"miopen_batch_norm.default"}
     assert kernels - set(RESTORED) == LEFT_IN_PYTHON
     assert not set(RESTORED) - kernels, "nothing is to be restored"
 
