@@ -322,9 +322,10 @@ def test_nothing_is_left_of_models_that_are_gone() -> None:
     import gc
 
     gc.collect()
-    before = open_patches()
+    before = open_patches(lasting=True)
     model = ebbflow.fit(Net(), "100%", effort=10)
     model(X).backward()
     del model
     gc.collect()
-    assert open_patches() <= before
+    assert open_patches(lasting=True) <= before
+    assert open_patches() == 0

@@ -159,7 +159,7 @@ class OwnStance:
         with _sharing:
             found = _patches.get("stance")
             if found is None:
-                found = wrapped(Attribute(eval_frame, "_callback_from_stance"), _by_thread).open()
+                found = wrapped(Attribute(eval_frame, "_callback_from_stance"), _by_thread, lasting=True).open()
                 _patches["stance"] = found
         self._patch = found
 

@@ -138,6 +138,7 @@ class _Layer:
     found: Any = _NOTHING
     laid: Any = _NOTHING
     active: bool = False
+    lasting: bool = False
 
     def below(self, *args: Any, **kwargs: Any) -> Any:
         """Call what lies below this layer, or its default where nothing does."""
@@ -281,6 +282,7 @@ def wrapped(
     *,
     this_thread: bool = False,
     default: Callable[..., Any] | None = None,
+    lasting: bool = False,
 ) -> Patch:
     """A patch of a function.
 
@@ -290,10 +292,11 @@ def wrapped(
             must not keep the patch alive, or it is never garbage.
         this_thread: whether only the thread that opens the patch is to see it.
         default: what lies below where nothing does.
+        lasting: whether it stays for as long as something lives, and not for a while.
     """
 
     def layer_of(where: Place) -> _Layer:
-        layer = _Layer(where, default)
+        layer = _Layer(where, default, lasting=lasting)
         replacement = make(layer.below)
         thread = threading.get_ident() if this_thread else None
 
@@ -316,8 +319,8 @@ def places() -> list[Place]:
         return list(_ever.values())
 
 
-def open_patches() -> int:
-    """How many patches are open."""
+def open_patches(*, lasting: bool = False) -> int:
+    """How many patches are open, for a while or as long as something lives."""
     _sweep()
     with _lock:
-        return sum(len(stack) for stack in _layers.values())
+        return sum(layer.lasting == lasting for stack in _layers.values() for layer in stack)
