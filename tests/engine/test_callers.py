@@ -248,6 +248,18 @@ def test_weights_are_not_changed_by_gradients_of_no_planned_call(by_closure: boo
     assert ebbflow.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 2}
 
 
+def test_gradients_from_before_fit_are_the_users() -> None:
+    model = Net()
+    model(X).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "100%", effort=10)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.rest(model.first(X)).mean().backward()
+    with pytest.raises(UsageError, match="no planned call"):
+        optimizer.step()
+
+
 def test_ordinary_optimizer_loops_are_left_alone(recwarn: pytest.WarningsRecorder) -> None:
     first, second = (ebbflow.fit(Net(), "100%", effort=10) for _ in range(2))
     other = nn.Linear(16, 1)

@@ -118,6 +118,7 @@ def fit(
         verify=verify,
         every_output=options.every_output,
         start=start,
+        calls=Calls(fitted_with_gradients=any(each.grad is not None for each in model.parameters())),
     )
     _swap_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)

@@ -15,8 +15,8 @@ from ebbflow.capture.joint import Captured, read_joint
 from ebbflow.capture.trace import compile_step, forward_of, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.torch_seams import trees as pytree
-from ebbflow.torch_seams.dynamo import OwnStance
 from ebbflow.torch_seams.fake_tensors import FakeTensor, FakeTensorMode, mode_of
+from ebbflow.torch_seams.stance import OwnStance
 from ebbflow.torch_seams.storages import buffer_table, parameter_table
 
 __all__ = ["capture"]

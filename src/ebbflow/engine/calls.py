@@ -40,10 +40,12 @@ class Calls:
     Attributes:
         planned: training calls that ran under a plan.
         unplanned: of other calls, by reason.
+        fitted_with_gradients: whether there were gradients already, so that the first step of an optimizer uses those.
     """
 
     planned: int = 0
     unplanned: dict[str, int] = field(default_factory=dict[str, int])
+    fitted_with_gradients: bool = field(default=False, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count_planned(self) -> None:
@@ -70,9 +72,9 @@ class _OfOptimizer:
         planned: planned calls at its last step.
     """
 
-    def __init__(self, trains: bool) -> None:
+    def __init__(self, trains: bool, calls: Calls) -> None:
         self.trains = trains
-        self.planned = 0
+        self.planned = -1 if calls.fitted_with_gradients else 0
         self.warned = False
 
 
@@ -128,7 +130,7 @@ def _look(models: list[tuple[torch.nn.Module, Calls]], optimizer: Callable[[], t
     for model, calls in models:
         of_model = of_optimizer.get(model)
         if of_model is None:
-            of_model = of_optimizer[model] = _OfOptimizer(_trains(stepping, model))
+            of_model = of_optimizer[model] = _OfOptimizer(_trains(stepping, model), calls)
         if of_model.trains:
             _look_at(of_model, stepping, model, calls)
 

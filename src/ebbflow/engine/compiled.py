@@ -29,7 +29,8 @@ from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.torch_seams.aot import boxed
-from ebbflow.torch_seams.dynamo import NotCompiled, OwnStance, sizes_as_symbols
+from ebbflow.torch_seams.dynamo import sizes_as_symbols
+from ebbflow.torch_seams.stance import NotCompiled, OwnStance
 from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]

@@ -30,7 +30,7 @@ from ebbflow.engine.spine import train
 from ebbflow.errors import UsageError
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.resident import device_of, tensors_in
-from ebbflow.torch_seams.dynamo import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
+from ebbflow.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
 
 __all__ = ["FITTED", "calls_of_fitted", "fitted_class"]
 

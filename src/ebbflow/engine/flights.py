@@ -35,7 +35,16 @@ from ebbflow.torch_seams.autograd import is_function_node, saved_by
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["Flight", "Flights", "aloft", "flight_numbered", "flights_of", "kept_bytes", "kept_inputs", "tensors_in"]
+__all__ = [
+    "Flight",
+    "Flights",
+    "aloft",
+    "flight_numbered",
+    "flights_of",
+    "kept_bytes",
+    "kept_inputs",
+    "returned_tensors",
+]
 
 _MOST_UNSEEN = 64
 _CHANGED = re.compile(r"modified by an inplace operation: \[([^\]]*\])")
@@ -94,7 +103,7 @@ class Flight:
 
     def take_off(self, outputs: object) -> None:
         """The forward has returned ``outputs``: in the air until the backward begins or the graph is gone."""
-        tensors = list(tensors_in(outputs))
+        tensors = list(returned_tensors(outputs))
         self.returned = [StorageWatch(each) for each in tensors if each.device.type == "cpu"]
         node = _own_node(tensors)
         if node is None:
@@ -243,14 +252,14 @@ def _refuse_changed_inputs(node: weakref.ref[Any], _: Any) -> None:
         ) from error
 
 
-def tensors_in(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:
+def returned_tensors(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:
     """Tensors of what a forward returned, in objects that torch's containers do not know as well."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module):
             for value in vars(leaf).values():
-                yield from tensors_in(value, depth - 1)
+                yield from returned_tensors(value, depth - 1)
 
 
 def _own_node(outputs: list[torch.Tensor]) -> Any:

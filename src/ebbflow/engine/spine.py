@@ -27,8 +27,7 @@ from ebbflow.engine.compiled import Call, StaleCapture
 from ebbflow.engine.derivatives import refuse_transforms
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
-from ebbflow.engine.flights import Flight
-from ebbflow.engine.flights import tensors_in as tensors_of
+from ebbflow.engine.flights import Flight, returned_tensors
 from ebbflow.engine.model import Circumstances, FittedModel
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
@@ -91,7 +90,7 @@ def _takes_gradients(call: Call, now: Circumstances) -> bool:
 def _unless_trained(model: FittedModel, call: Call, now: Circumstances, error: Exception) -> Any:
     """``call`` as it is, though it is no graph; what is hidden and takes gradients raises ``error``: it says why."""
     outputs = _as_it_is(model, call)
-    if any(each.requires_grad for each in tensors_of(outputs)):
+    if any(each.requires_grad for each in returned_tensors(outputs)):
         raise error
     model.not_captured.add(now.key)
     return outputs

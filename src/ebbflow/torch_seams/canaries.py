@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow.torch_seams import autograd, capture_canaries, dispatcher, fake_tensors, graphs, profiler, storages, trees
+from ebbflow.torch_seams import (
+    autograd,
+    capture_canaries,
+    dispatcher,
+    fake_tensors,
+    graphs,
+    profiler,
+    stance_canaries,
+    storages,
+    trees,
+)
 from ebbflow.torch_seams.canary import CANARIES, canary, expect, run
 
-__all__ = ["CANARIES", "capture_canaries", "run"]
+__all__ = ["CANARIES", "capture_canaries", "run", "stance_canaries"]
 
 _aten = torch.ops.aten
 
