@@ -37,7 +37,8 @@ def plan(**options: object) -> None:
 
 
 def fit(**options: object) -> None:
-    fitted = ebbflow.fit(model(), "1MiB", effort=10, **options)  # type: ignore[arg-type]
+    # Nothing is measured: what a busy machine makes of that is another matter.
+    fitted = ebbflow.fit(model(), "1MiB", effort=10, verify=False, **options)  # type: ignore[arg-type]
     for _ in range(3):
         fitted(torch.randn(4, 8)).sum().backward()
 
@@ -76,7 +77,6 @@ def test_a_bar_on_a_terminal_that_goes(
     assert not caplog.records
 
 
-@pytest.mark.filterwarnings("ignore:the step took")  # what is measured on a busy machine is another matter
 @CALLS
 @pytest.mark.parametrize("progress", [None, list[Progress]().append], ids=["None", "a function"])
 def test_nothing_else_is_said(
