@@ -138,6 +138,7 @@ def models(quick: bool) -> dict[str, Any]:
 def interrupts(quick: bool) -> dict[str, Any]:
     """SIGINT at random moments of first calls and of later steps."""
     moments = 10 if quick else 50
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     draw, right, hit, otherwise = random.Random(0), 0, 0, 0
     for warm in range(2):  # in the first, the planners are loaded
         begin = time.perf_counter()
