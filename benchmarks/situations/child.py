@@ -205,7 +205,7 @@ def _held(
 ) -> list[Check]:
     """Budget, bits, planned calls and captures."""
     over = [i for i, (peak, most) in enumerate(zip(ours.peaks, ours.budgets, strict=True)) if peak > most + SLACK_BYTES]
-    excess = max((peak - most for peak, most in zip(ours.peaks, ours.budgets, strict=True)), default=0)
+    excess = max((ours.peaks[i] - ours.budgets[i] for i in over if i not in situation.over), default=0)
     calls = called if situation.calls is None else situation.calls
     captures = eager.fits if situation.captures is None else situation.captures
     wrong = differences(ours.seen, eager.seen)
@@ -228,8 +228,9 @@ def _held(
     if over and counter().present:
         worst = max(range(len(over)), key=lambda k: ours.peaks[over[k]] / ours.budgets[over[k]])
         peak, most = ours.peaks[over[worst]], ours.budgets[over[worst]]
+        stated = "" if set(over) - set(situation.over) else "(a stated limit) "
         why.append(
-            f"over budget at steps {columns['steps_over']}: {peak / 2**20:.2f} of {most / 2**20:.2f} MiB (step "
+            f"{stated}over budget at steps {columns['steps_over']}: {peak / 2**20:.2f} of {most / 2**20:.2f} MiB (step "
             f"{over[worst]}), eager {max(eager.peaks) / 2**20:.2f}"
         )
     if calls >= 0:

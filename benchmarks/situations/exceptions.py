@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 import ebbflow
 from situations.parts import Attention, Chain
-from situations.registry import situation, variants
+from situations.registry import Refusal, situation, variants
 from situations.run import Run
 
 
@@ -182,9 +183,9 @@ def deterministic_algorithms(run: Run) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@situation(share=0.9)
-def profiled(run: Run) -> None:
-    """Under the user's own profiler."""
+@situation(share=0.9, refused=Refusal("CaptureError", "profiler"))
+def profiled_from_the_start(run: Run) -> None:
+    """Under the user's own profiler, where nothing can be measured."""
 
     def step(model: Any, i: int) -> Any:
         with torch.profiler.profile(profile_memory=True):
@@ -193,7 +194,19 @@ def profiled(run: Run) -> None:
     run.train(Chain(), step)
 
 
-@variants({"offloaded": True, "cloned": False}, share=1.6, captures=-1)
+@situation(share=0.9)
+def profiled_later(run: Run) -> None:
+    """A profiler of the user's own around later steps."""
+
+    def step(model: Any, i: int) -> Any:
+        with torch.profiler.profile(profile_memory=True) if i > 1 else contextlib.nullcontext():
+            return _loss(model, run.x(i))
+
+    run.train(Chain(), step, steps=5)
+
+
+# On a CPU, both keep copies where the budget is.
+@variants({"offloaded": True, "cloned": False}, share=1.6, captures=-1, over=(0, 1, 2, 3))
 def saved_tensor_hooks(run: Run, offloaded: Any) -> None:
     def hooks() -> Any:
         if offloaded:

@@ -350,8 +350,10 @@ def images_of_two_sizes(run: Run) -> None:
     run.train(ConvNet(), step, steps=6)
 
 
-@situation(share=0.9)
+@situation(share=0.9, captures=2)
 def keywords_in_another_order(run: Run) -> None:
+    """A forward may look at the order of its ``**kwargs``."""
+
     def step(model: Any, i: int) -> Any:
         x, y = run.x(i), run.x(i + 50)
         loss = model(**({"x": x, "y": y} if i % 2 else {"y": y, "x": x}))

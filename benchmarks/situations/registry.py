@@ -72,6 +72,7 @@ class Situation:
         refused: the refusal that is right.
         either: whether a planned step is right beside ``refused``.
         limit: a limit that docs/limits.md states, for which other bits are right.
+        over: steps that may exceed the budget by a limit that docs/limits.md states.
         seconds: the most that it may take.
     """
 
@@ -84,6 +85,7 @@ class Situation:
     refused: Refusal | None = None
     either: bool = False
     limit: str = ""
+    over: tuple[int, ...] = ()
     seconds: float = 240.0
 
 

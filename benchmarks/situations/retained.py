@@ -19,10 +19,19 @@ def _loss(model: Any, x: Any) -> torch.Tensor:
     return loss.detach()
 
 
-@variants({"tight": 0.6, "roomy": 1.1})
-def retained_later(run: Run, share: Any) -> None:
+@situation(share=0.75, over=(3,))
+def retained_later_tight(run: Run) -> None:
+    _retained_later(run)
+
+
+@situation(share=1.1)
+def retained_later_roomy(run: Run) -> None:
+    _retained_later(run)
+
+
+def _retained_later(run: Run) -> None:
     """Ordinary steps first, then ``retain_graph=True``."""
-    model = run.fit(Chain(), float(share) / 0.75)
+    model = run.fit(Chain())
     for i in range(6):
         model.zero_grad()
         x = run.x(i)
@@ -36,9 +45,18 @@ def retained_later(run: Run, share: Any) -> None:
         del loss
 
 
-@variants({"tight": 0.6, "roomy": 1.1})
-def retained_always(run: Run, share: Any) -> None:
-    model = run.fit(Chain(p=0.1), float(share) / 0.75)
+@situation(share=0.6, over=(0,))
+def retained_always_tight(run: Run) -> None:
+    _retained_always(run)
+
+
+@situation(share=1.1)
+def retained_always_roomy(run: Run) -> None:
+    _retained_always(run)
+
+
+def _retained_always(run: Run) -> None:
+    model = run.fit(Chain(p=0.1))
     for i in range(4):
         model.zero_grad()
         x = run.x(i)
@@ -50,7 +68,7 @@ def retained_always(run: Run, share: Any) -> None:
         del loss
 
 
-@situation()
+@situation(over=(0,))
 def retained_and_never_used(run: Run) -> None:
     """Everywhere ``retain_graph=True``, as copied from somewhere."""
     run.train(Chain(), lambda m, i: _retaining(m, run.x(i)))
@@ -62,7 +80,7 @@ def _retaining(model: Any, x: Any) -> torch.Tensor:
     return loss.detach()
 
 
-@situation(share=0.9)
+@situation(share=0.9, over=(0,))
 def two_losses_of_one_graph(run: Run) -> None:
     class Two(Chain):
         def forward(self, x: torch.Tensor) -> Any:
@@ -78,7 +96,7 @@ def two_losses_of_one_graph(run: Run) -> None:
     run.train(Two(), step)
 
 
-@situation(share=0.9)
+@situation(share=0.9, over=(0,))
 def gradients_asked_for_before(run: Run) -> None:
     """``autograd.grad`` with a retained graph, then ``backward``: a penalty on its norm."""
 
@@ -96,7 +114,6 @@ LOSSES = {
     "cross_entropy": lambda out, i: F.cross_entropy(out, torch.arange(out.shape[0]) % out.shape[1]),
     "heavy": lambda out, i: sum(torch.tanh(out * k).square().mean() for k in range(1, 6)),
     "pairwise": lambda out, i: (out[:256] @ out[:256].t()).softmax(-1).square().mean(),
-    "growing": lambda out, i: sum(torch.tanh(out * k).square().mean() for k in range(1, 2 + 2 * (i > 2))),
 }
 
 
@@ -104,6 +121,19 @@ LOSSES = {
 def loss_outside(run: Run, loss_of: Any) -> None:
     def step(model: Any, i: int) -> Any:
         loss = loss_of(model(run.x(i)), i)
+        loss.backward()
+        return loss.detach()
+
+    run.train(Chain(loss=False), step, steps=6)
+
+
+@situation(over=(3, 4, 5))
+def loss_outside_that_grows(run: Run) -> None:
+    """What it takes is measured once."""
+
+    def step(model: Any, i: int) -> Any:
+        out = model(run.x(i))
+        loss = sum((torch.tanh(out * k).square().mean() for k in range(1, 2 + 2 * (i > 2))), out.new_zeros(()))
         loss.backward()
         return loss.detach()
 

@@ -146,13 +146,19 @@ def _made(spec: TensorSpec, lender: torch.Tensor | None) -> torch.Tensor:
 
 def _vector(spec: TensorSpec) -> torch.Tensor:
     if spec.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        return torch.empty(spec.extent, dtype=spec.dtype, device=spec.device).uniform_()
+        return torch.empty(spec.extent, dtype=spec.dtype, device=spec.device).uniform_(generator=_drawing(spec.device))
     if spec.dtype in (torch.complex64, torch.complex128):
         vector = torch.empty(spec.extent, dtype=spec.dtype, device=spec.device)
-        torch.view_as_real(vector).uniform_()
+        torch.view_as_real(vector).uniform_(generator=_drawing(spec.device))
         return vector
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        return torch.rand(spec.extent, dtype=torch.float32, device=spec.device).to(spec.dtype)
+        numbers = torch.rand(spec.extent, dtype=torch.float32, device=spec.device, generator=_drawing(spec.device))
+        return numbers.to(spec.dtype)
     if spec.dtype is torch.bool:
         return torch.ones(spec.extent, dtype=spec.dtype, device=spec.device)
     return torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
+
+
+def _drawing(device: str) -> torch.Generator:
+    """A generator of our own: other threads draw from torch's meanwhile."""
+    return torch.Generator(device)

@@ -1,4 +1,4 @@
-"""What is known of the time between a forward and its backward: a loss outside, and other forwards.
+"""What is known of the time between forward and backward: a loss outside, other forwards; whether a graph is retained.
 
 1. What is known is known of a *slot* (``key``): two calls of one key in a row, as in a siamese network, have two.
 2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
@@ -9,12 +9,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.key import Slot
+from ebbflow.engine.retained import Retained
+from ebbflow.faults import users_level
+from ebbflow.units import format_bytes
 
-__all__ = ["Between", "Knowledge", "learn_flight"]
+__all__ = ["Between", "Knowledge", "learn_flight", "learn_retained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Knowledge:
 
     _losses: dict[Slot, Between] = field(default_factory=dict[Slot, Between])
     _forwards: dict[Slot, dict[Slot, Between]] = field(default_factory=dict[Slot, "dict[Slot, Between]"])
+    _retained: dict[Slot, Retained] = field(default_factory=dict[Slot, Retained])
 
     def of(self, slot: Slot) -> Between | None:
         """All that happens between the graphs of calls of ``slot``, as far as it is known."""
@@ -75,6 +80,23 @@ class Knowledge:
         """What user code took, once."""
         self._losses[slot] = Between(peak_bytes, held_bytes, peak_bytes)
 
+    def retained(self, slot: Slot) -> Retained | None:
+        """How backwards of calls of ``slot`` retain their graphs, if any did that can be planned for."""
+        known = self._retained.get(slot)
+        return None if known is None or known.hopeless else known
+
+    def learn_retained(self, slot: Slot, *, again: bool) -> bool:
+        """A backward retains its graph, or comes ``again`` through it; whether that is news."""
+        known = self._retained.get(slot)
+        if known is not None and (known.again or not again):
+            return False
+        self._retained[slot] = Retained(again=again, hopeless=known is not None and known.hopeless)
+        return True
+
+    def give_up_retained(self, slot: Slot) -> None:
+        """No plan has the room."""
+        self._retained[slot] = Retained(again=True, hopeless=True)
+
     def learn_forward(self, slot: Slot, other: Slot, between: Between) -> None:
         """A call of ``other`` starts before the backward of one of ``slot``, of this model or of another fitted one."""
         self._forwards.setdefault(slot, {})[other] = between
@@ -97,3 +119,22 @@ def learn_flight(flight: Flight, before: list[Flight]) -> None:
         )
         earlier.home.knowledge.learn_forward(earlier.slot, flight.slot, found)
         others += earlier.executable.leaves_bytes
+
+
+def learn_retained(flight: Flight, *, again: bool) -> None:
+    """The backward of ``flight`` retains its graph, or comes ``again`` through it: later steps leave room for that."""
+    executable, knowledge = flight.executable, flight.home.knowledge
+    if executable is None or knowledge is None or not knowledge.learn_retained(flight.slot, again=again):
+        return
+    plan = executable.plan
+    program = plan.program
+    total = plan.resident_bytes + executable.needs_with(
+        program.between_bytes, program.held_bytes, Retained(again=again)
+    )
+    if total > plan.budget_bytes:
+        warnings.warn(
+            f"this backward retains its graph (retain_graph=True), so what was saved for it stays: this step may take "
+            f"{format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; from the next step on that "
+            "is planned for, if there is room",
+            stacklevel=users_level(),
+        )

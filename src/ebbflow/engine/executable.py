@@ -26,6 +26,7 @@ from typing import Any, Literal
 from torch import fx
 
 from ebbflow.capture.joint import Captured
+from ebbflow.engine.retained import Retained, retained_above_bytes
 from ebbflow.engine.unused import UnusedOutputs
 from ebbflow.errors import BudgetExceeded
 from ebbflow.faults import users_level
@@ -123,15 +124,22 @@ class Executable:
         program = plan.program
         self.boundary_bytes = plan.boundary_bytes
         self.leaves_bytes = max(self.boundary_bytes, sum(program.buffers[b].bytes for b in program.gradients))
-        self._needs: dict[tuple[int, int], int] = {(program.between_bytes, program.held_bytes): self.needs_bytes}
+        known = (program.between_bytes, program.held_bytes, None)
+        self._needs: dict[tuple[int, int, Retained | None], int] = {known: self.needs_bytes}
         self.overhead = plan.overhead
 
-    def needs_with(self, between_bytes: int, held_bytes: int) -> int:
-        """Bytes above the step's start if user code takes so much between the two graphs."""
-        key = (between_bytes, held_bytes)
+    def needs_with(self, between_bytes: int, held_bytes: int, retained: Retained | None = None) -> int:
+        """Bytes above the step's start if user code takes so much between the two graphs, or retains the second."""
+        key = (between_bytes, held_bytes, retained)
         if key not in self._needs:
+            schedule = self.plan.schedule
             program = replace(self.plan.program, between_bytes=between_bytes, held_bytes=held_bytes)
-            self._needs[key] = simulate(program, self.plan.schedule, self.plan.machine).above_bytes
+            timeline = simulate(program, schedule, self.plan.machine)
+            self._needs[key] = (
+                timeline.above_bytes
+                if retained is None
+                else retained_above_bytes(program, schedule, timeline, retained)
+            )
         return self._needs[key]
 
     @property

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ebbflow.engine.between import learn_retained
 from ebbflow.engine.executable import Executable, Phase, executable_numbered
 from ebbflow.engine.flights import Flight, flight_numbered, flights_of
 from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
@@ -151,7 +152,10 @@ def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:
     gauge = None
     retained = keeps_graph()
     if flight is not None:
+        again = flight.number not in flight.home.in_the_air
         flight.land(retained=retained)
+        if retained or again:
+            learn_retained(flight, again=again)
         gauge, flight.gauge = flight.gauge, None
         if flight.between is not None:
             flight.between.mark()

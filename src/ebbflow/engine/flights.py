@@ -156,6 +156,10 @@ class Learner(Protocol):
         """A call of ``other`` starts before the backward of one of ``slot``."""
         ...
 
+    def learn_retained(self, slot: Slot, *, again: bool) -> bool:
+        """A backward of a call of ``slot`` retains its graph, or comes ``again``; whether that is news."""
+        ...
+
 
 class Flights:
     """The flights of one model that are in the air, by number.

@@ -34,6 +34,7 @@ from ebbflow.engine.flights import Flight, Flights, aloft, flights_of, kept_byte
 from ebbflow.engine.given import given_plan_here, start_here
 from ebbflow.engine.key import Slot, key_of, modes_of
 from ebbflow.engine.reserve import reserve_bytes
+from ebbflow.engine.retained import Retained, plan_retained
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError
@@ -265,13 +266,13 @@ class FittedModel:
         current = step.executable
         if current is not None and now.checkpointed and flights_of(current):
             return current
-        between = self._between.of(now.slot)
+        between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
         known = not self._is_guess(step, now)
         fitting = [
             each
             for each in step.executables
-            if _holds(each, resident, between)
+            if _holds(each, resident, between, retained)
             and not (each.provisional and known)
             and (now.accumulating or not each.accumulates)
         ]
@@ -306,7 +307,7 @@ class FittedModel:
         make = functools.partial(make_plan, budget=self.budget, reserve_bytes=reserve, seeds=seeds)
         between = self._between.of(now.slot)
         try:
-            return make(_with(program, between), resident_bytes=resident, options=options), guess
+            plan = make(_with(program, between), resident_bytes=resident, options=options)
         except BudgetError as error:
             if guess:
                 error.add_note(
@@ -324,6 +325,28 @@ class FittedModel:
                 self._warn_of("a forward of another fitted model")
             options = replace(options, planner="least_memory")
             return make(_with(program, between), resident_bytes=resident - now.flying_bytes, options=options), True
+        if (retained := self._between.retained(now.slot)) is None:
+            return plan, guess
+
+        def with_aside(aside: int) -> Plan:
+            return make_plan(
+                plan.program,
+                Budget(bytes=plan.budget_bytes),
+                resident_bytes=resident,
+                reserve_bytes=reserve + aside,
+                seeds=[*seeds, plan.schedule],
+                options=options,
+            )
+
+        roomy = plan_retained(plan, with_aside, retained)
+        if roomy is None:
+            self._between.give_up_retained(now.slot)
+            warnings.warn(
+                f"no plan within {format_bytes(plan.budget_bytes)} was found that has room for what a backward with "
+                "retain_graph=True keeps: steps that retain their graph may exceed the budget",
+                stacklevel=users_level(),
+            )
+        return roomy or plan, guess
 
     def _was_expected(self, now: Circumstances) -> bool:
         """Whether all that are in the air are planned with room for a call like this."""
@@ -374,10 +397,11 @@ def _with(program: Program, between: Between | None) -> Program:
     return replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
 
 
-def _holds(executable: Executable, resident_bytes: int, between: Between | None) -> bool:
+def _holds(executable: Executable, resident_bytes: int, between: Between | None, retained: Retained | None) -> bool:
     """Whether there is room, or would be if forwards that come between were planned for what is left to them."""
-    program, needs = executable.plan.program, executable.needs_bytes
-    if between is not None and (between.peak_bytes, between.held_bytes) != (program.between_bytes, program.held_bytes):
-        least = min(between.peak_bytes, max(program.between_bytes, between.least_bytes))
-        needs = executable.needs_with(least, between.held_bytes)
+    program = executable.plan.program
+    peak, held = program.between_bytes, program.held_bytes
+    if between is not None and (between.peak_bytes, between.held_bytes) != (peak, held):
+        peak, held = min(between.peak_bytes, max(peak, between.least_bytes)), between.held_bytes
+    needs = executable.needs_with(peak, held, retained)
     return resident_bytes + needs <= executable.plan.budget_bytes

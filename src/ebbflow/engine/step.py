@@ -136,12 +136,14 @@ class Step:
         del self._executables[:-_MOST_EXECUTABLES]
 
     @property
+    def hidden_inputs(self) -> list[torch.Tensor]:
+        """Those of ``hidden`` that live."""
+        return [each for each in (reference() for reference in self.hidden) if each is not None]
+
+    @property
     def hidden_bytes(self) -> int:
         """Bytes of ``hidden`` and of their gradients."""
-        if not self.hidden:
-            return 0
-        found = [each for each in (reference() for reference in self.hidden) if each is not None]
-        return sum(storages_in(found).values())
+        return sum(storages_in(self.hidden_inputs).values()) if self.hidden else 0
 
     def forget_plans(self) -> None:
         """Plan anew at the next call: what was asked for has changed."""
