@@ -77,6 +77,7 @@ def test_a_second_forward_in_flight_is_warned_about_once(pair: Pair) -> None:
     (first + second + third).backward()
 
 
+@pytest.mark.filterwarnings("ignore:this backward retains its graph")
 def test_retain_graph_twice(pair: Pair) -> None:
     for model in pair:
         torch.manual_seed(1)
@@ -123,6 +124,7 @@ def test_gradient_of_the_input(pair: Pair) -> None:
     assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:this backward retains its graph")
 def test_double_backward_is_refused(pair: Pair) -> None:
     loss = pair[0](rows(1))
     first, *_ = torch.autograd.grad(loss, list(pair[0].parameters()), create_graph=True)
