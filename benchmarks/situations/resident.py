@@ -163,7 +163,7 @@ def expanded_buffer(run: Run) -> None:
 @situation(share=1.05)
 def expanded_input(run: Run) -> None:
     """The batch is one row, expanded."""
-    model = Mapped(lambda m, x: (x[:32] @ m.w).square().mean() + x.mean(), w=torch.randn(64, 64))
+    model = Mapped(lambda m, x: (x[:32] @ m.w).square().mean() + x.mean(), w=torch.randn(64, 512))
     run.train(model, lambda m, i: _loss(m, run.x(i, 1, 64).expand(32768, 64)))
 
 

@@ -93,6 +93,7 @@ def without_model(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _counter = itertools.count()
+_backends: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
 def _template(module: Any, forward: Any, args: Any, kwargs: Any, every_output: bool) -> Any:
@@ -111,7 +112,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
 
     It runs what the partitioner returned, and gives the forward's outputs and those of them that may be detached
     (``loss.loss_only``) unless every output is to take gradients. The first call has to be made inside
-    :func:`translated_errors`. The caller keeps the partitioner alive; Dynamo keeps backends for good.
+    :func:`translated_errors`. The caller keeps the partitioner alive.
 
     Args:
         partitioner: what makes the two graphs.
@@ -149,12 +150,14 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
             refuse_autocast(graph)
         return planned(graph, inputs)
 
-    return torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
+    step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
+    _backends[step] = backend
+    return step
 
 
 def forget_step(step: Callable[..., Any]) -> None:
     """Free what Dynamo keeps for a function of :func:`compile_step`, which it would keep until the process ends."""
-    forget_compiled(step)
+    forget_compiled(step, _backends.pop(step))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -263,7 +264,10 @@ def dynamo_says_what_is_wrong() -> None:
 @canary
 def compiled_code_can_be_forgotten() -> None:
     """After ``forget_compiled`` nothing of a capture is left: the next call captures again."""
+    from torch._dynamo.eval_frame import cached_backends
+
     captures: list[int] = []
+    kept = len(cached_backends), len(weakref.finalize._registry)  # type: ignore[attr-defined]
 
     def backend(graph: fx.GraphModule, _: Any) -> Any:
         captures.append(1)
@@ -276,7 +280,9 @@ def compiled_code_can_be_forgotten() -> None:
     dynamo.forget_compiled(step)
     step(torch.ones(2))
     expect(len(captures) == 2, "a forgotten function is not captured again")
-    dynamo.forget_compiled(step)
+    dynamo.forget_compiled(step, backend)
+    left = len(cached_backends), len(weakref.finalize._registry)  # type: ignore[attr-defined]
+    expect(left == kept, f"backends and finalizers are left of a forgotten function: {left} after {kept}")
 
 
 @canary

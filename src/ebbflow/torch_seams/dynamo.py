@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import logging
 import os
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -102,12 +104,38 @@ def is_argument(node: torch.fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith(("L_args_", "L_kwargs_"))
 
 
-def forget_compiled(function: Callable[..., Any]) -> None:
+def forget_compiled(function: Callable[..., Any], backend: Callable[..., Any] | None = None) -> None:
     """Free what Dynamo keeps for a function of ``torch.compile``, which it would keep until the process ends.
 
-    Its cache hangs on the code object of the function that was compiled (``_torchdynamo_orig_callable``).
+    - Its cache hangs on the code object of the function that was compiled (``_torchdynamo_orig_callable``).
+    - Whatever its guards know by identity has a finalizer that holds the guards: of a class or a module, for good.
+    - ``cached_backends`` keeps every backend, and the code state the sizes seen by every function, by its name.
     """
-    reset_code(function._torchdynamo_orig_callable.__code__)  # type: ignore[attr-defined]
+    from torch._dynamo import pgo
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
+
+    code = function._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined]
+    guards = {id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)}
+    reset_code(code)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        manager = _manager_of(finalizer)
+        if manager is not None and id(getattr(manager, "guard_manager", None)) in guards:
+            finalizer.detach()
+    for key, kept in list(cached_backends.items()):
+        if backend is not None and getattr(kept, "compiler_fn", kept) is backend:
+            del cached_backends[key]
+    states = pgo._CODE_STATE or {}
+    for known in [each for each in states if (each.name, each.filename) == (code.co_name, code.co_filename)]:
+        del states[known]
+
+
+def _manager_of(finalizer: weakref.finalize[..., Any]) -> object:
+    """Whose guards a finalizer holds, if it is one of Dynamo's."""
+    found = finalizer.peek()
+    function = found[1] if found is not None else None
+    method = function.func if isinstance(function, functools.partial) else None
+    owner = getattr(method, "__self__", None)
+    return owner if type(owner).__name__ == "CheckFunctionManager" else None
 
 
 def is_switched_off() -> bool:
