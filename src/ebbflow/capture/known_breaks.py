@@ -68,6 +68,13 @@ _BREAKS = (
         "use torch.func.grad",
         line=r"grad\(|backward\(",
     ),
+    _Break(
+        r"[Dd]ata-dependent|branching|Could not guard",
+        "It asserts something about values of tensors in a way that needs them in Python.",
+        "Make the condition one tensor and the message a constant, and the assertion is part of the step "
+        "(assert torch.isfinite(x).all(), 'not finite'), or check it outside of the forward",
+        line=r"\bassert\b|torch\._assert\(|torch\._check\w*\(",
+    ),
 )
 _BRANCH = re.compile(r"[Dd]ata-dependent|branching")
 _LAYERDROP = re.compile(r"layer_?drop|drop_?path|drop_prob|dropout_prob|skip_the_layer|stochastic_depth")

@@ -24,6 +24,7 @@ from torch import fx
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only, settle_roles
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
+from ebbflow.capture.rules.assertions import assertions_as_ops
 from ebbflow.capture.rules.ctc import ctc_with_sizes
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.eager_kernels import eager_kernels
@@ -145,6 +146,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
         settle_roles(graph)
+        assertions_as_ops(graph)
         unroll_recurrent(graph)
         if elsewhere:
             refuse_autocast(graph)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from ebbflow.torch_seams.hooks import global_hooks
 from ebbflow.torch_seams.trees import tree_flatten
 
 __all__ = ["Slot", "key_of", "modes_of", "part_of", "with_sizes"]
@@ -94,4 +95,4 @@ def with_sizes(tensor: torch.Tensor) -> object:
 def modes_of(module: torch.nn.Module, device: str, trained: bytes) -> object:
     """What a step depends on besides the model and its arguments; ``trained`` says which parameters take gradients."""
     autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    return (module.training, *autocast, torch.get_num_threads(), trained)
+    return (module.training, *autocast, torch.get_num_threads(), trained, global_hooks())

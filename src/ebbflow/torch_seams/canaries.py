@@ -304,3 +304,22 @@ def allocations_are_recorded() -> None:
     sizes = [size for _, _, size in record.events()]
     expect(104_729 in sizes and -104_729 in sizes[sizes.index(104_729) :], f"recorded: {sizes}")
     expect(not profiler.profiler_active(), "a stopped profiler is active")
+
+
+@canary
+def hooks_on_every_module_are_seen() -> None:
+    """Tables of the hooks on all modules, each registered under a number of its own."""
+    from ebbflow.torch_seams.hooks import global_hooks
+
+    kinds = [
+        torch.nn.modules.module.register_module_forward_pre_hook,
+        torch.nn.modules.module.register_module_forward_hook,
+        torch.nn.modules.module.register_module_full_backward_pre_hook,
+        torch.nn.modules.module.register_module_full_backward_hook,
+    ]
+    seen = {global_hooks()}
+    for register in kinds:
+        handle = register(lambda *_: None)  # type: ignore[arg-type]
+        seen.add(global_hooks())
+        handle.remove()
+    expect(len(seen) == 1 + len(kinds), f"hooks of {len(kinds)} kinds are told apart: {seen}")

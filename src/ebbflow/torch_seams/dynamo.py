@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ def inner_exception(error: BaseException) -> BaseException | None:
 
 _RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
 _NO_METHOD = re.compile(r"call_method TensorVariable\(\) (\w+)")
+_FALSE_ASSERTION = "Data-dependent assertion failed (cannot compile partial graph)"  # said of constants alone
+_ASSERTION = re.compile(r"^\s*(?:[^#]*:\s)?(assert\s.+)$", re.MULTILINE)
 _UNTOLD_SIZE = re.compile(r"\bu\d+\b")
 _COMPILERS_WORDS = re.compile(r"\n*from user code:\n.*|\n*Set TORCHDYNAMO_VERBOSE=1.*", re.DOTALL)
 
@@ -57,8 +59,9 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
     """The exception that the traced code itself would raise, made anew; ``None`` if torch does not say.
 
     Nothing is run for it. Relied on: an exception that no frame of the code catches is wrapped, with its arguments in
-    the text; a kernel that refuses its arguments fails likewise on fake tensors, and what it raised stands in the
-    chain; so does what binding arguments to a function raises.
+    the text; an assertion with a constant message is one of values that are known; a kernel that refuses its arguments
+    fails likewise on fake tensors, and what it raised stands in the chain; so does what binding arguments to a function
+    raises.
     """
     from torch._dynamo.exc import ObservedException, TorchDynamoException, observed_exception_map
 
@@ -75,6 +78,8 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
         except (SyntaxError, ValueError):
             return None
         return _anew(kinds[0], args) if kinds else None
+    if _FALSE_ASSERTION in text:
+        return AssertionError(*_said_by(text))
     if (missing := _NO_METHOD.search(text)) is not None and not hasattr(torch.Tensor, missing[1]):
         return AttributeError(f"'Tensor' object has no attribute '{missing[1]}'")
     if text.startswith("failed to bind arguments") and isinstance(last, TypeError):
@@ -84,6 +89,16 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
     if _UNTOLD_SIZE.search(str(last)):
         return None  # of sizes that only data tell: the code itself may well run
     return _anew(type(last), last.args) if isinstance(last, Exception) else None
+
+
+def _said_by(text: str) -> tuple[str, ...]:
+    """The message of the last ``assert`` among the lines of an error of Dynamo, which takes no others that way."""
+    for line in reversed(_ASSERTION.findall(text)):
+        with suppress(SyntaxError):
+            found = ast.parse(line).body[0]
+            if isinstance(found, ast.Assert) and isinstance(found.msg, ast.Constant):
+                return (str(found.msg.value),)
+    return ()
 
 
 def _anew(kind: type[Exception], args: tuple[Any, ...]) -> Exception:

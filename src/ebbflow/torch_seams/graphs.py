@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 from torch.fx.graph import _BoxedCodeGen
 
 if TYPE_CHECKING:
     import sympy
 
 __all__ = [
+    "ASSERTS_TRUE",
+    "asserts_on_numbers",
     "boxed_codegen",
     "data_dependent_guard_type",
     "expression_of",
@@ -20,6 +23,20 @@ __all__ = [
     "module_stack_of",
     "stack_trace_of",
 ]
+
+
+ASSERTS_TRUE: Any = torch._assert_async  # type: ignore[attr-defined]
+"""What an ``assert`` on a tensor is in Dynamo's graph: of one element, with the message."""
+
+
+def asserts_on_numbers() -> bool:
+    """Whether the forward that this thread captures asserts something about a number that only data tell.
+
+    Asked in a backend. Dynamo hands such assertions to the shape environment, which writes out some of them.
+    """
+    context = TracingContext.try_get()
+    env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    return env is not None and bool(env.deferred_runtime_asserts)
 
 
 def boxed_codegen(module: fx.GraphModule) -> None:

@@ -1,0 +1,67 @@
+"""``assert`` in a forward: of what is known, raised as eager raises it; of values of tensors, part of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from asserting import all_below, branching, formatted, literal, none, number, wordless
+from ebbflow.errors import CaptureError
+
+
+class Asserting(nn.Module):
+    def __init__(self, check: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.check = check
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            self.check(x)
+        return x.square().mean()
+
+
+VALUES: dict[str, Callable[[torch.Tensor], None]] = {"a message": all_below, "none": wordless}
+
+
+@pytest.mark.parametrize("check", VALUES.values(), ids=VALUES)
+def test_an_assertion_about_values_is_part_of_the_step(check: Callable[[torch.Tensor], None]) -> None:
+    plain = Asserting(check)
+    x = torch.randn(4096, 8)
+    plain(x).backward()
+    model = ebbflow.fit(Asserting(check), "75%", effort=20)
+    model.load_state_dict(plain.state_dict())
+    for step in range(4):
+        model.zero_grad()
+        model(x).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)), (  # type: ignore[arg-type]
+            step
+        )
+        with pytest.raises(AssertionError) as theirs:
+            plain(x * torch.nan)
+        with pytest.raises(AssertionError) as ours:
+            model(x * torch.nan)
+        assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("check", [literal, formatted, none])
+def test_an_assertion_about_what_is_known_is_eagers(check: Callable[[torch.Tensor], None]) -> None:
+    model = ebbflow.fit(Asserting(check), "1MiB", effort=20)
+    with pytest.raises(AssertionError) as theirs:
+        Asserting(check)(torch.randn(7, 8))
+    with pytest.raises(AssertionError) as ours:
+        model(torch.randn(7, 8))
+    assert str(ours.value) == str(theirs.value)
+    model(torch.randn(6, 8)).backward()
+
+
+@pytest.mark.parametrize("check", [branching, number])
+def test_what_no_graph_holds_is_refused_with_what_would_do(check: Callable[[torch.Tensor], None]) -> None:
+    model = ebbflow.fit(Asserting(check), "1MiB", effort=20)
+    with pytest.raises(CaptureError, match=r"\.all\(\)"):
+        model(torch.randn(6, 8))
