@@ -15,7 +15,10 @@ from types import TracebackType
 
 from ebbflow.errors import EbbflowError, InternalError
 
-__all__ = ["in_own_frames", "innermost", "internal", "is_own", "own_faults", "users_level"]
+__all__ = ["RAISED_IN_CAPTURE", "in_own_frames", "innermost", "internal", "is_own", "own_faults", "users_level"]
+
+RAISED_IN_CAPTURE = "Raised while the step was captured"
+"""How the note begins that an exception of the user's own model gets."""
 
 _HERE = Path(__file__).parent
 _OURS = f"{_HERE}/"

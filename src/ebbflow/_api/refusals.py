@@ -71,6 +71,10 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
     _refuse_scripts(model)
     _refuse_hooks(model)
     for name, tensor in _tensors(model):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise _refusal(
+                f"{name} has no shape before the first batch: run one through the model under torch.no_grad(), then fit"
+            )
         if isinstance(tensor, FakeTensor):
             raise _refusal(
                 f"{name} was made under FakeTensorMode and has no memory, so the model cannot be trained; build it "

@@ -35,6 +35,23 @@ class _Break:
 
 _BREAKS = (
     _Break(
+        r"modified by an inplace operation",
+        "It changes in place something that its own backward needs as it was; eager's backward refuses that as well.",
+        "Change a copy (clone()), or use the operator that is not in place",
+    ),
+    _Break(
+        r"[Dd]ata-dependent|Could not guard|item\(\)",
+        "A batch norm with momentum=None reads how many batches it has seen, a number in a tensor.",
+        "Give it a number (momentum=0.1)",
+        line=r"num_batches_tracked",
+    ),
+    _Break(
+        r"fork_rng|is_compiling|data-dependent|Data-dependent|get_state|context manager",
+        "It forks or sets the random state while it runs.",
+        "Fork around the call of the model, or draw before it and give the values as tensors",
+        line=r"fork_rng|set_rng_state",
+    ),
+    _Break(
         rf"{PYTHON_DRAWS}|Random\.\w+|method `\w+` of class `Random`", _DRAWN.format("Python's random"), _DRAW_OUTSIDE
     ),
     _Break(

@@ -26,6 +26,7 @@ from ebbflow.torch_seams.dynamo import inner_exception
 __all__ = ["ours_inside", "refusal", "users_line"]
 
 _TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 _USER_CODE = re.compile(r"from user code:|User Stack \(most recent call last\):")
 
@@ -145,6 +146,7 @@ def _place(error: BaseException) -> _Place | None:
         if start is None:
             continue
         frames = list(_FRAME.finditer(text, start.end()))
+        frames = [frame for frame in frames if not frame[1].startswith(_OURS)] or frames
         mine = [frame for frame in frames if not frame[1].startswith(_TORCH)] or frames
         if mine:
             return _place_of(text, mine[-1])

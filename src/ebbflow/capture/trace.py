@@ -33,6 +33,7 @@ from ebbflow.capture.rules.linalg_checks import checks_as_ops
 from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError
+from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
 from ebbflow.torch_seams.dynamo import (
     capture_error_type,
@@ -222,7 +223,7 @@ def translated_errors(
         packed = packed_sequence_refusal((args, kwargs), str(error))
         theirs = None if packed else raised_by_the_model(error)
         if theirs is not None:
-            theirs.add_note(f"Raised while the step was captured: {users_line(error)}")
+            theirs.add_note(f"{RAISED_IN_CAPTURE}: {users_line(error)}")
             raise theirs from None
         found = refusal(error, module, packed)
         raise found from found.__cause__ or error

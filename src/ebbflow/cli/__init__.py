@@ -21,6 +21,7 @@ from ebbflow.cli.doctor import doctor
 from ebbflow.cli.max_batch import max_batch
 from ebbflow.cli.plan import plan
 from ebbflow.errors import BudgetExceeded, EbbflowError, InternalError, VerificationError
+from ebbflow.faults import RAISED_IN_CAPTURE
 
 __all__ = ["app", "main"]
 
@@ -38,6 +39,12 @@ class _Group(TyperGroup):
             print(f"ebbflow: {error}", file=sys.stderr)
             broken = isinstance(error, BudgetExceeded | VerificationError)
             raise typer.Exit(1 if broken else 2) from error
+        except Exception as error:
+            notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_IN_CAPTURE)]
+            if not notes:
+                raise
+            print(f"ebbflow: the model's forward raises {type(error).__name__}: {error}\n{notes[0]}", file=sys.stderr)
+            raise typer.Exit(2) from error
 
 
 app = typer.Typer(

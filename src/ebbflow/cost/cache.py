@@ -37,7 +37,7 @@ def device_context(device: str) -> dict[str, str]:
         context["cudnn"] = f"{torch.backends.cudnn.benchmark} {torch.backends.cudnn.deterministic}"
     else:
         context["name"] = torch.backends.cpu.get_cpu_capability()
-        context["mkldnn"] = str(torch.backends.mkldnn.is_available())
+        context["mkldnn"] = str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
     return context
 
 

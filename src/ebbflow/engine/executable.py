@@ -41,11 +41,12 @@ from ebbflow.step.simulate import simulate
 from ebbflow.torch_seams.graphs import boxed_codegen
 from ebbflow.units import format_bytes, format_percent
 
-__all__ = ["Callables", "Executable", "Phase", "executable_numbered"]
+__all__ = ["SCALARS_BYTES", "Callables", "Executable", "Phase", "executable_numbered"]
 
 # A measured peak that is further from the prediction than this is worth a word (DESIGN: 0.1 % on CPU, 1 % on CUDA).
 _TOLERANCE = {"cpu": 0.001, "cuda": 0.01}
-_SCALARS_BYTES = 64  # tangents of a few scalar losses
+SCALARS_BYTES = 64
+"""Of a few scalar losses and their tangents."""
 
 _numbers = itertools.count(1)
 _alive: weakref.WeakValueDictionary[int, Executable] = weakref.WeakValueDictionary()
@@ -209,7 +210,7 @@ def executable_numbered(number: int) -> Executable:
 def _unseen_bytes(program: Program) -> int:
     """What lies between the two windows of a measurement: tangents, a loss outside, outputs that user code drops."""
     unseen = max(program.between_bytes, program.late_bytes)
-    if unseen > _SCALARS_BYTES:
+    if unseen > SCALARS_BYTES:
         unseen += sum(program.buffers[b].bytes for b in program.forward_outputs)
     return unseen
 

@@ -49,13 +49,13 @@ def calls_of_fitted() -> Iterator[tuple[torch.nn.Module, Calls]]:
 
 def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The subclass of ``plain`` under the same name whose training calls are planned (definition 1)."""
-    return _made(plain, plain.forward, getattr(plain, "training_step", None))
+    return _made(plain, getattr(plain, "training_step", None))
 
 
-@functools.cache  # a class whose forward is replaced later has another one then
-def _made(plain: type[torch.nn.Module], forward: _Forward, training_step: _Forward | None) -> type[torch.nn.Module]:
+@functools.cache
+def _made(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
     names: dict[str, Any] = {
-        "forward": _ForwardOfModel(forward),
+        "forward": _ForwardOfModel(plain),
         "_ebbflow_plain": plain,
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
@@ -63,22 +63,52 @@ def _made(plain: type[torch.nn.Module], forward: _Forward, training_step: _Forwa
     }
     if training_step is not None:
         names["training_step"] = _with_a_planned_call(training_step)
-    kind = type(plain.__name__, (plain,), names)
-    kind.__qualname__ = plain.__qualname__
-    return kind
+    names["__qualname__"] = plain.__qualname__
+    own = type(plain)
+    meta = type(own.__name__, (_OfTheModelsClass, own), {})
+    try:
+        return meta(plain.__name__, (_Unannounced, plain), names)
+    except Exception as error:
+        raise UsageError(
+            f"{plain.__name__} lets no class be derived from it ({type(error).__name__}: {error}), and a fitted "
+            "model's is; put the model into a module of your own (a class whose forward calls it) and fit that",
+            argument="model",
+        ) from error
+
+
+class _Unannounced:
+    """A base that keeps ``__init_subclass__`` of the model's class, which may register classes, from being asked."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
+class _OfTheModelsClass(type):
+    """What is put on the class of a fitted model, or taken off, is put on the model's own class, as in eager."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        setattr(cls.__dict__["_ebbflow_plain"], name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        delattr(cls.__dict__["_ebbflow_plain"], name)
 
 
 class _ForwardOfModel:
     """Definition 2.
 
     Args:
-        forward: of the model's class.
+        plain: the model's class, whose ``forward`` may be replaced later.
     """
 
-    def __init__(self, forward: _Forward) -> None:
-        self._of_class = _entry(forward)
+    def __init__(self, plain: type[torch.nn.Module]) -> None:
+        self._plain = plain
+        self._forward: _Forward = plain.forward
+        self._of_class = _entry(self._forward)
 
     def __get__(self, model: torch.nn.Module | None, kind: type[torch.nn.Module]) -> _Forward:
+        if not _traced() and self._plain.forward is not self._forward:
+            self._forward = self._plain.forward
+            self._of_class = _entry(self._forward)
         if model is None:
             return self._of_class
         own = model.__dict__.get("forward")

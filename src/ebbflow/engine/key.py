@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,11 +22,12 @@ import torch
 from ebbflow.torch_seams.hooks import global_hooks
 from ebbflow.torch_seams.trees import tree_flatten
 
-__all__ = ["Slot", "key_of", "modes_of", "part_of", "with_sizes"]
+__all__ = ["Code", "Slot", "key_of", "modes_of", "part_of", "with_sizes"]
 
 _DEPTH = 6
 _LONG = 256
 _VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, type)
+_FUNCTIONS = (types.FunctionType, classmethod, staticmethod)
 
 
 class Slot(NamedTuple):
@@ -95,4 +96,39 @@ def with_sizes(tensor: torch.Tensor) -> object:
 def modes_of(module: torch.nn.Module, device: str, trained: bytes) -> object:
     """What a step depends on besides the model and its arguments; ``trained`` says which parameters take gradients."""
     autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-    return (module.training, *autocast, torch.get_num_threads(), trained, global_hooks())
+    return (module.training, *autocast, torch.get_num_threads(), trained, global_hooks(), _kernels_allowed())
+
+
+def _kernels_allowed() -> tuple[bool, ...]:
+    """Settings by which torch chooses kernels, of which a capture keeps the choice and its costs the workspace."""
+    cuda = torch.backends.cuda
+    return (
+        bool(torch.backends.mkldnn.enabled),
+        bool(torch.backends.cudnn.enabled),
+        cuda.math_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+class Code:
+    """The functions of a model's classes: one that is put on a class later makes another step. Torch guards none."""
+
+    def __init__(self) -> None:
+        self._known: dict[type, tuple[tuple[int, ...], frozenset[object]]] = {}
+
+    def of(self, classes: Iterable[type]) -> frozenset[object]:
+        """The part of a key that says which functions these classes and their bases have."""
+        kinds = {each for kind in classes for each in kind.__mro__}
+        kinds.discard(torch.nn.Module)
+        return frozenset([(kind, self._functions(kind)) for kind in kinds])
+
+    def _functions(self, kind: type) -> frozenset[object]:
+        names = vars(kind)
+        now = tuple(map(id, names.values()))  # functions that are known are kept, so that no other has their id
+        known = self._known.get(kind)
+        if known is None or known[0] != now:
+            found = frozenset((name, value) for name, value in names.items() if isinstance(value, _FUNCTIONS))
+            self._known[kind] = known = (now, found)
+        return known[1]

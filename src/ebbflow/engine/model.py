@@ -28,11 +28,11 @@ from ebbflow.cost.cache import device_context
 from ebbflow.engine.between import Between, Knowledge, learn_flight
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.compiled import Call, Capture
-from ebbflow.engine.executable import Executable
+from ebbflow.engine.executable import SCALARS_BYTES, Executable
 from ebbflow.engine.executor import being_watched
 from ebbflow.engine.flights import Flight, Flights, aloft, flights_of, kept_bytes, kept_inputs
 from ebbflow.engine.given import given_plan_here, start_here
-from ebbflow.engine.key import Slot, key_of, modes_of
+from ebbflow.engine.key import Code, Slot, key_of, modes_of
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.engine.retained import Retained, plan_retained
 from ebbflow.engine.shared_calls import Kinds
@@ -65,6 +65,7 @@ class Circumstances:
 
     Attributes:
         slot: key of the call, and how many of the model's forwards are in the air (``between``).
+        modes: what of the key does not depend on the arguments.
         trained: per parameter whether it takes a gradient.
         accumulating: whether every parameter that takes a gradient has one.
         module: whose call it is.
@@ -78,6 +79,7 @@ class Circumstances:
     """
 
     slot: Slot
+    modes: object
     trained: bytes
     accumulating: bool
     module: torch.nn.Module
@@ -138,6 +140,7 @@ class FittedModel:
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
     _kinds: Kinds = field(default_factory=Kinds)
+    _code: Code = field(default_factory=Code)
 
     def __post_init__(self) -> None:
         self.flights = Flights(self._between)
@@ -154,14 +157,16 @@ class FittedModel:
         """What surrounds ``call``."""
         inputs = watched_in([call.args, call.kwargs]) if call.device == "cpu" else []
         others = {**kept_inputs(), **{each.key: each.bytes for each in inputs}}
-        trained, accumulating, own = walk(call.module)
+        trained, accumulating, own, classes = walk(call.module)
         resident = start_bytes(own, self.optimizer, others, call.device)
         flying = aloft(self.flights)
+        modes = (modes_of(call.module, call.device, trained), self._code.of(classes))
         return Circumstances(
-            trained=trained,
+            modes=modes,
             accumulating=accumulating,
+            trained=trained,
             slot=Slot(
-                key_of(modes_of(call.module, call.device, trained), call.args, call.kwargs),
+                key_of(modes, call.args, call.kwargs),
                 len(self.flights.in_the_air),
                 self.number,
             ),
@@ -197,9 +202,7 @@ class FittedModel:
         yield from reversed(known.copy())
         self.options.progress(Progress(f"capturing the step of {self.plain_class.__name__}"))
         if self.given_plan is None and not any(step.capture.symbolic for step in known):
-            shared = self._kinds.capture_for(
-                modes_of(now.module, now.device, now.trained), call.args, call.kwargs, self._capture
-            )
+            shared = self._kinds.capture_for(now.modes, call.args, call.kwargs, self._capture)
             if shared is not None:
                 yield Step(shared, verify=self.verify)
                 self._kinds.failed(shared)
@@ -247,7 +250,7 @@ class FittedModel:
             return
         if now.flying_bytes:
             learn_flight(flight, [each for each in now.aloft if each.number in each.home.in_the_air])
-        elif self._waits_for_a_loss(step, now) and not being_watched(now.device):
+        elif not self._between.has_loss_of(now.slot) and not being_watched(now.device):
             learn = functools.partial(self._learn_loss, now.slot, step)
             flight.between = BetweenGauge(now.device, learn)
             flight.between.begin()
@@ -309,6 +312,10 @@ class FittedModel:
         try:
             plan = make(_with(program, between), resident_bytes=resident, options=options)
         except BudgetError as error:
+            if (granted := self._granted_bytes()) > (error.budget_bytes or 0):
+                # A share is of each shape's own peak; what another shape was granted does no harm here.
+                budget = Budget(bytes=granted)
+                return make(_with(program, between), budget=budget, resident_bytes=resident, options=options), guess
             if guess:
                 error.add_note(
                     "The loss outside the model is not in these figures: the first step measures what it takes. "
@@ -348,6 +355,10 @@ class FittedModel:
             )
         return roomy or plan, guess
 
+    def _granted_bytes(self) -> int:
+        """What a share of the unplanned peak has come to at the most, for any shape; 0 for a budget in bytes."""
+        return 0 if self.budget.share is None else max((plan.budget_bytes for plan in self._plans()), default=0)
+
     def _was_expected(self, now: Circumstances) -> bool:
         """Whether all that are in the air are planned with room for a call like this."""
         return all(now.slot in each.expects for each in now.aloft)
@@ -374,11 +385,13 @@ class FittedModel:
     # -- what is learned from a first step ------------------------------------------------------------------
 
     def _learn_loss(self, slot: Slot, step: Step, peak_bytes: int, left_bytes: int) -> None:
-        """What user code took between the two graphs of ``step``."""
+        """What user code took between the two graphs of ``step``: a loss outside, or what is added to one inside."""
         plan = step.plan
         if plan is None:
             return
         tangents = plan.program.late_bytes - plan.program.held_bytes
+        if peak_bytes - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
+            peak_bytes = left_bytes = 0
         self._between.learn_loss(slot, peak_bytes, max(left_bytes - tangents, 0))
         total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
         if total > plan.budget_bytes:

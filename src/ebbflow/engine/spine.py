@@ -40,6 +40,7 @@ from ebbflow.planners.narration import narrated
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.torch_seams.dynamo import NO_FRAMES
 from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["train"]
@@ -181,8 +182,15 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
             flight.restore = snapshot(step.changed_in(call.module), now.device)
     try:
         outputs, detached = step.capture(call, flight)
-    except BaseException:
+    except BaseException as error:
         flight.give_up()
+        if isinstance(error, RuntimeError) and NO_FRAMES in str(error):
+            raise CaptureError(
+                "a torch dispatch mode (FlopCounterMode, allow_mutation_on_saved_tensors, ...) is active, under which "
+                "torch compiles nothing, so this call cannot be planned",
+                remedy="leave the mode around training calls; count or trace under torch.no_grad(), or on a copy of "
+                "the model (copy.deepcopy), which is a plain one",
+            ) from None
         raise
     assert executable is not None
     step.ran(executable)

@@ -20,6 +20,7 @@ from ebbflow.torch_seams.fake_tensors import LIMITS
 from ebbflow.torch_seams.patches import Item, Setting, patched, wrapped
 
 __all__ = [
+    "NO_FRAMES",
     "capture_error_type",
     "forget_compiled",
     "inner_exception",
@@ -31,6 +32,8 @@ __all__ = [
     "without_the_compilers_words",
 ]
 
+NO_FRAMES = "found no compiled frames"
+"""What torch says of a function of ``fullgraph=True`` that it did not look at, as under a dispatch mode."""
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
 

@@ -18,8 +18,8 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int]]:
-    """Per parameter whether it takes a gradient, whether all that do have one, and bytes by key of all storages.
+def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type]]:
+    """Per parameter whether it takes a gradient, whether all that do have one, bytes by key of all storages, classes.
 
     Parameters, their gradients and buffers; each module once. Every planned step asks, so it is one plain loop over
     the tables: torch's own walks take several times as long.
@@ -29,8 +29,10 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int]]:
     trained: list[bool] = []
     sizes: dict[int, int] = {}
     accumulating = True
+    classes: set[type] = set()
     while waiting:
         each = waiting.pop()
+        classes.add(type(each))
         for parameter in each._parameters.values():
             if parameter is None:
                 continue
@@ -50,7 +52,7 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int]]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
-    return bytes(trained), accumulating, sizes
+    return bytes(trained), accumulating, sizes, classes
 
 
 class StorageWatch:
