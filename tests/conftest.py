@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None or here in item.path.parents:
             item.add_marker(skip)
+
+
+_frozen_modules = 0
+
+
+@pytest.fixture(autouse=True)
+def _modules_are_no_garbage() -> None:
+    """Set aside what modules hold: every capture collects garbage, and would look at all of torch again."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 50:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)

@@ -96,7 +96,7 @@ SUBJECTS: dict[str, Subject] = {
     "gpt": Subject(
         _gpt,
         {"float32": 8, "bfloat16": 12},
-        lambda: gpt(4, GPTConfig(vocabulary=64, length=16, layers=2, width=16, heads=2, dropout=0.1)),
+        lambda: gpt(4, GPTConfig(vocabulary=64, length=16, layers=1, width=16, heads=2, dropout=0.1)),
         ("blocks",),
     ),
     "llama": Subject(_llama, {"float32": 8, "bfloat16": 12}, _toy_llama, ("layers",)),

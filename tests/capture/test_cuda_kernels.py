@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,11 +34,13 @@ from ebbflow.step.program import Program
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.units import Budget
+from ebbflow.zoo import GPTConfig, gpt
 from ebbflow.zoo.small import SMALL
 
 aten = torch.ops.aten
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 GRANULARITY = 512
+LAYERS = 2
 FORWARD = {
     "flash": aten._scaled_dot_product_flash_attention.default,
     "efficient": aten._scaled_dot_product_efficient_attention.default,
@@ -359,7 +362,7 @@ def vit() -> Case:
 
     config = ViTConfig(
         hidden_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=128,
         image_size=64,
@@ -370,18 +373,21 @@ def vit() -> Case:
     return Case(ViTForImageClassification(config).train(), kwargs=kwargs, name="vit")
 
 
+def small_gpt() -> Case:
+    return gpt(2, GPTConfig(vocabulary=64, length=32, layers=LAYERS, width=64, heads=4, dropout=0.1))
+
+
 CASES: dict[str, tuple[Callable[[], Case], str]] = {
-    "gpt": (SMALL["gpt"], "efficient"),
-    "hf_bert": (SMALL["hf_bert"], "efficient"),
-    "hf_gpt2": (SMALL["hf_gpt2"], "efficient"),
-    "hf_llama": (SMALL["hf_llama"], "efficient"),
-    "hf_t5": (SMALL["hf_t5"], ""),
+    "gpt": (small_gpt, "efficient"),
+    "hf_bert": (partial(SMALL["hf_bert"], layers=2), "efficient"),
+    "hf_gpt2": (partial(SMALL["hf_gpt2"], layers=2), "efficient"),
+    "hf_llama": (partial(SMALL["hf_llama"], layers=2), "efficient"),
+    "hf_t5": (partial(SMALL["hf_t5"], layers=2), ""),
     "vit": (vit, "efficient"),
-    "resnet50": (SMALL["resnet50"], ""),
     "mobilenet": (SMALL["mobilenet"], ""),
     "unet": (SMALL["unet"], ""),
-    "lstm_lm": (SMALL["lstm_lm"], ""),
-    "nmt": (SMALL["nmt"], "_thnn_fused_lstm_cell"),
+    "lstm_lm": (partial(SMALL["lstm_lm"], length=5), ""),
+    "nmt": (partial(SMALL["nmt"], length=4), "_thnn_fused_lstm_cell"),
 }
 QUICK = ("gpt", "hf_llama", "vit", "nmt")
 
@@ -410,7 +416,7 @@ def test_a_model_for_a_card_has_no_op_of_the_cpu(name: str) -> None:
 
 
 def test_a_step_for_this_machine_is_not_touched() -> None:
-    case = SMALL["gpt"]()
+    case = small_gpt()
     attention = aten.scaled_dot_product_attention.default
     kernels, dispatch = dict(attention.py_kernels), FakeTensorMode._dispatch_impl
     hint = torch._meta_registrations.device_hint
@@ -422,7 +428,7 @@ def test_a_step_for_this_machine_is_not_touched() -> None:
     before = here()
     mapped, _ = capture_program(case.model, case.args, case.kwargs, machine=machine_named("a100-80gb"))
     assert here().fingerprint == before.fingerprint != mapped.fingerprint
-    assert len(attention_ops(mapped)) == 2 * 6
+    assert len(attention_ops(mapped)) == 2 * LAYERS
     assert (dict(attention.py_kernels), FakeTensorMode._dispatch_impl) == (kernels, dispatch)
     assert torch._meta_registrations.device_hint is hint
     x: Any = torch.randn(2, 3, 8, 4)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import ebbflow
+from ebbflow._api.verify import Verifier
 from ebbflow.case import Case
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 
-EFFORT = 2_000
+EFFORT = 1_000
 
 
 def small_gpt(dropout: float, tied: bool) -> Case:
@@ -33,12 +34,27 @@ BUILDERS: dict[str, Callable[[], Case]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How good plans are is tested with the planners."""
+    monkeypatch.setattr("ebbflow._api.fit.DEFAULT_EFFORT", EFFORT)
+    monkeypatch.setitem(ebbflow.plan.__kwdefaults__, "effort", EFFORT)
+
+
 @dataclass
 class Study:
     """A case with its unplanned plan, from which plans at any depth are made."""
 
     case: Case
     unplanned: ebbflow.Plan
+
+    def __post_init__(self) -> None:
+        self._verifier = Verifier(self.case.model, self.case.args, self.case.kwargs)
+
+    def check(self, plan: ebbflow.Plan) -> ebbflow.Verification:
+        """``plan`` against the captured and the eager step, which are run once, from one seed."""
+        torch.manual_seed(2)
+        return self._verifier.check(plan)
 
     def at(self, share: float) -> ebbflow.Plan:
         """The plan at an f-budget: smallest + share * (unplanned - smallest), nothing in reserve."""
@@ -68,7 +84,9 @@ def study() -> Callable[[str, int], Study]:
             torch.manual_seed(1)
             torch.set_num_threads(threads)
             case = BUILDERS[name]()
-            known[name, threads] = Study(case, ebbflow.plan(case.model, case.args, budget="1000%", name=name))
+            known[name, threads] = Study(
+                case, ebbflow.plan(case.model, case.args, budget="1000%", effort=EFFORT, name=name)
+            )
         return known[name, threads]
 
     return get

@@ -19,7 +19,7 @@ ROWS, WIDTH = 512, 64
 
 
 class Tower(nn.Module):
-    def __init__(self, layers: int = 8) -> None:
+    def __init__(self, layers: int = 5) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.drop = nn.Dropout(0.1)
@@ -88,7 +88,7 @@ def test_rounds_of_several_forwards_settle_within_the_budget(
     model = ebbflow.fit(copy.deepcopy(plain), budget, effort=500)
     made.update(captures=0, plans=0)
     settled = 0
-    for seed in range(8):
+    for seed in range(6):
         x = [rows(10 * seed + index) for index in range(count)]
         for each in (model, plain):
             each.zero_grad()

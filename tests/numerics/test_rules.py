@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import ebbflow
 from ebbflow._api.verify import Verification, Verifier
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.units import Budget
 
 Case = tuple[nn.Module, tuple[Any, ...]]
 CASES: dict[str, Callable[[], Case]] = {}
@@ -474,10 +476,10 @@ def verified(name: str) -> tuple[list[Verification], ebbflow.Plan]:
     top = ebbflow.plan(model, args, budget="1000%", planner="keep_all")
     above = top.predicted_peak_bytes - top.resident_bytes
     smallest = top.smallest_bytes - top.resident_bytes - top.reserve_bytes
-    plans = [
-        ebbflow.plan(model, args, budget=top.smallest_bytes + int(share * (above - smallest)), effort=500)
-        for share in (0.0, 0.5)
-    ]
+    options = PlanningOptions(effort=200, provenance=top.provenance)
+    fixed = {"resident_bytes": top.resident_bytes, "reserve_bytes": top.reserve_bytes, "options": options}
+    budgets = (Budget(bytes=top.smallest_bytes + int(share * (above - smallest))) for share in (0.0, 0.5))
+    plans = [make_plan(top.program, budget, **fixed) for budget in budgets]
     check = Verifier(model, args).check
     return [check(plan) for plan in plans], plans[0]
 

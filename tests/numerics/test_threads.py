@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
 import torch
 from torch import nn
 
@@ -27,42 +26,44 @@ class Net(nn.Module):
             x = nn.functional.gelu(layer(x))
         return x if OUTSIDE else x.square().mean()
 
+def trained(models, warm):
+    plain, batches = Net(), [torch.randn(256, 64) for _ in range(3)]
+    loss = (lambda output: output.square().mean()) if OUTSIDE else (lambda output: output)
+    expected = [torch.autograd.grad(loss(plain(x)), list(plain.parameters())) for x in batches]
+    smallest = ebbflow.plan(copy.deepcopy(plain), batches[:1], budget="1000%", effort=10).smallest_bytes
+    budget = "300%" if OUTSIDE else smallest + 2_000_000
+    fitted = [ebbflow.fit(copy.deepcopy(plain), budget, effort=100) for _ in range(models)]
+    for model in fitted * warm:
+        loss(model(batches[0])).backward()
+    right = []
+
+    def train(index):
+        model = fitted[index % models]
+        for _ in range(20):
+            found = torch.autograd.grad(loss(model(batches[index])), list(model.parameters()))
+            right.append(all(torch.equal(a, b) for a, b in zip(found, expected[index])))
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return len(right), all(right)
+
 torch.set_num_threads(1)
-OUTSIDE, MODELS, WARM = {outside}, {models}, {warm}
-plain, batches = Net(), [torch.randn(256, 64) for _ in range(3)]
-loss = (lambda output: output.square().mean()) if OUTSIDE else (lambda output: output)
-expected = [torch.autograd.grad(loss(plain(x)), list(plain.parameters())) for x in batches]
-smallest = ebbflow.plan(copy.deepcopy(plain), batches[:1], budget="1000%", effort=10).smallest_bytes
-budget = "300%" if OUTSIDE else smallest + 2_000_000
-fitted = [ebbflow.fit(copy.deepcopy(plain), budget, effort=100) for _ in range(MODELS)]
-for model in fitted * WARM:
-    loss(model(batches[0])).backward()
-right = []
-
-def train(index):
-    model = fitted[index % MODELS]
-    for _ in range(20):
-        found = torch.autograd.grad(loss(model(batches[index])), list(model.parameters()))
-        right.append(all(torch.equal(a, b) for a, b in zip(found, expected[index])))
-
-threads = [threading.Thread(target=train, args=(index,)) for index in range(3)]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
-print(len(right), all(right))
+for OUTSIDE, models, warm in ((False, 1, 0), (False, 1, 1), (False, 3, 1), (True, 1, 1)):
+    print(OUTSIDE, models, warm, *trained(models, warm), flush=True)
 """
 
 
-@pytest.mark.parametrize(("outside", "models", "warm"), [(False, 1, 0), (False, 1, 1), (False, 3, 1), (True, 1, 1)])
-def test_threads_train_at_once_on_batches_of_their_own(outside: bool, models: int, warm: int) -> None:
+def test_threads_train_at_once_on_batches_of_their_own() -> None:
     # In a process of its own: what is tested ended it with a segmentation fault.
-    script = SCRIPT.replace("{outside}", str(outside)).replace("{models}", str(models)).replace("{warm}", str(warm))
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=600
     )
+    said = ["False 1 0", "False 1 1", "False 3 1", "True 1 1"]
+    assert ended.stdout.splitlines() == [f"{each} 60 True" for each in said], ended.stderr[-2000:]
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert ended.stdout.split() == ["60", "True"], ended.stderr[-2000:]
 
 
 def test_a_flight_that_is_being_proven_is_left_alone_until_it_came_to_nothing() -> None:

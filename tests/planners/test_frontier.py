@@ -19,16 +19,17 @@ from ebbflow.planners import Interrupt
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.report.text.compare import row_of, write_rows
+from ebbflow.step.program import Program
 from ebbflow.units import Budget
 from strategies import chain
 
 PROGRAM = chain(12)
 
 
-def outcomes(budgets: list[str], planners: list[str]) -> list[ebbflow.Plan | Refusal]:
+def outcomes(budgets: list[str], planners: list[str], program: Program = PROGRAM) -> list[ebbflow.Plan | Refusal]:
     parsed = [Budget.parse(each) for each in budgets]
     return list(
-        frontier(PROGRAM, parsed, planners, resident_bytes=0, reserve_bytes=0, options=PlanningOptions(effort=200))
+        frontier(program, parsed, planners, resident_bytes=0, reserve_bytes=0, options=PlanningOptions(effort=200))
     )
 
 
@@ -130,7 +131,7 @@ def test_progress_of_several_plans_says_which_is_made() -> None:
 
 
 def test_a_table_of_measured_plans_says_what_its_bounds_are_of() -> None:
-    rows = [row_of("chain", each).measured(1, 0.01) for each in outcomes(["40%"], ["auto", "checkmate"])]
+    rows = [row_of("chain", each).measured(1, 0.01) for each in outcomes(["45%"], ["auto", "checkmate"], chain(6))]
     assert all(row.bound is not None and row.bound > 0.01 for row in rows)
     stream = StringIO()
     write_rows(rows, stream)
