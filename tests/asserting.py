@@ -31,3 +31,7 @@ def none(x: torch.Tensor) -> None:
 
 def branching(x: torch.Tensor) -> None:
     assert not torch.isnan(x).any()
+
+
+def index(x: torch.Tensor) -> None:
+    assert x.argmax().item() >= 0

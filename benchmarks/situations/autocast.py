@@ -143,7 +143,7 @@ def autocast_within_the_model(run: Run) -> None:
     run.train(Casting(p=0.2, sdpa=False), lambda m, i: _loss(m, run.x(i, 8, 32, 32)))
 
 
-@situation(share=1.0)
+@situation(share=1.0, limit="two forwards inside of one autocast block")
 def autocast_two_forwards(run: Run) -> None:
     """Within one block, weights are cast once and their copies are shared."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ebbflow
-from asserting import all_below, branching, formatted, literal, none, number, wordless
+from asserting import all_below, branching, formatted, index, literal, none, number, wordless
 from ebbflow.errors import CaptureError
 
 
@@ -60,7 +60,7 @@ def test_an_assertion_about_what_is_known_is_eagers(check: Callable[[torch.Tenso
     model(torch.randn(6, 8)).backward()
 
 
-@pytest.mark.parametrize("check", [branching, number])
+@pytest.mark.parametrize("check", [branching, number, index])
 def test_what_no_graph_holds_is_refused_with_what_would_do(check: Callable[[torch.Tensor], None]) -> None:
     model = ebbflow.fit(Asserting(check), "1MiB", effort=20)
     with pytest.raises(CaptureError, match=r"\.all\(\)"):

@@ -89,8 +89,9 @@ class Fingerprints:
             op = self._program.ops[producer] if producer is not None else None
             raise VerificationError(
                 f"buffer {self._program.buffers[buffer].name} came back with other bits when {op} ran again. "
-                "No gradient of this step was handed out. The op is not reproducible on this device: "
-                "use torch.use_deterministic_algorithms(True), or report the op so that it is kept instead.",
+                "No gradient of this step was handed out. Either memory of an input was rewritten between forward and "
+                "backward (a NumPy view, a prefetcher: write after the backward), or the op is not reproducible on "
+                "this device: use torch.use_deterministic_algorithms(True), or report the op so that it is kept.",
                 buffer=self._program.buffers[buffer].name,
                 op=str(op or ""),
             )

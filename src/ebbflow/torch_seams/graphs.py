@@ -29,14 +29,22 @@ ASSERTS_TRUE: Any = torch._assert_async  # type: ignore[attr-defined]
 """What an ``assert`` on a tensor is in Dynamo's graph: of one element, with the message."""
 
 
-def asserts_on_numbers() -> bool:
+def asserts_on_numbers(graph: fx.Graph) -> bool:
     """Whether the forward that this thread captures asserts something about a number that only data tell.
 
-    Asked in a backend. Dynamo hands such assertions to the shape environment, which writes out some of them.
+    Asked in a backend. Dynamo hands such assertions to the shape environment, which writes out some of them. Where a
+    size depends on data torch asserts things itself.
+
+    Args:
+        graph: Dynamo's.
     """
     context = TracingContext.try_get()
     env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
-    return env is not None and bool(env.deferred_runtime_asserts)
+    if env is None or not env.deferred_runtime_asserts:
+        return False
+    values = (node.meta.get("example_value") for node in graph.nodes)
+    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return not any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def boxed_codegen(module: fx.GraphModule) -> None:

@@ -48,7 +48,7 @@ def assertions_as_ops(graph: fx.GraphModule) -> None:
         CaptureError: for an assertion about a number.
     """
     nodes = graph.graph
-    if asserts_on_numbers():
+    if asserts_on_numbers(nodes):
         raise CaptureError(
             "the forward asserts something about a number that was read from a tensor (item())",
             remedy="assert on the tensor itself, and the assertion is part of the step: assert (x > 0).all()",
