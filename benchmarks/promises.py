@@ -23,7 +23,7 @@ from pathlib import Path
 from harness.children import emit, run_child
 from harness.record import Record, Row, at_most
 from situations.oracle import SLACK_BYTES, build_counter
-from situations.registry import GROUPS, Situation, all_situations
+from situations.registry import GROUPS, STATED, Situation, all_situations
 
 BENCHMARKS = Path(__file__).resolve().parent
 OUT = BENCHMARKS / "results" / "promises.json"
@@ -163,7 +163,9 @@ def _counts(rows: list[Row]) -> list[Row]:
         mine = [row for row in rows if group in ("all", row.question)]
         if mine:
             missed = {kind: sum(_misses(row, words) for row in mine) for kind, words in _KINDS.items()}
-            columns = {"case": group, "situations": len(mine), "right": sum(row.passed for row in mine), **missed}
+            limits = sum(str(row.columns.get("why", "")).startswith(STATED) for row in mine if row.passed)
+            right = {"right": sum(row.passed for row in mine), "of these by a stated limit": limits}
+            columns = {"case": group, "situations": len(mine), **right, **missed}
             checks = tuple(at_most(kind, count, 0) for kind, count in missed.items()) if group == "all" else ()
             found.append(Row("counts", columns, checks))
     return found

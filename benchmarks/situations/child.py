@@ -30,7 +30,7 @@ import torch
 import ebbflow
 from harness.record import Check, Row, at_most, holds
 from situations.oracle import SLACK_BYTES, counter
-from situations.registry import Situation, all_situations
+from situations.registry import STATED, Situation, all_situations
 from situations.run import COUNTS, Run, differences, seed_all, watch_engine
 
 __all__ = ["PLANNED", "judged", "rows"]
@@ -179,7 +179,8 @@ def judged(situation: Situation) -> Row:
         checks += _held(situation, eager, ours, called, columns, why)
     elif ours.peaks:
         _held(situation, eager, ours, called, columns, why)
-    columns["why"] = "" if all(check.passed for check in checks) else "; ".join(filter(None, why))
+    passed = all(check.passed for check in checks)
+    columns["why"] = "; ".join(each for each in why if each and (not passed or each.startswith(STATED)))
     if error_here is not None and not checks[0].passed:
         columns["where"] = _where(error_here)
     columns["warned"] = _warned(said)
@@ -222,13 +223,13 @@ def _held(
     }
     checks = [holds("equal bits", not wrong or bool(situation.limit))]
     if wrong:
-        why.append(f"{'(a stated limit) ' if situation.limit else ''}bits: {', '.join(wrong)}")
+        why.append(f"{STATED if situation.limit else ''}bits: {', '.join(wrong)}")
     if counter().present and ours.peaks:
         checks.insert(0, at_most("bytes over budget", max(0, excess), SLACK_BYTES))
     if over and counter().present:
         worst = max(range(len(over)), key=lambda k: ours.peaks[over[k]] / ours.budgets[over[k]])
         peak, most = ours.peaks[over[worst]], ours.budgets[over[worst]]
-        stated = "" if set(over) - set(situation.over) else "(a stated limit) "
+        stated = "" if set(over) - set(situation.over) else STATED
         why.append(
             f"{stated}over budget at steps {columns['steps_over']}: {peak / 2**20:.2f} of {most / 2**20:.2f} MiB (step "
             f"{over[worst]}), eager {max(eager.peaks) / 2**20:.2f}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GROUPS", "Refusal", "Situation", "all_situations", "situation", "variants"]
+__all__ = ["GROUPS", "STATED", "Refusal", "Situation", "all_situations", "situation", "variants"]
 
 GROUPS = {
     "copies": "Gradients that autograd copies",
@@ -89,6 +89,8 @@ class Situation:
     seconds: float = 240.0
 
 
+STATED = "(a stated limit) "
+"""Begins the reason of a situation that is right because docs/limits.md says so."""
 _FOUND: dict[str, Situation] = {}
 
 
