@@ -92,6 +92,14 @@ def test_what_is_put_on_the_class_of_a_fitted_model_is_put_on_its_own(monkeypatc
     assert ebbflow.calls_of(model).planned == 2
 
 
+def test_a_class_derived_from_a_fitted_models_is_its_makers() -> None:
+    model = ebbflow.fit(nn.Linear(4, 4), "1MiB", effort=20)
+    derived = type("Derived", (type(model),), {})
+    derived.weight_of = property(lambda self: 3)  # type: ignore[attr-defined]
+    assert not hasattr(nn.Linear, "weight_of")
+    del derived.weight_of  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def _no_onednn() -> Any:
     before = torch.backends.mkldnn.set_flags(_enabled=False)  # its context manager sets what only other devices have

@@ -84,13 +84,18 @@ class _Unannounced:
 
 
 class _OfTheModelsClass(type):
-    """What is put on the class of a fitted model, or taken off, is put on the model's own class, as in eager."""
+    """What is put on the class of a fitted model, or taken off, is put on the model's own class, as in eager.
+
+    A class that others derive from it (``torch.nn.utils.parametrize``) is theirs.
+    """
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        setattr(cls.__dict__["_ebbflow_plain"], name, value)
+        plain = cls.__dict__.get("_ebbflow_plain")
+        super().__setattr__(name, value) if plain is None else setattr(plain, name, value)
 
     def __delattr__(cls, name: str) -> None:
-        delattr(cls.__dict__["_ebbflow_plain"], name)
+        plain = cls.__dict__.get("_ebbflow_plain")
+        super().__delattr__(name) if plain is None else delattr(plain, name)
 
 
 class _ForwardOfModel:
