@@ -247,7 +247,7 @@ def test_a_file_of_the_schema_before_has_no_machine(tmp_path: Path) -> None:
     assert plan.provenance == Provenance(
         device="cpu", torch="x", threads=2, planned=Planned.CACHED, notes={"moves": "12"}
     )
-    assert plan.to_json()["schema"] == "ebbflow-plan/3"
+    assert plan.to_json()["schema"] == "ebbflow-plan/4"
 
 
 EXPLAINED = """\

@@ -68,6 +68,18 @@ def test_groups_of_one_change_nothing(program: Program):
     assert by_layer(program, range(len(program.ops))).program == program
 
 
+def test_a_group_of_which_a_rerun_makes_nothing_takes_what_its_first_run_takes():
+    """Its one output is a mutation that only the first run makes."""
+    ops = (
+        Op("a", "t", (), (0,), workspace_bytes=4, seconds=1.0),
+        Op("b", "t", (0,), (1, 2), seconds=1.0, repeat="t again", once=1),
+    )
+    program = Program("p", ops, (Buffer("a", 1, 0), Buffer("b", 0, 1), Buffer("new", 1, 1)), 2, mutations=(2,))
+    coarse = fuse(program).program
+    assert len(coarse.ops) == 1
+    assert unplanned_bytes(coarse) == unplanned_bytes(program) == 5
+
+
 @settings(max_examples=examples(200), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(program=tilted(max_ops=6), shares=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3))
 def test_fusing_keeps_the_optimum(program: Program, shares: list[float]):

@@ -6,18 +6,23 @@
    tangent. Every op runs at least once.
 3. An op may run again any number of times, before or after the boundary, unless it is not rerunnable; an op
    that reads a mutated input may not run after the boundary. A rerun makes all outputs but the last ``once``.
-4. A buffer that is freed is resident; one that is reloaded was offloaded; one that is offloaded is resident.
+4. A buffer that is freed is resident. One that is offloaded is resident and movable (no output, tangent or mutation,
+   the whole of its storage), and is offloaded once, to a tier that the machine has, where it is worth the while. One
+   that is reloaded was offloaded and is not resident, and is read before it is freed or the step ends.
 5. Outputs of the program are never freed once they exist and exist at the end.
 6. The peak on the device is within the budget, if one is given.
+7. What is in a tier, where a copy stays until the step ends, is within the tier's capacity.
 
 Clause 2 speaks of ops before the captured boundary only: a random op of the backward runs after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ebbflow.step.machine import Link
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
 
@@ -42,15 +47,21 @@ class Violation:
         return f"clause {self.clause} at action {self.action}: {self.message}"
 
 
-def check(program: Program, schedule: Schedule, above_budget_bytes: int | None = None) -> list[Violation]:
+def check(
+    program: Program,
+    schedule: Schedule,
+    above_budget_bytes: int | None = None,
+    links: Mapping[str, Link] | None = None,
+) -> list[Violation]:
     """All violations of ``schedule``; an empty list says that it is legal.
 
     Args:
         program: what is scheduled.
         schedule: any sequence of actions.
         above_budget_bytes: bytes that the step may take above its start; not checked if ``None``.
+        links: to the tiers that there are, by tier; clause 7, and what a tier takes, are not checked if ``None``.
     """
-    checker = _Checker(program)
+    checker = _Checker(program, links)
     for index, action in enumerate(schedule.actions):
         checker.step(index, action)
     checker.end(len(schedule.actions))
@@ -65,11 +76,13 @@ def check(program: Program, schedule: Schedule, above_budget_bytes: int | None =
 class _Checker:
     """One pass over the actions with the set of resident buffers."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, links: Mapping[str, Link] | None) -> None:
         self.program = program
+        self.links = links
         self.found: list[Violation] = []
         self.resident: set[int] = set()
-        self.away: set[int] = set()
+        self.copied: dict[int, str] = {}  # buffers with a copy, and its tier
+        self.unread: set[int] = set()  # reloaded, and not read since
         self.ran: set[int] = set()
         self.boundaries = 0
         self.last_ordered = -1
@@ -90,23 +103,42 @@ class _Checker:
                     self._broken(4, f"buffer {buffer} is freed and is not resident")
                 if buffer in self.program.pinned:
                     self._broken(5, f"output {buffer} is freed")
+                if buffer in self.unread:
+                    self._broken(4, f"buffer {buffer} is freed and was not read since it was reloaded")
                 self.resident.discard(buffer)
-            case Offload(buffer, _) if 0 <= buffer < buffer_count:
-                if buffer not in self.resident:
-                    self._broken(4, f"buffer {buffer} is offloaded and is not resident")
-                self.away.add(buffer)
+                self.unread.discard(buffer)
+            case Offload(buffer, tier) if 0 <= buffer < buffer_count:
+                self._offload(buffer, tier)
             case Reload(buffer) if 0 <= buffer < buffer_count:
-                if buffer not in self.away:
+                if buffer not in self.copied:
                     self._broken(4, f"buffer {buffer} is reloaded and was not offloaded")
-                self.away.discard(buffer)
+                if buffer in self.resident:
+                    self._broken(4, f"buffer {buffer} is reloaded and is resident")
                 self.resident.add(buffer)
+                self.unread.add(buffer)
             case Boundary():
                 self._boundary()
             case _:
                 self._broken(1, f"{action!r} names no op or buffer of the program")
 
+    def _offload(self, buffer: int, tier: str) -> None:
+        size = self.program.buffers[buffer].bytes
+        if buffer not in self.resident:
+            self._broken(4, f"buffer {buffer} is offloaded and is not resident")
+        if buffer in self.copied:
+            self._broken(4, f"buffer {buffer} is offloaded a second time")
+        if buffer not in self.program.movable:
+            self._broken(4, f"buffer {buffer} is offloaded and may not be moved")
+        if self.links is not None and tier not in self.links:
+            self._broken(4, f"buffer {buffer} is offloaded to {tier!r}, to which there is no link")
+        elif self.links is not None and size < self.links[tier].least_bytes:
+            least = self.links[tier].least_bytes
+            self._broken(4, f"buffer {buffer} of {size} bytes is offloaded to {tier!r}, which takes {least} or more")
+        self.copied[buffer] = tier
+
     def _compute(self, index: int) -> None:
         op = self.program.ops[index]
+        self.unread.difference_update(op.inputs)
         for b in op.inputs:
             if b not in self.resident:
                 self._broken(1, f"op {index} reads buffer {b}, which is not resident")
@@ -150,6 +182,13 @@ class _Checker:
         for b in sorted(self.program.pinned):
             if b not in self.resident:
                 self.found.append(Violation(5, index, f"output {b} does not exist at the end"))
+        for b in sorted(self.unread):
+            self.found.append(Violation(4, index, f"buffer {b} is reloaded and never read"))
+        for tier, link in (self.links or {}).items():
+            held = sum(link.round_up(self.program.buffers[b].bytes) for b, to in self.copied.items() if to == tier)
+            if held > link.capacity_bytes:
+                text = f"{held} bytes are in tier {tier!r} at the end, which holds {link.capacity_bytes}"
+                self.found.append(Violation(7, index, text))
 
 
 def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
@@ -33,6 +33,11 @@ class Link:
         out_bytes_per_second: device to tier.
         in_bytes_per_second: tier to device.
         latency_seconds: what every transfer costs besides its bytes.
+        duplex: whether both ways run at once, each at its own rate; else one transfer waits for the other, whichever
+            way it goes, as on a disk.
+        compute_share: what computing loses while a transfer is under way, as a share of the transfer's seconds.
+        alignment_bytes: a copy takes a multiple of this in the tier.
+        least_bytes: of a buffer that is worth moving.
     """
 
     tier: str
@@ -40,6 +45,23 @@ class Link:
     out_bytes_per_second: float
     in_bytes_per_second: float
     latency_seconds: float = 0.0
+    duplex: bool = True
+    compute_share: float = 0.0
+    alignment_bytes: int = 1
+    least_bytes: int = 0
+
+    def round_up(self, count: int) -> int:
+        """``count`` bytes as they lie in the tier."""
+        return -(-count // self.alignment_bytes) * self.alignment_bytes
+
+    def seconds(self, count: int, way: Literal["out", "in"]) -> float:
+        """What moving ``count`` bytes takes on a free lane."""
+        rate = self.out_bytes_per_second if way == "out" else self.in_bytes_per_second
+        return self.latency_seconds + count / rate
+
+    def lane(self, way: Literal["out", "in"]) -> str:
+        """The lane on which transfers of that way run, by name."""
+        return f"{self.tier} {way}" if self.duplex else self.tier
 
 
 @dataclass(frozen=True)
@@ -128,6 +150,10 @@ def _link(tier: str, data: Mapping[str, Any]) -> Link:
         out_bytes_per_second=_rate(data["out_bytes_per_second"]),
         in_bytes_per_second=_rate(data["in_bytes_per_second"]),
         latency_seconds=_delay(data["latency_seconds"]),
+        duplex=bool(data.get("duplex", True)),  # from here on, earlier files know nothing of it
+        compute_share=_share(data.get("compute_share", 0.0)),
+        alignment_bytes=max(_whole(data.get("alignment_bytes", 1)), 1),
+        least_bytes=_whole(data.get("least_bytes", 0)),
     )
 
 

@@ -27,8 +27,8 @@ from ebbflow.step.unplanned import unplanned_schedule
 
 __all__ = ["SCHEMA", "Plan", "Status"]
 
-SCHEMA = "ebbflow-plan/3"
-_READABLE = (SCHEMA, "ebbflow-plan/2")  # the earlier one holds no machine
+SCHEMA = "ebbflow-plan/4"
+_READABLE = (SCHEMA, "ebbflow-plan/3", "ebbflow-plan/2")  # /3 holds no tiers, /2 no machine
 _LARGEST_FILE_BYTES = 2**30  # a 50,000-op plan takes about 30 MiB; anything near this is no plan of ours
 
 
@@ -53,7 +53,8 @@ class Plan:
         bound_class: the class of schedules for which ``bound`` holds, and that it holds with these costs.
         plan_seconds: what planning took, capture and costs not included.
         provenance: device, threads, torch build, costs, effort, seed and the like.
-        machine: planned for, with its links to slower memory; ``None`` is the device at hand.
+        machine: planned for, with its links to slower memory; ``None`` is the device at hand, where nothing moves.
+        tiers: that buffers were allowed to be moved to, by name.
     """
 
     program: Program
@@ -72,6 +73,7 @@ class Plan:
     plan_seconds: float
     provenance: Provenance = field(default_factory=Provenance)
     machine: Machine | None = None
+    tiers: tuple[str, ...] = ()
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -208,6 +210,7 @@ class Plan:
             **self.summary(),
             "floor_op": self.floor_op,
             "machine": None if self.machine is None else self.machine.to_json(),
+            "tiers": list(self.tiers),
             "program": self.program.to_json(),
             "schedule": self.schedule.to_json(),
         }
@@ -287,8 +290,9 @@ def _from_json(data: dict[str, Any], path: str) -> Plan:
             plan_seconds=float(data["plan_seconds"]),
             provenance=Provenance.from_dict(data["provenance"]),
             machine=None if data.get("machine") is None else Machine.from_json(data["machine"]),
+            tiers=tuple(map(str, data.get("tiers", ()))),
         )
-        violations = check(plan.program, plan.schedule)
+        violations = check(plan.program, plan.schedule, links=None if plan.machine is None else plan.machine.links)
         recorded = int(data["predicted_peak_bytes"])
         predicted = recorded if violations else plan.predicted_peak_bytes
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:

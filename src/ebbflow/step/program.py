@@ -42,11 +42,13 @@ class Buffer:
         name: the captured name, for people.
         bytes: what the device's allocator takes for it.
         producer: index of the op that creates it, or ``None`` for a tangent.
+        whole: whether the tensor that is created is all of its storage, from its first byte on.
     """
 
     name: str
     bytes: int
     producer: int | None
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,12 @@ class Program:
         return frozenset(self.forward_outputs) | frozenset(self.gradients) | frozenset(self.tangents)
 
     @cached_property
+    def movable(self) -> frozenset[int]:
+        """Buffers that may leave for another tier: whole, made by an op, and neither pinned nor mutations."""
+        stays = self.pinned.union(self.mutations)
+        return frozenset(b for b, buffer in enumerate(self.buffers) if buffer.whole and b not in stays)
+
+    @cached_property
     def copied_back(self) -> frozenset[int]:
         """New values of parameters and inputs: mutations, and what :data:`COPY_BACK` reads (definition 6)."""
         read = (b for op in self.ops if op.target == COPY_BACK for b in op.inputs)
@@ -272,7 +280,7 @@ class Program:
             "held_bytes": self.held_bytes,
             "resident_bytes": self.resident_bytes,
             "context": dict(self.context),
-            "buffers": [[b.name, b.bytes, b.producer] for b in self.buffers],
+            "buffers": [[b.name, b.bytes, b.producer, *([] if b.whole else [False])] for b in self.buffers],
             "ops": [[getattr(op, name) for name in _OP_FIELDS] for op in self.ops],
         }
 
@@ -292,7 +300,7 @@ class Program:
         return Program(
             name=str(data["name"]),
             ops=tuple(ops),
-            buffers=tuple(Buffer(str(n), int(size), p) for n, size, p in data["buffers"]),
+            buffers=tuple(Buffer(str(n), int(size), p, all(whole)) for n, size, p, *whole in data["buffers"]),
             boundary=int(data["boundary"]),
             forward_outputs=tuple(data["forward_outputs"]),
             gradients=tuple(data["gradients"]),

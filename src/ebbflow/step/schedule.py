@@ -4,6 +4,10 @@ The *canonical* schedule of an order of runs frees every buffer as early as that
 last read before the buffer is made again, or at once if nothing reads it. No schedule with the same runs in the
 same order has less memory at any point (a copy made later has the same bits, so keeping the older one gains
 nothing), hence planners need only say in which order ops run.
+
+Moves follow one rule: a buffer has at most one copy in a slower tier per step, kept until the step ends. So it leaves
+at most once, by one :class:`Offload`, and comes back by any number of :class:`Reload`; what is in a tier follows from
+the schedule alone, and a backward that retains its graph finds every copy where it was.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from numpy.typing import NDArray
 from ebbflow.step.arrays import Ints, flat
 from ebbflow.step.program import Program, analysis
 
-__all__ = ["Action", "Boundary", "Compute", "Free", "Offload", "Reload", "Schedule", "kept_outputs"]
+__all__ = ["Action", "Boundary", "Compute", "Free", "Hold", "Offload", "Reload", "Schedule", "kept_outputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +35,14 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Give back the device bytes of ``buffer``; after an offload this waits for the copy."""
+    """Give back the device bytes of ``buffer``; the first after its offload waits for the copy to be written."""
 
     buffer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Issue a copy of ``buffer`` to ``tier``; it stays resident until its own later :class:`Free`."""
+    """Issue the copy of ``buffer`` to ``tier``; it stays resident until its own later :class:`Free`."""
 
     buffer: int
     tier: str
@@ -46,7 +50,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """Allocate ``buffer`` here and issue the copy back from its tier; the first reader waits."""
+    """Allocate ``buffer`` and issue the way back from its tier; the first reader, or the boundary, waits."""
 
     buffer: int
 
@@ -54,6 +58,13 @@ class Reload:
 @dataclass(frozen=True, slots=True)
 class Boundary:
     """The forward has returned; tangents appear."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """No action: the canonical schedule keeps ``buffer`` up to here, so that a copy under way has time to end."""
+
+    buffer: int
 
 
 Action = Compute | Free | Offload | Reload | Boundary
@@ -114,6 +125,44 @@ class Schedule:
         targets = np.where(is_free, actions - len(program.ops), actions)
         schedule.__dict__["columns"] = kinds.astype(np.int8), targets  # known here already
         return schedule
+
+    @staticmethod
+    def from_steps(program: Program, steps: Sequence[Compute | Boundary | Offload | Reload | Hold]) -> Schedule:
+        """The canonical schedule of ``steps``: each buffer is freed right after its last use before it comes again.
+
+        A read, an :class:`Offload` and a :class:`Hold` are uses; a run of its op and a :class:`Reload` bring it.
+        """
+        pinned = program.pinned
+        wanted = [False] * len(program.buffers)
+        actions: list[Action] = []  # the last one first
+
+        def use(buffer: int) -> None:
+            if not wanted[buffer] and buffer not in pinned:
+                actions.append(Free(buffer))
+            wanted[buffer] = True
+
+        for step in reversed(steps):
+            match step:
+                case Compute(op):
+                    for b in program.ops[op].outputs:
+                        wanted[b] = False
+                    for b in reversed(program.ops[op].inputs):
+                        use(b)
+                case Offload(buffer, _) | Hold(buffer):
+                    use(buffer)
+                case Reload(buffer):
+                    wanted[buffer] = False
+                case Boundary():
+                    pass
+            if not isinstance(step, Hold):
+                actions.append(step)
+        return Schedule(tuple(reversed(actions)))
+
+    @cached_property
+    def moves(self) -> bool:
+        """Whether any buffer is moved."""
+        kinds, _ = self.columns
+        return bool(np.isin(kinds, (KINDS[Offload], KINDS[Reload])).any())
 
     def to_json(self) -> list[list[Any]]:
         """Plain data: one short list per action."""

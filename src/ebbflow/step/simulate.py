@@ -8,25 +8,29 @@ Bytes are a function of the schedule alone, never of seconds (a wrong time estim
    run ends, and each repeat takes the size of the state once more (to put the generator back).
 3. At ``Boundary`` mutations go, user code reaches its peak, and the tangents and what user code holds appear;
    these stay.
-4. ``Offload`` takes bytes in its tier at once and none on the device; ``Free`` gives the device bytes back;
-   ``Reload`` allocates on the device at its own position and gives the tier's bytes back when it is issued.
+4. ``Offload`` takes bytes in its tier, which stay taken until the step ends, and none on the device; ``Free`` gives
+   the device bytes back; ``Reload`` allocates on the device at its own position.
 
 All bytes follow from what happens to each buffer in turn, so they are computed for all actions at once: one sort by
 buffer and action, and a sum. Times are, too, where nothing moves.
 
-Time runs on lanes (compute, and one out and one in per tier). An action starts when its lane is free and its
-data is ready; a ``Free`` after an ``Offload`` makes the compute lane wait for the copy.
+Time runs on lanes: compute, and one each way per tier, or one for both ways where the link is not duplex. A transfer
+starts when its lane is free and its data is ready, and takes ``compute_share`` of its seconds from the compute lane,
+which goes on. The compute lane waits at a read for what is being reloaded, at the boundary for all that is, and at the
+first ``Free`` after an ``Offload`` for the copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ebbflow.step.arrays import Ints, flat
-from ebbflow.step.machine import Machine
+from ebbflow.step.machine import Link, Machine
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import KINDS, Action, Boundary, Compute, Free, Offload, Reload, Schedule
 
@@ -44,6 +48,9 @@ class Timeline:
         start_seconds: shape ``(actions,)``: start of each action on its lane.
         end_seconds: shape ``(actions,)``: its end.
         runs: shape ``(ops,)``: how often each op ran.
+        wait_seconds: shape ``(actions,)``: for how long the compute lane waits at each action for a transfer.
+        transfer_seconds: of all transfers, on their own lanes.
+        lanes: per action, the lane it runs on; empty where nothing moves and all run on ``"compute"``.
     """
 
     live_bytes: Ints
@@ -52,6 +59,9 @@ class Timeline:
     end_seconds: NDArray[np.float64]
     runs: Ints
     tier_bytes: dict[str, Ints] = field(default_factory=dict[str, Ints])
+    wait_seconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    transfer_seconds: float = 0.0
+    lanes: tuple[str, ...] = ()
 
     @property
     def above_bytes(self) -> int:
@@ -68,6 +78,16 @@ class Timeline:
         """When the last action ends."""
         return float(self.end_seconds.max(initial=0.0))
 
+    @property
+    def waited_seconds(self) -> float:
+        """For how long the compute lane waits for transfers, in all."""
+        return float(self.wait_seconds.sum())
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the transfers' seconds for which nobody waits; 1 where nothing moves."""
+        return max(1.0 - self.waited_seconds / self.transfer_seconds, 0.0) if self.transfer_seconds else 1.0
+
 
 def simulate(program: Program, schedule: Schedule, machine: Machine | None = None) -> Timeline:
     """The timeline of ``schedule``, which must be legal (``legality.check`` tells) apart from its budget.
@@ -81,19 +101,33 @@ def simulate(program: Program, schedule: Schedule, machine: Machine | None = Non
         KeyError: if the schedule moves a buffer to a tier to which ``machine`` has no link.
     """
     live, peak, runs = _bytes(program, schedule)
-    tiers = _tier_bytes(program, schedule)
-    if not tiers:
+    if not schedule.moves:
         end = np.cumsum(_seconds(program, schedule))
-        return Timeline(live, peak, np.concatenate([[0.0], end])[:-1], end, runs)
-    clock = _Clock(program, machine)
+        return Timeline(live, peak, np.concatenate([[0.0], end])[:-1], end, runs, wait_seconds=np.zeros(len(end)))
+    links = {} if machine is None else machine.links
+    tiers = _tier_bytes(program, schedule, links)
+    clock = _Clock(program, links)
     times = np.array([clock.act(action) for action in schedule.actions])
-    return Timeline(live, peak, times[:, 0], times[:, 1], runs, tiers)
+    return Timeline(
+        live,
+        peak,
+        times[:, 0],
+        times[:, 1],
+        runs,
+        tiers,
+        wait_seconds=times[:, 2],
+        transfer_seconds=clock.transfer_seconds,
+        lanes=tuple(clock.lanes),
+    )
 
 
-def overhead_of(program: Program, schedule: Schedule) -> float:
-    """The time that a schedule without transfers adds, as a share of the unplanned step: that of its reruns."""
-    computes = sum(_seconds(program, schedule).tolist())
-    return computes / program.seconds - 1.0 if program.seconds else 0.0
+def overhead_of(program: Program, schedule: Schedule, machine: Machine | None = None) -> float:
+    """The time that a schedule adds, as a share of the unplanned step; ``machine`` as for :func:`simulate`."""
+    if not program.seconds:
+        return 0.0
+    if schedule.moves:
+        return simulate(program, schedule, machine).seconds / program.seconds - 1.0
+    return sum(_seconds(program, schedule).tolist()) / program.seconds - 1.0
 
 
 def _seconds(program: Program, schedule: Schedule) -> NDArray[np.float64]:
@@ -179,77 +213,75 @@ def _resident_changes(program: Program, schedule: Schedule) -> Ints:
     return change[:actions]
 
 
-def _tier_bytes(program: Program, schedule: Schedule) -> dict[str, Ints]:
+def _tier_bytes(program: Program, schedule: Schedule, links: Mapping[str, Link]) -> dict[str, Ints]:
     """Per tier, bytes in it after each action (clause 4)."""
     change: dict[str, Ints] = {}
-    tier_of: dict[int, str] = {}
     kinds, _ = schedule.columns
-    for index in np.flatnonzero((kinds == KINDS[Offload]) | (kinds == KINDS[Reload])).tolist():
+    for index in np.flatnonzero(kinds == KINDS[Offload]).tolist():
         match schedule.actions[index]:
             case Offload(buffer, tier):
-                tier_of[buffer] = tier
-                change.setdefault(tier, np.zeros(len(kinds), np.int64))[index] += program.buffers[buffer].bytes
-            case Reload(buffer):
-                change[tier_of.pop(buffer)][index] -= program.buffers[buffer].bytes
+                taken = _link(links, tier).round_up(program.buffers[buffer].bytes)
+                change.setdefault(tier, np.zeros(len(kinds), np.int64))[index] += taken
             case _:
                 pass
     return {tier: np.cumsum(change[tier]) for tier in sorted(change)}
 
 
+def _link(links: Mapping[str, Link], tier: str) -> Link:
+    if tier not in links:
+        raise KeyError(f"the machine has no link to tier {tier!r}")
+    return links[tier]
+
+
 class _Clock:
-    """The time half: lanes and when data is ready."""
+    """The time half: lanes, and when data is ready."""
 
-    def __init__(self, program: Program, machine: Machine | None) -> None:
+    def __init__(self, program: Program, links: Mapping[str, Link]) -> None:
         self.now = 0.0  # when the compute lane is free
+        self.transfer_seconds = 0.0
+        self.lanes: list[str] = []  # of each action so far
         self._program = program
-        self._machine = machine
-        self._lane: dict[tuple[str, str], float] = {}
-        self._ready: dict[int, float] = {}  # buffers whose data arrives later than the compute lane's order says
-        self._copied: dict[int, tuple[float, str]] = {}  # end and tier of the last offload
+        self._links = links
+        self._lane: dict[str, float] = {}
+        self._ready: dict[int, float] = {}  # buffers that are being reloaded: when they are there
+        self._copied: dict[int, tuple[float, str]] = {}  # end and tier of the offload
+        self._leaving: set[int] = set()  # whose first free is to come
 
-    def act(self, action: Action) -> tuple[float, float]:
-        """When an action starts and ends, after all those before it."""
+    def act(self, action: Action) -> tuple[float, float, float]:
+        """When an action starts and ends, after all those before it, and for how long the compute lane waits."""
         match action:
-            case Compute(op):
-                return self.compute(op)
-            case Free(buffer):
-                now = self.free(buffer)
-                return now, now
             case Offload(buffer, tier):
-                return self.offload(buffer, tier)
+                self._leaving.add(buffer)
+                begin, end = self._transfer(buffer, _link(self._links, tier), "out", self.now)
+                self._copied[buffer] = end, tier
+                return begin, end, 0.0
             case Reload(buffer):
-                return self.reload(buffer)
+                copied, tier = self._copied[buffer]
+                begin, end = self._transfer(buffer, _link(self._links, tier), "in", max(self.now, copied))
+                self._ready[buffer] = end
+                return begin, end, 0.0
+            case Compute(op):
+                taken = self._program.ops[op].seconds
+                ready = max((self._ready.pop(b, 0.0) for b in self._program.ops[op].inputs), default=0.0)
+            case Free(buffer):
+                taken, ready = 0.0, 0.0
+                if buffer in self._leaving:
+                    self._leaving.discard(buffer)
+                    ready = self._copied[buffer][0]
             case Boundary():
-                return self.now, self.now
+                taken, ready = 0.0, max(self._ready.values(), default=0.0)
+                self._ready.clear()
+        self.lanes.append("compute")
+        begin = max(self.now, ready)
+        waited, self.now = begin - self.now, begin + taken
+        return begin, self.now, waited
 
-    def compute(self, op_index: int) -> tuple[float, float]:
-        op = self._program.ops[op_index]
-        begin = max([self.now, *(self._ready.pop(b, 0.0) for b in op.inputs)])
-        self.now = begin + op.seconds
-        return begin, self.now
-
-    def free(self, buffer: int) -> float:
-        if buffer in self._copied:
-            self.now = max(self.now, self._copied[buffer][0])
-        return self.now
-
-    def offload(self, buffer: int, tier: str) -> tuple[float, float]:
-        begin, end = self._transfer(buffer, tier, "out", self.now)
-        self._copied[buffer] = (end, tier)
-        return begin, end
-
-    def reload(self, buffer: int) -> tuple[float, float]:
-        copied, tier = self._copied.pop(buffer)
-        begin, end = self._transfer(buffer, tier, "in", max(self.now, copied))
-        self._ready[buffer] = end
-        return begin, end
-
-    def _transfer(self, buffer: int, tier: str, way: str, ready: float) -> tuple[float, float]:
-        if self._machine is None or tier not in self._machine.links:
-            raise KeyError(f"the machine has no link to tier {tier!r}")
-        link = self._machine.links[tier]
-        rate = link.out_bytes_per_second if way == "out" else link.in_bytes_per_second
-        begin = max(self._lane.get((tier, way), 0.0), ready)
-        end = begin + link.latency_seconds + self._program.buffers[buffer].bytes / rate
-        self._lane[tier, way] = end
-        return begin, end
+    def _transfer(self, buffer: int, link: Link, way: Literal["out", "in"], ready: float) -> tuple[float, float]:
+        lane = link.lane(way)
+        seconds = link.seconds(self._program.buffers[buffer].bytes, way)
+        begin = max(self._lane.get(lane, 0.0), ready)
+        self._lane[lane] = begin + seconds
+        self.now += seconds * link.compute_share
+        self.transfer_seconds += seconds
+        self.lanes.append(lane)
+        return begin, begin + seconds

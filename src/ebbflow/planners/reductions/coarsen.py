@@ -256,7 +256,8 @@ def _op(program: Program, group: Sequence[int], outer: Sequence[int]) -> Op:
     remade = [x for x in outer if x in again]
     first = _peak(program, group, set(outer)) - _bytes(program, outer)
     held = program.pinned.union(program.mutations)
-    rerun = _peak(program, group, set(outer).difference(held), rerun=True) - _bytes(program, remade)
+    # One that would make nothing is never worth running again.
+    rerun = _peak(program, group, set(outer).difference(held), rerun=True) - _bytes(program, remade) if remade else 0
     return Op(
         name=f"{ops[0].name} .. {ops[-1].name}",
         target="group",
