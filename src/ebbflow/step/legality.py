@@ -83,6 +83,7 @@ class _Checker:
         self.resident: set[int] = set()
         self.copied: dict[int, str] = {}  # buffers with a copy, and its tier
         self.unread: set[int] = set()  # reloaded, and not read since
+        self.unused: set[int] = set()  # made anew, and not used since: gone, if nothing uses them before they return
         self.ran: set[int] = set()
         self.boundaries = 0
         self.last_ordered = -1
@@ -107,14 +108,16 @@ class _Checker:
                     self._broken(4, f"buffer {buffer} is freed and was not read since it was reloaded")
                 self.resident.discard(buffer)
                 self.unread.discard(buffer)
+                self.unused.discard(buffer)
             case Offload(buffer, tier) if 0 <= buffer < buffer_count:
                 self._offload(buffer, tier)
             case Reload(buffer) if 0 <= buffer < buffer_count:
                 if buffer not in self.copied:
                     self._broken(4, f"buffer {buffer} is reloaded and was not offloaded")
-                if buffer in self.resident:
+                if buffer in self.resident and buffer not in self.unused:
                     self._broken(4, f"buffer {buffer} is reloaded and is resident")
                 self.resident.add(buffer)
+                self.unused.discard(buffer)
                 self.unread.add(buffer)
             case Boundary():
                 self._boundary()
@@ -135,10 +138,12 @@ class _Checker:
             least = self.links[tier].least_bytes
             self._broken(4, f"buffer {buffer} of {size} bytes is offloaded to {tier!r}, which takes {least} or more")
         self.copied[buffer] = tier
+        self.unused.discard(buffer)
 
     def _compute(self, index: int) -> None:
         op = self.program.ops[index]
         self.unread.difference_update(op.inputs)
+        self.unused.difference_update(op.inputs)
         for b in op.inputs:
             if b not in self.resident:
                 self._broken(1, f"op {index} reads buffer {b}, which is not resident")
@@ -158,7 +163,9 @@ class _Checker:
             self._broken(2, f"op {index} depends on a tangent and runs before the boundary")
         once = op.once if index in self.ran else 0
         self.ran.add(index)
-        self.resident.update(op.outputs[: len(op.outputs) - once])
+        made = op.outputs[: len(op.outputs) - once]
+        self.unused.update(b for b in made if b not in self.resident)
+        self.resident.update(made)
 
     def _boundary(self) -> None:
         self.boundaries += 1
