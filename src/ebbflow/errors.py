@@ -17,6 +17,7 @@ __all__ = [
     "InternalError",
     "PlanFileError",
     "PlanMismatch",
+    "TierError",
     "UsageError",
     "VerificationError",
 ]
@@ -157,6 +158,20 @@ class VerificationError(EbbflowError, RuntimeError):
         super().__init__(message)
         self.buffer = buffer
         self.op = op
+
+
+class TierError(EbbflowError, RuntimeError):
+    """A slower tier cannot be used, has no room, or failed in a step; no gradient of that step was handed out.
+
+    Attributes:
+        tier: ``"disk"`` or ``"host"``.
+        path: the directory of a disk tier; ``None`` for others.
+    """
+
+    def __init__(self, message: str, *, tier: str, path: str | Path | None = None) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.path = None if path is None else Path(path)
 
 
 class InternalError(EbbflowError, RuntimeError):

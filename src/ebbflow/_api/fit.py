@@ -5,7 +5,7 @@ What Ebbflow knows about the model lives outside it in a :class:`~ebbflow.engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +16,8 @@ from ebbflow.engine.calls import Calls, watch_optimizers
 from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.step import Step
-from ebbflow.errors import UsageError
+from ebbflow.errors import PlanMismatch, UsageError
+from ebbflow.measurement.resident import device_of
 from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
@@ -25,6 +26,8 @@ from ebbflow.planning.cache import PlanCache
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.step.plan import Plan
+from ebbflow.tiers import parse_tiers
+from ebbflow.transfers.tiers import open_tiers
 from ebbflow.units import Budget
 
 __all__ = ["calls_of", "fit", "plan_of", "set_budget", "step_of", "unfit"]
@@ -44,6 +47,7 @@ def fit(
     time_limit: float | None = None,
     seed: int = 0,
     start: Plan | None = None,
+    tiers: str | Sequence[str] | None = None,
     verify: bool | Literal["always"] = True,
     progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
@@ -67,9 +71,12 @@ def fit(
         seed: of every random choice; plans are reproducible for one effort and seed.
         start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
             plan starts from that one's schedule too.
-        verify: prove the first step (every recomputed buffer has the bits it had) and measure the next. ``"always"``:
-            prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads every buffer
-            that comes back once more.
+        tiers: slower memory that tensors may be moved to and fetched from: ``"disk"``, a directory below your cache
+            directory, ``"disk:PATH"``, or a list. ``None``: what does not fit is recomputed. By default those of a plan
+            that is given.
+        verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
+            ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
+            every buffer that comes back once more.
         progress: called with what is known while a first call captures and plans; ``print`` will do. By default one
             line is logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
 
@@ -80,6 +87,7 @@ def fit(
         BudgetError: at the first training call, before any training, if the budget is too small.
         CaptureError: at the first training call, if the step is not one graph.
         PlanMismatch: at the first training call, if the given plan is of another program, machine or torch build.
+        TierError: if a tier cannot be used; in a step, if one is full or fails.
     """
     require_module(model, "fit")
     if model in FITTED:
@@ -109,6 +117,14 @@ def fit(
             value=start,
         )
     refuse_to_fit(model)
+    named = parse_tiers(list(given.tiers) if given is not None and tiers is None else tiers)
+    opened = open_tiers(named, device_of([model]))
+    if given is not None and (missing := set(given.tiers).difference(opened)):
+        raise PlanMismatch(
+            f"the plan for {given.case} moves tensors to {', '.join(sorted(missing))}, and tiers={tiers!r} does not "
+            "name that; leave tiers out, or name the plan's",
+            differences=[f"tiers: plan {list(given.tiers)}, here {sorted(opened)}"],
+        )
     FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
@@ -118,6 +134,7 @@ def fit(
         verify=verify,
         every_output=options.every_output,
         start=start,
+        tiers=opened,
         calls=Calls(fitted_with_gradients=any(each.grad is not None for each in model.parameters())),
     )
     _swap_class(model, fitted_class(type(model)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +25,9 @@ from ebbflow.measurement.resident import device_of
 from ebbflow.options import Options, require_gradients
 from ebbflow.step.plan import Plan
 from ebbflow.step.unplanned import unplanned_schedule
+from ebbflow.tiers import parse_tiers
 from ebbflow.torch_seams import trees as pytree
+from ebbflow.transfers.tiers import open_tiers
 
 __all__ = ["Verification", "Verifier", "verify"]
 
@@ -81,6 +83,7 @@ def verify(
     plan: Plan | None = None,
     *,
     gradients: Literal["loss", "all"] = "loss",
+    tiers: str | Sequence[str] | None = None,
 ) -> Verification:
     """Run one step planned, one in captured order and one eager, from the same state, and compare every bit.
 
@@ -92,9 +95,11 @@ def verify(
         kwargs: keyword arguments.
         plan: from :func:`ebbflow.plan`; best given by name, ``verify(model, args, plan=plan)``.
         gradients: as for :func:`ebbflow.fit`. The backward starts with ones from all outputs that take gradients.
+        tiers: where the tiers of the plan are, as for :func:`ebbflow.fit`; by default where their names say.
 
     Raises:
-        UsageError: for a model, arguments, plan or ``gradients`` that are none.
+        UsageError: for a model, arguments, plan, ``gradients`` or ``tiers`` that are none.
+        TierError: if a tier of the plan cannot be used.
         PlanMismatch: if the plan is of another program.
     """
     require_module(model, "verify")
@@ -108,7 +113,7 @@ def verify(
             value=plan,
         )
     refuse_to_fit(model)
-    return Verifier(model, args, kwargs, gradients=gradients).check(plan)
+    return Verifier(model, args, kwargs, gradients=gradients, tiers=tiers).check(plan)
 
 
 class Verifier:
@@ -119,6 +124,7 @@ class Verifier:
         args: positional arguments of the call.
         kwargs: keyword arguments.
         gradients: as for :func:`verify`.
+        tiers: likewise.
     """
 
     def __init__(
@@ -128,8 +134,10 @@ class Verifier:
         kwargs: Mapping[str, Any] | None = None,
         *,
         gradients: Literal["loss", "all"] = "loss",
+        tiers: object = None,
     ) -> None:
         self._model = model
+        self._tiers = parse_tiers(tiers)
         self._args = args
         self._kwargs = dict(kwargs or {})
         self._device = device_of([model, args])
@@ -173,7 +181,8 @@ class Verifier:
         )
 
     def _run_planned(self, state: _State, plan: Plan) -> _Result:
-        executable = Executable(self._step(plan), plan, device=self._device, verify=False)
+        tiers = open_tiers(self._tiers or parse_tiers(list(plan.tiers)), self._device)
+        executable = Executable(self._step(plan), plan, device=self._device, verify=False, tiers=tiers)
         flights = Flights()
 
         def call() -> Any:

@@ -111,7 +111,8 @@ class _Reader:
         # torch's cache of them, and two captures of one step have to be one program.
         reach = extent_of(tensor.shape, tensor.stride()) * tensor.element_size()
         size = -(-max(reach, least_bytes) // self.granularity_bytes) * self.granularity_bytes
-        self.buffers.append(Buffer(name, int(size), producer))
+        dense = tensor.storage_offset() == 0 and reach == tensor.numel() * tensor.element_size()
+        self.buffers.append(Buffer(name, int(size), producer, whole=dense and not least_bytes))
         self.base_nodes.append(base)
         self.buffer_of_storage[storage_key(tensor)] = index
         return index

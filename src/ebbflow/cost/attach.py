@@ -92,7 +92,9 @@ def _with_kept_bytes(program: Program, costs: Sequence[Cost]) -> Program:
     }
     if not larger:
         return program
-    buffers = tuple(replace(each, bytes=larger.get(b, each.bytes)) for b, each in enumerate(program.buffers))
+    buffers = tuple(
+        replace(each, bytes=larger[b], whole=False) if b in larger else each for b, each in enumerate(program.buffers)
+    )
     return replace(program, buffers=buffers)
 
 

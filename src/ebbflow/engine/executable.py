@@ -19,7 +19,7 @@ import enum
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -39,6 +39,8 @@ from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free
 from ebbflow.step.simulate import simulate
 from ebbflow.torch_seams.graphs import boxed_codegen
+from ebbflow.transfers.arena import Arena, Traffic
+from ebbflow.transfers.disk import DiskTier
 from ebbflow.units import format_bytes, format_percent
 
 __all__ = ["SCALARS_BYTES", "Callables", "Executable", "Phase", "executable_numbered"]
@@ -78,6 +80,7 @@ class Executable:
         plan: for it.
         device: ``"cpu"`` or ``"cuda"``.
         verify: whether its first step is proven and a later one measured; ``"always"``: every one is proven.
+        tiers: by name, those that the plan moves buffers to.
 
     Attributes:
         number: names it, in tickets.
@@ -92,9 +95,18 @@ class Executable:
         proving: number of the flight that is being proven, or ``None``.
         verified_buffers: how many came back with their bits in the proven step.
         measured_above_bytes: of the measured step; ``None`` before.
+        traffic: what moved in the last step that ended; ``None`` before, and where nothing moves.
     """
 
-    def __init__(self, captured: Captured, plan: Plan, *, device: str, verify: bool | Literal["always"]) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        plan: Plan,
+        *,
+        device: str,
+        verify: bool | Literal["always"],
+        tiers: Mapping[str, DiskTier] | None = None,
+    ) -> None:
         self.number = next(_numbers)
         self.phase = Phase.PLANNED
         self.proving: int | None = None
@@ -106,8 +118,11 @@ class Executable:
         self._verify = verify
         self.always = verify == "always"
         self._output_count = captured.forward_output_count
-        lowered = lower(captured, plan.schedule)
+        lowered = lower(captured, plan.schedule, None if plan.machine is None else plan.machine.links)
         prove(captured, lowered)
+        self._slots = lowered.slots
+        self._tiers = tiers or {}
+        self.traffic: Traffic | None = None
         self.fingerprints: Fingerprints | None = None
         self.checked: Callables | None = None
         if verify:
@@ -142,6 +157,19 @@ class Executable:
                 else retained_above_bytes(program, schedule, timeline, retained)
             )
         return self._needs[key]
+
+    @property
+    def moves(self) -> bool:
+        """Whether it moves buffers to other tiers."""
+        return bool(self._slots)
+
+    def arena(self, flight: int) -> Arena | None:
+        """An arena for a flight that is about to start, if it needs one.
+
+        Raises:
+            TierError: if a tier has no room; nothing of the step has run.
+        """
+        return Arena(self._slots, self._tiers, flight) if self._slots else None
 
     @property
     def output_count(self) -> int:

@@ -24,6 +24,7 @@ from ebbflow.errors import CaptureError, VerificationError
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
+from ebbflow.transfers.arena import arena_numbered, travelling
 
 __all__ = [
     "NothingToTrain",
@@ -124,12 +125,14 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     if executable is None:
         raise Unplanned(list(args))
     flight.ran = True
+    flight.arena = executable.arena(flight.number)
     runs = executable.checked if flight.proves and executable.checked is not None else executable.plain
-    if flight.gauge is not None:
-        results = _gauged(flight.gauge, runs.forward, args)
-        flight.gauge.forget(executable.left_behind_bytes)
-    else:
-        results = runs.forward(args)
+    with travelling(flight.arena):
+        if flight.gauge is not None:
+            results = _gauged(flight.gauge, runs.forward, args)
+            flight.gauge.forget(executable.left_behind_bytes)
+        else:
+            results = runs.forward(args)
     count = executable.output_count
     return (*results[:count], ticket(executable.number, flight.name), *results[count:])
 
@@ -144,7 +147,14 @@ def run_backward(args: list[Any]) -> Any:
     """One gradient per primal, of what the forward saved and the tangents; empties ``args``."""
     number, name = read_ticket(args.pop(0))
     executable = executable_numbered(number)
-    return executable.unused.dropped(_gradients(executable, name, args))
+    arena = arena_numbered(name)
+    with travelling(arena):
+        gradients = _gradients(executable, name, args)
+    if arena is not None:
+        executable.traffic = arena.traffic
+        if not keeps_graph():
+            arena.close()
+    return executable.unused.dropped(gradients)
 
 
 def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:

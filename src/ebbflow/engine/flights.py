@@ -34,6 +34,7 @@ from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import is_function_node, saved_by
 from ebbflow.torch_seams.storages import StorageWatch
 from ebbflow.torch_seams.trees import tree_leaves
+from ebbflow.transfers.arena import Arena
 
 __all__ = [
     "Flight",
@@ -73,6 +74,7 @@ class Flight:
         restore: puts buffers and random state back to where they were before the forward.
         returned: watches what the forward returned.
         thread: that started it.
+        arena: holds what its forward has moved to other tiers.
         capture: of the step. AOTAutograd compiles a backward when it first comes, also after the model is let go.
     """
 
@@ -89,6 +91,7 @@ class Flight:
     restore: Callable[[], None] | None = None
     returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
+    arena: Arena | None = None
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -132,6 +135,8 @@ class Flight:
             executable.proving = None
         self.land()
         self.stop_learning()
+        if self.arena is not None:
+            self.arena.close()
 
     def disturb(self) -> None:
         """Definition 3."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -37,7 +37,7 @@ from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.engine.retained import Retained, plan_retained
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
-from ebbflow.errors import BudgetError
+from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.optimizer_state import future_state_bytes
@@ -49,6 +49,7 @@ from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.storages import StorageWatch, walk
+from ebbflow.transfers.disk import DiskTier
 from ebbflow.units import Budget, format_bytes
 
 __all__ = ["Circumstances", "FittedModel"]
@@ -115,6 +116,7 @@ class FittedModel:
         verify: whether first steps are proven and later ones measured, or every step proven.
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
+        tiers: by name, those that plans may move buffers to.
         last: the step that ran last.
         flights: forwards whose backward has not come.
         number: of the model among all that were ever fitted.
@@ -130,6 +132,7 @@ class FittedModel:
     verify: bool | Literal["always"]
     every_output: bool
     start: Plan | None = None
+    tiers: Mapping[str, DiskTier] = field(default_factory=dict[str, DiskTier])
     last: Step | None = None
     flights: Flights = field(init=False)
     number: int = field(default_factory=_numbers.__next__)
@@ -204,10 +207,10 @@ class FittedModel:
         if self.given_plan is None and not any(step.capture.symbolic for step in known):
             shared = self._kinds.capture_for(now.modes, call.args, call.kwargs, self._capture)
             if shared is not None:
-                yield Step(shared, verify=self.verify)
+                yield Step(shared, verify=self.verify, tiers=self.tiers)
                 self._kinds.failed(shared)
         self._count_capture(now.key)
-        yield Step(self._capture(call.device, None), verify=self.verify)
+        yield Step(self._capture(call.device, None), verify=self.verify, tiers=self.tiers)
 
     def _capture(self, device: str, changing: tuple[tuple[int, ...], ...] | None) -> Capture:
         return Capture(device=device, name=self.plain_class.__name__, changing=changing)
@@ -264,7 +267,8 @@ class FittedModel:
         """Of the plans of ``step`` that hold the one of least overhead; ``None`` if none does (definition 2).
 
         A checkpoint compares what a repeated forward saves with what the first one did, so while one of a step's
-        forwards is in flight under saved-tensor hooks, its plan stays.
+        forwards is in flight under saved-tensor hooks, its plan stays. Its backward cannot be told which forward it
+        belongs to, so no plan that moves buffers holds there.
         """
         current = step.executable
         if current is not None and now.checkpointed and flights_of(current):
@@ -278,6 +282,7 @@ class FittedModel:
             if _holds(each, resident, between, retained)
             and not (each.provisional and known)
             and (now.accumulating or not each.accumulates)
+            and not (each.moves and now.checkpointed)
         ]
         return min(fitting, key=lambda each: each.overhead) if fitting else None
 
@@ -291,6 +296,12 @@ class FittedModel:
         if self.optimizer is not None:
             resident += future_state_bytes(self.optimizer)
         if self.given_plan is not None:
+            if self.given_plan.schedule.moves and now.checkpointed:
+                raise CaptureError(
+                    "the given plan moves tensors, and this call is inside of a checkpoint or saved-tensor hooks of "
+                    "somebody else's",
+                    remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
+                )
             return given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve), False
         guess = self._waits_for_a_loss(step, now)
         costs, estimated = costs_of(step.captured.calls if step.captured else (), now.device)

@@ -11,7 +11,7 @@ which does not and needs less. A plan with the copies will do then too, if it ho
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -21,6 +21,8 @@ from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable, Phase
 from ebbflow.measurement.resident import hidden_in, storages_in
 from ebbflow.step.plan import Plan
+from ebbflow.transfers.arena import Traffic
+from ebbflow.transfers.disk import DiskTier
 
 __all__ = ["Step"]
 
@@ -33,6 +35,7 @@ class Step:
     Args:
         capture: that serves it, of its own or shared with other shapes.
         verify: whether first steps are proven and later ones measured, or every step proven.
+        tiers: by name, those that plans may move buffers to.
 
     Attributes:
         captured: the step as a value; ``None`` before its first call.
@@ -42,7 +45,9 @@ class Step:
         accumulated: primals whose gradients are copied, unless all of the model's parameters have gradients.
     """
 
-    def __init__(self, capture: Capture, *, verify: bool | Literal["always"]) -> None:
+    def __init__(
+        self, capture: Capture, *, verify: bool | Literal["always"], tiers: Mapping[str, DiskTier] | None = None
+    ) -> None:
         self.capture = capture
         self.captured: Captured | None = None
         self.executable: Executable | None = None
@@ -53,6 +58,7 @@ class Step:
         self.accumulated: frozenset[int] = frozenset()
         self._accumulating: Captured | None = None
         self._verify: bool | Literal["always"] = verify
+        self._tiers = tiers or {}
         self._executables: list[Executable] = []  # used last comes last
 
     @property
@@ -74,6 +80,11 @@ class Step:
     def measured_above_bytes(self) -> int | None:
         """The measured peak above the step's start under the plan that runs; ``None`` before it is measured."""
         return None if self.executable is None else self.executable.measured_above_bytes
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What moved in the last step that ended; ``None`` before, and where nothing moves."""
+        return None if self.executable is None else self.executable.traffic
 
     @property
     def executables(self) -> list[Executable]:
@@ -120,7 +131,7 @@ class Step:
             if each.plan.schedule == plan.schedule and each.plan.program == plan.program:
                 each.adopt(plan)
                 return each
-        executable = Executable(captured, plan, device=self.capture.device, verify=self._verify)
+        executable = Executable(captured, plan, device=self.capture.device, verify=self._verify, tiers=self._tiers)
         executable.accumulates = captured is self._accumulating
         return executable
 

@@ -9,7 +9,7 @@ end is the buffer itself: kernels see the same tensor either way.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx.node import Argument
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.traits import keeps_storage
 from ebbflow.cost.call import extent_of
+from ebbflow.lower.targets import arrive, offload, reload, settle
 
 __all__ = ["CLAIM", "MAKES", "Emitter", "is_whole"]
 
@@ -76,11 +77,14 @@ class Emitter:
         joint: what is lowered.
         graph: the graph being written.
         missing: asked for the value of a base node or forward input that this graph has no copy of.
+        slot_of: per buffer that is moved, its slot.
     """
 
     joint: Captured
     missing: Callable[[fx.Node], fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)
+    slot_of: Mapping[int, int] = field(default_factory=dict[int, int])
+    _coming: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])  # reloaded and not read yet
     _copies: dict[fx.Node, fx.Node] = field(default_factory=dict["fx.Node", "fx.Node"])
     _views_of: dict[int, list[fx.Node]] = field(default_factory=dict[int, "list[fx.Node]"])
 
@@ -91,13 +95,15 @@ class Emitter:
         self._copies[joint_node] = copy
 
     def has(self, joint_node: fx.Node) -> bool:
-        """Whether a copy of ``joint_node`` is at hand."""
-        return joint_node in self._copies
+        """Whether a copy of ``joint_node`` is at hand, or on its way."""
+        return joint_node in self._copies or joint_node in self._coming
 
     def value(self, joint_node: fx.Node) -> fx.Node:
         """The copy of ``joint_node``, issuing views as needed."""
         if joint_node in self._copies:
             return self._copies[joint_node]
+        if joint_node in self._coming:
+            return self._arrived(joint_node)
         if joint_node.op == "get_attr":
             self.bind(joint_node, self.graph.get_attr(str(joint_node.target)))
             return self._copies[joint_node]
@@ -132,6 +138,39 @@ class Emitter:
         base = self.joint.base_nodes[buffer]
         if base is not None:
             self._copies.pop(base, None)
+
+    def offload(self, buffer: int) -> None:
+        """Issue the copy of ``buffer`` to its slot."""
+        self._move(offload, self.slot_of[buffer], self.value(self._base(buffer)))
+
+    def settle(self, buffer: int) -> None:
+        """Wait until the copy of ``buffer`` has been written."""
+        self._move(settle, self.slot_of[buffer], self.value(self._base(buffer)))
+
+    def reload(self, buffer: int) -> None:
+        """Issue the way back of ``buffer``; it arrives where it is read first."""
+        base = self._base(buffer)
+        self._coming[base] = self._move(reload, self.slot_of[buffer])
+
+    def arrive_all(self) -> None:
+        """Wait for all that is on its way back: this graph ends."""
+        for base in list(self._coming):
+            self._arrived(base)
+
+    def _arrived(self, base: fx.Node) -> fx.Node:
+        buffer = self.joint.buffer_of[base]
+        assert buffer is not None
+        copy = self._move(arrive, self.slot_of[buffer], self._coming.pop(base))
+        self._rebind_base(buffer, base, copy)
+        return copy
+
+    def _move(self, target: Callable[..., Any], *args: Argument) -> fx.Node:
+        return self.graph.call_function(target, args)
+
+    def _base(self, buffer: int) -> fx.Node:
+        base = self.joint.base_nodes[buffer]
+        assert base is not None, "a buffer that nobody reads is not moved"
+        return base
 
     def mapped(self, args: Any, kwargs: Any) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
         """Arguments of a joint node with every joint value replaced by its copy here."""

@@ -1,14 +1,17 @@
 """A schedule becomes two FX graphs in schedule order; FX's generated Python is the executor.
 
-A repeated op is a new node; a free is the last use (the generated code writes ``x = None`` after it); what the
-backward reads before it makes it again crosses the boundary as a saved tensor. Contracts of the two graphs
-(AOTAutograd's ``partition_fn``): the forward has all primals as placeholders in order and returns the joint
-forward outputs, then the saved values; the backward takes the saved values in the same order, then the
-tangents, and returns one value per primal. A placeholder's name must equal its target.
+A repeated op is a new node; a free is the last use (the generated code writes ``x = None`` after it), which is a wait
+for the copy where the buffer has been offloaded just before; what the backward reads before it makes it again crosses
+the boundary as a saved tensor. What is away crosses it in the arena of the step (``transfers.arena``).
+
+Contracts of the two graphs (AOTAutograd's ``partition_fn``): the forward has all primals as placeholders in order and
+returns the joint forward outputs, then the saved values; the backward takes the saved values in the same order, then
+the tangents, and returns one value per primal. A placeholder's name must equal its target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +22,11 @@ from ebbflow.capture.joint import Captured
 from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbflow.errors import InternalError
 from ebbflow.lower.emit import Emitter
-from ebbflow.lower.targets import read_state, replay
+from ebbflow.lower.targets import EFFECTS, read_state, replay
+from ebbflow.step.machine import Link
 from ebbflow.step.program import COPY_BACK
-from ebbflow.step.schedule import Boundary, Compute, Free, Schedule, kept_outputs
+from ebbflow.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule, kept_outputs
+from ebbflow.transfers.slots import Slot, Space
 
 __all__ = ["STATE_OF", "Lowered", "lower"]
 
@@ -37,17 +42,21 @@ class Lowered:
         forward: placeholders are the primals; returns the forward outputs, then what is saved.
         backward: placeholders are what is saved, then the tangents; returns one value per primal.
         saved_count: how many values cross the boundary.
+        slots: of the buffers that are moved; empty if none is.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     saved_count: int
+    slots: tuple[Slot, ...] = ()
 
 
 @dataclass
 class _Lowering:
     joint: Captured
     schedule: Schedule
+    slots: tuple[Slot, ...]
+    leaving: set[int] = field(default_factory=set[int])  # offloaded and not freed yet
     runs: list[int] = field(default_factory=list[int])
     states: dict[int, fx.Node] = field(default_factory=dict[int, "fx.Node"])
     saved_states: dict[int, fx.Node] = field(default_factory=dict[int, "fx.Node"])
@@ -60,8 +69,9 @@ class _Lowering:
             if op is not None:
                 self.total_runs[op] += 1
         self.runs = [0] * len(self.joint.program.ops)
-        self.forward = Emitter(self.joint, self._never)
-        self.backward = Emitter(self.joint, self._save)
+        slot_of = {slot.buffer: index for index, slot in enumerate(self.slots)}
+        self.forward = Emitter(self.joint, self._never, slot_of=slot_of)
+        self.backward = Emitter(self.joint, self._save, slot_of=slot_of)
         self.current = self.forward
         self.inputs_end: fx.Node | None = None
 
@@ -89,6 +99,7 @@ class _Lowering:
             self.forward.bind(node, placeholder)
 
     def boundary(self) -> None:
+        self.forward.arrive_all()
         self.current = self.backward
         for index, node in enumerate(self.joint.tangents):
             placeholder = self.backward.graph.placeholder(f"ebbflow_tangent_{index}")
@@ -97,6 +108,16 @@ class _Lowering:
         if self.inputs_end is None:
             # No tangents: saved placeholders still have to precede everything else.
             self.inputs_end = self.backward.graph.call_function(len, ((),))
+
+    def offload(self, buffer: int) -> None:
+        self.current.offload(buffer)
+        self.leaving.add(buffer)
+
+    def free(self, buffer: int) -> None:
+        if buffer in self.leaving:
+            self.leaving.discard(buffer)
+            self.current.settle(buffer)
+        self.current.free(buffer)
 
     def compute(self, index: int, kept: tuple[int, ...]) -> None:
         op = self.joint.program.ops[index]
@@ -158,7 +179,8 @@ class _Lowering:
         self.backward.graph.output(tuple(gradients))
         self.forward.graph.output((*results, *(held for held, _ in self.saved)))
         constants = self.joint.graph.owning_module
-        return Lowered(_module(self.forward.graph, constants), _module(self.backward.graph, constants), len(self.saved))
+        forward, backward = (_module(emitter.graph, constants) for emitter in (self.forward, self.backward))
+        return Lowered(forward, backward, len(self.saved), self.slots)
 
     def _result(self, emitter: Emitter, out: Argument) -> Argument:
         return emitter.value(out) if isinstance(out, fx.Node) else out
@@ -166,7 +188,7 @@ class _Lowering:
 
 def _module(graph: fx.Graph, constants: torch.nn.Module | None) -> fx.GraphModule:
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users and node.target is not read_state:
+        if node.op == "call_function" and not node.users and node.target not in EFFECTS:
             # Elements that nobody reads: erased, they die right after their op.
             if node.meta.get("val") is None or _is_element(node):
                 graph.erase_node(node)
@@ -183,21 +205,55 @@ def _is_element(node: fx.Node) -> bool:
     )
 
 
-def lower(joint: Captured, schedule: Schedule) -> Lowered:
-    """The two graphs of ``schedule``, which must be legal for ``joint.program`` and move no buffer.
+def lower(joint: Captured, schedule: Schedule, links: Mapping[str, Link] | None = None) -> Lowered:
+    """The two graphs of ``schedule``, which must be legal for ``joint.program``.
 
     The result is checked by ``proof.prove``, not here.
+
+    Args:
+        joint: the step.
+        schedule: for it.
+        links: to the tiers that the schedule moves buffers to, for their alignment.
     """
-    lowering = _Lowering(joint, schedule)
+    lowering = _Lowering(joint, schedule, _slots(joint, schedule, links or {}))
     lowering.start()
     for action, kept in zip(schedule.actions, kept_outputs(joint.program, schedule), strict=True):
         match action:
             case Compute(op):
                 lowering.compute(op, kept)
             case Free(buffer):
-                lowering.current.free(buffer)
+                lowering.free(buffer)
+            case Offload(buffer, _):
+                lowering.offload(buffer)
+            case Reload(buffer):
+                lowering.current.reload(buffer)
             case Boundary():
                 lowering.boundary()
-            case _:
-                raise InternalError(f"{action!r}: buffers are not moved by this executor")
     return lowering.finish()
+
+
+def _slots(joint: Captured, schedule: Schedule, links: Mapping[str, Link]) -> tuple[Slot, ...]:
+    """A slot per buffer that is offloaded, in the order in which they leave."""
+    space = Space(links)
+    found: list[Slot] = []
+    for action in schedule.actions:
+        if isinstance(action, Offload):
+            base = joint.base_nodes[action.buffer]
+            if base is None:
+                raise InternalError(f"{action!r} moves a buffer that nobody reads")
+            value = base.meta["val"]
+            size = value.numel() * value.element_size()
+            found.append(
+                Slot(
+                    buffer=action.buffer,
+                    name=joint.program.buffers[action.buffer].name,
+                    tier=action.tier,
+                    offset=space.take(action.tier, joint.program.buffers[action.buffer].bytes),
+                    bytes=size,
+                    shape=tuple(value.shape),
+                    stride=tuple(value.stride()),
+                    dtype=value.dtype,
+                    device=value.device,
+                )
+            )
+    return tuple(found)

@@ -12,7 +12,11 @@ Every lowered node claims a joint node. The claims hold by induction over the gr
 5. the outputs claim the joint outputs;
 6. no mutated input is read after its mutation: none is saved for the backward;
 7. a rerun of a batch norm may call the form without running statistics with the remaining arguments, after the
-   first run, and only outputs that this form has are taken from it.
+   first run, and only outputs that this form has are taken from it;
+8. an offload takes the whole of the buffer that its slot is for, whose size, strides and dtype are the slot's; no slot
+   is filled twice, no buffer has two, and none overlap; a wait for the copy takes that buffer too;
+9. a reload follows the offload of its slot, and nothing but one arrival reads it; the arrival claims the buffer of the
+   slot.
 
 Written from the graphs alone, so that a fault of the lowering cannot hide in it.
 """
@@ -31,8 +35,9 @@ from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbflow.errors import InternalError
 from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
 from ebbflow.lower.lowering import STATE_OF, Lowered
-from ebbflow.lower.targets import read_state, replay
+from ebbflow.lower.targets import arrive, offload, read_state, reload, replay, settle
 from ebbflow.torch_seams.dispatcher import schema_of
+from ebbflow.transfers.slots import Slot
 
 __all__ = ["ProofError", "prove"]
 
@@ -42,12 +47,12 @@ class ProofError(InternalError):
 
 
 def prove(joint: Captured, lowered: Lowered) -> int:
-    """Check clauses 1-7; returns the number of nodes proven.
+    """Check clauses 1-9; returns the number of nodes proven.
 
     Raises:
         ProofError: naming the first node that is not congruent.
     """
-    proof = _Proof(joint)
+    proof = _Proof(joint, lowered.slots)
     forward = list(lowered.forward.graph.nodes)
     backward = list(lowered.backward.graph.nodes)
     proof.placeholders([n for n in forward if n.op == "placeholder"], joint.primals)
@@ -71,8 +76,11 @@ def _results(nodes: Sequence[fx.Node]) -> Sequence[object]:
 
 
 class _Proof:
-    def __init__(self, joint: Captured) -> None:
+    def __init__(self, joint: Captured, slots: Sequence[Slot]) -> None:
         self.joint = joint
+        self.slots = slots
+        self.away: set[int] = set()
+        _require_apart(slots)
         self.claims: dict[fx.Node, fx.Node] = {}
         self.states: dict[fx.Node, int] = {}
         self.index_of = {node: i for i, node in enumerate(joint.op_nodes)}
@@ -120,6 +128,12 @@ class _Proof:
         self.claims[node] = claim
 
     def _call(self, node: fx.Node) -> None:
+        if node.target in {offload, settle, reload}:
+            self._leave(node)
+            return
+        if node.target is arrive:
+            self._arrive(node)
+            return
         if node.target is read_state:
             self.pending = (node, node.meta[STATE_OF])
             self.states[node] = node.meta[STATE_OF]
@@ -137,6 +151,53 @@ class _Proof:
         else:
             self._folded(node, claim)
         self.claims[node] = claim
+
+    def _leave(self, node: fx.Node) -> None:
+        """Clause 8, and of clause 9 what concerns the reload."""
+        index = self._slot_of(node)
+        if node.target is reload:
+            _require(index in self.away, f"{node} comes back from slot {index}, which is empty")
+            users = list(node.users)
+            _require(len(users) == 1 and users[0].target is arrive, f"{node} is read before it arrives")
+            return
+        _, tensor = node.args
+        assert isinstance(tensor, fx.Node)
+        _require(self.claims.get(tensor) is self._base(index), f"{node} moves {tensor}, not what slot {index} is for")
+        if node.target is offload:
+            _require(index not in self.away, f"{node} fills slot {index} a second time")
+            self.away.add(index)
+        else:
+            _require(index in self.away, f"{node} waits for a copy that nobody has issued")
+
+    def _arrive(self, node: fx.Node) -> None:
+        """Clause 9."""
+        index = self._slot_of(node)
+        _, coming = node.args
+        assert isinstance(coming, fx.Node)
+        same = coming.target is reload and coming.args == (index,)
+        _require(same, f"{node} arrives from {coming}, which does not come from slot {index}")
+        base = self._base(index)
+        _require(node.meta.get(CLAIM) is base, f"{node} does not claim what slot {index} is for")
+        self.claims[node] = base
+
+    def _slot_of(self, node: fx.Node) -> int:
+        index = node.args[0]
+        assert isinstance(index, int)
+        _require(0 <= index < len(self.slots), f"{node} names slot {index} of {len(self.slots)}")
+        return index
+
+    def _base(self, index: int) -> fx.Node:
+        """The joint node of a slot, which is what the slot says."""
+        slot = self.slots[index]
+        base = self.joint.base_nodes[slot.buffer]
+        assert base is not None
+        _require(is_whole(base), f"{base}, which slot {index} is for, is not the whole of its storage")
+        value = base.meta["val"]
+        said = (slot.shape, slot.stride, slot.dtype, slot.device, slot.bytes)
+        size = value.numel() * value.element_size()
+        is_so = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device, size)
+        _require(said == is_so, f"slot {index} is for {said}, {base} is {is_so}")
+        return base
 
     def _folds(self, node: fx.Node, claim: fx.Node) -> bool:
         """Whether ``node`` stands for a chain of views that ends in an ``as_strided`` of the user's own."""
@@ -248,6 +309,15 @@ def _layout(node: fx.Node) -> tuple[object, ...]:
     if not isinstance(value, torch.Tensor):
         return (node.target is operator.getitem, node)
     return (tuple(value.shape), tuple(value.stride()), value.storage_offset(), value.dtype)
+
+
+def _require_apart(slots: Sequence[Slot]) -> None:
+    """No buffer has two slots, and no two slots of a tier overlap."""
+    _require(len({slot.buffer for slot in slots}) == len(slots), "a buffer has two slots")
+    ends: dict[str, int] = {}
+    for slot in sorted(slots, key=lambda each: each.offset):
+        _require(slot.offset >= ends.get(slot.tier, 0), f"the slot of {slot.name} overlaps the one before it")
+        ends[slot.tier] = slot.offset + slot.bytes
 
 
 def _require(condition: bool, message: str) -> None:

@@ -1,7 +1,10 @@
-"""Random replay: a repeat of a random op draws what its first run drew, and leaves the generator as it was.
+"""What the lowered graphs call besides the captured ops: random replay and moves. Each is the target of nodes.
 
-On CPU the state is the generator's own tensor (5,056 bytes); on CUDA it holds seed and offset (16 bytes, on the
-host, no synchronisation). Both functions are targets of nodes in the lowered graphs.
+Replay: a repeat of a random op draws what its first run drew, and leaves the generator as it was. On CPU the state is
+the generator's own tensor (5,056 bytes); on CUDA it holds seed and offset (16 bytes, on the host, no synchronisation).
+
+Moves: a number names a slot of the plan; what is there is known to the arena of the step that runs
+(``transfers.arena``, which says what each of the four does).
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["read_state", "replay"]
+from ebbflow.transfers.arena import current_arena
+
+__all__ = ["EFFECTS", "arrive", "offload", "read_state", "reload", "replay", "settle"]
 
 
 def _generator(device: str) -> torch.Generator:
@@ -34,3 +39,27 @@ def replay(device: str, state: torch.Tensor, target: Callable[..., Any], args: t
         return target(*args, **kwargs)
     finally:
         generator.set_state(current)
+
+
+def offload(slot: int, tensor: torch.Tensor) -> None:
+    """Issue the copy of ``tensor`` to its slot."""
+    current_arena().offload(slot, tensor)
+
+
+def settle(slot: int, tensor: torch.Tensor) -> None:
+    """Wait until ``tensor`` has been copied; its last use is here."""
+    current_arena().settle(slot, tensor)
+
+
+def reload(slot: int) -> torch.Tensor:
+    """A tensor like the one that left, its bytes on their way."""
+    return current_arena().reload(slot)
+
+
+def arrive(slot: int, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` once its bytes are there."""
+    return current_arena().arrive(slot, tensor)
+
+
+EFFECTS = frozenset({read_state, offload, settle})
+"""Targets that are called for what they do: nobody needs to read their result."""

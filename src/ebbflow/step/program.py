@@ -204,9 +204,9 @@ class Program:
 
     @cached_property
     def movable(self) -> frozenset[int]:
-        """Buffers that may leave for another tier: whole, made by an op, and neither pinned nor mutations."""
+        """Buffers that may leave for another tier: whole, not empty, made by an op, neither pinned nor mutations."""
         stays = self.pinned.union(self.mutations)
-        return frozenset(b for b, buffer in enumerate(self.buffers) if buffer.whole and b not in stays)
+        return frozenset(b for b, buffer in enumerate(self.buffers) if buffer.whole and buffer.bytes and b not in stays)
 
     @cached_property
     def copied_back(self) -> frozenset[int]:

@@ -1,0 +1,262 @@
+"""The disk tier: files without a name, written once when they are made, through the page cache.
+
+1. A *region* is a file of its own for the copies of one step in flight. It is unlinked at once, so it goes with the
+   process, however that ends; where a process was killed in between, the next one removes it.
+2. A region is filled when it is made: the space is there, and the first write to fresh blocks, which takes ten times
+   as long as later ones, does not happen in a step.
+3. Regions that are free are used again. All regions of a directory share one lane, for both ways.
+4. A process that was forked from makes regions of its own: both would write to the same blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import threading
+import weakref
+from pathlib import Path
+
+import torch
+
+from ebbflow.errors import TierError
+from ebbflow.transfers.lane import Lane
+from ebbflow.units import format_bytes
+
+__all__ = ["DiskTier", "Region", "disk_tier", "free_bytes", "refuse_directory"]
+
+_CHUNK_BYTES = 4 * 2**20
+_MOST_FREE = 4  # regions kept for later steps
+_FITS = 1.25  # times what is asked for: a free region that large will do
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
+
+class Region:
+    """Definition 1.
+
+    Args:
+        directory: to make it in.
+        size: bytes.
+
+    Raises:
+        TierError: if the file cannot be made that large.
+    """
+
+    def __init__(self, directory: Path, size: int) -> None:
+        self.size = size
+        self._directory = directory
+        path = directory / f"ebbflow-{os.getpid()}-{secrets.token_hex(8)}.tier"
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TierError(
+                f"no file can be made in {directory} ({error.strerror}); give another directory: "
+                "tiers=['disk:PATH'], or make room for one there",
+                tier="disk",
+                path=directory,
+            ) from None
+        self.close = weakref.finalize(self, os.close, self._file)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            self._fill()
+        except OSError as error:
+            self.close()
+            raise TierError(
+                f"the disk tier in {directory} could not be given {format_bytes(size)} ({error.strerror}; "
+                f"{format_bytes(free_bytes(directory))} are free there); free some space, give another directory "
+                "(tiers=['disk:PATH']) or a larger budget. Nothing of this step has run",
+                tier="disk",
+                path=directory,
+            ) from None
+
+    def _fill(self) -> None:
+        """Definition 2."""
+        if self.size:
+            os.posix_fallocate(self._file, 0, self.size)
+        zeros = bytes(min(_CHUNK_BYTES, self.size))
+        for offset in range(0, self.size, _CHUNK_BYTES):
+            chunk = memoryview(zeros)[: min(_CHUNK_BYTES, self.size - offset)]
+            _write(self._file, chunk, offset)
+
+    def write(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy the storage of ``tensor`` to ``offset``.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        _write(self._file, _memory_of(tensor), offset)
+
+    def read(self, offset: int, tensor: torch.Tensor) -> None:
+        """Fill the storage of ``tensor`` from ``offset`` on.
+
+        Raises:
+            OSError: if it cannot be read, or ends too early.
+        """
+        _read(self._file, _memory_of(tensor), offset)
+
+    def failure(self, what: str, why: str) -> TierError:
+        """What to raise where a copy failed."""
+        return TierError(
+            f"{what} failed: {why}, in a file in {self._directory}. No gradient of this step was handed out. See to "
+            "the disk, or give another directory: tiers=['disk:PATH']",
+            tier="disk",
+            path=self._directory,
+        )
+
+
+class DiskTier:
+    """The regions of one directory.
+
+    Args:
+        directory: where files are made; it is there, and no memory (:func:`refuse_directory`).
+    """
+
+    name = "disk"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lane = Lane(f"disk {directory}")
+        self._start_anew()
+        _all.add(self)
+
+    def _start_anew(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[Region] = []
+
+    def region(self, size: int) -> Region:
+        """A region of at least ``size`` bytes that nobody else uses.
+
+        Raises:
+            TierError: if the disk has no room for it.
+        """
+        with self._lock:
+            fitting = [each for each in self._free if size <= each.size <= max(_FITS * size, _CHUNK_BYTES)]
+            if fitting:
+                found = min(fitting, key=lambda each: each.size)
+                self._free.remove(found)
+                return found
+        _remove_abandoned(self.directory)
+        try:
+            return Region(self.directory, size)
+        except TierError:
+            with self._lock:
+                idle, self._free = self._free, []
+            if not idle:
+                raise
+            for each in idle:
+                each.close()
+            return Region(self.directory, size)
+
+    def give_back(self, region: Region) -> None:
+        """Nobody uses ``region`` any more. May be called from a finalizer."""
+        with self._lock:
+            self._free.append(region)
+            surplus, self._free = self._free[:-_MOST_FREE], self._free[-_MOST_FREE:]
+        for each in surplus:
+            each.close()
+
+    def give_up_free(self) -> None:
+        """Close what is kept for later steps."""
+        with self._lock:
+            idle, self._free = self._free, []
+        for each in idle:
+            each.close()
+
+
+_tiers: dict[Path, DiskTier] = {}
+_all: weakref.WeakSet[DiskTier] = weakref.WeakSet()
+
+
+def disk_tier(directory: Path) -> DiskTier:
+    """The tier of ``directory``, one per process (definition 3)."""
+    return _tiers.setdefault(directory, DiskTier(directory))
+
+
+def refuse_directory(directory: Path) -> None:
+    """Refuse a directory that cannot be a tier.
+
+    Raises:
+        TierError: if it is none, cannot be written, or lies in memory.
+    """
+    if not directory.is_dir():
+        raise TierError(f"{directory} is no directory; make it, or give another one", tier="disk", path=directory)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise TierError(f"{directory} cannot be written to; give another directory", tier="disk", path=directory)
+    kind = _file_system_of(directory)
+    if kind in _IN_MEMORY:
+        raise TierError(
+            f"{directory} is on a file system of type {kind}, which lies in memory: tensors that are moved there free "
+            "nothing. Give a directory on a disk: tiers=['disk:PATH']",
+            tier="disk",
+            path=directory,
+        )
+
+
+def free_bytes(directory: Path) -> int:
+    """What may be written in ``directory``; 0 if that cannot be told."""
+    try:
+        stat = os.statvfs(directory)
+    except OSError:
+        return 0
+    return stat.f_bavail * stat.f_frsize
+
+
+def _file_system_of(directory: Path) -> str:
+    """Its type as the kernel names it; empty where there is no such table."""
+    try:
+        device = directory.stat().st_dev
+        rows = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for row in rows:
+        fields, _, rest = row.partition(" - ")
+        if fields.split()[2] == wanted:
+            return rest.split()[0]
+    return ""
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of its whole storage, in place."""
+    storage = tensor.untyped_storage()
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _write(file: int, memory: memoryview, offset: int) -> None:
+    """Write all of ``memory``: the system may write less at a time."""
+    done = 0
+    while done < len(memory):
+        done += _moved(os.pwrite(file, memory[done:], offset + done), done, memory)
+
+
+def _read(file: int, memory: memoryview, offset: int) -> None:
+    """Fill all of ``memory``: the system may read less at a time."""
+    done = 0
+    while done < len(memory):
+        done += _moved(os.preadv(file, [memory[done:]], offset + done), done, memory)
+
+
+def _moved(count: int, done: int, memory: memoryview) -> int:
+    if count <= 0:
+        raise OSError(errno.EIO, f"it ended after {done} of {len(memory)} bytes")
+    return count
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove files of processes that were killed before they had unlinked them."""
+    for path in directory.glob("ebbflow-*.tier"):
+        owner = path.name.split("-")[1]
+        if owner.isdecimal() and int(owner) != os.getpid() and not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _forked() -> None:
+    for tier in _all:
+        tier._start_anew()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,117 @@
+"""A lane: a thread that copies, one job after the other, and keeps nothing that it has copied.
+
+1. The worker only copies. Tensors are allocated and dropped by the thread that computes, where the allocator's events
+   are seen; so a job lets go of what it copies before it says that it is done.
+2. A job that fails keeps the text of what happened. A stored exception would keep its frames, and these the step.
+3. A lane without work for a while has no thread. A process that was forked from has none either; it starts its own.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+__all__ = ["Job", "Lane"]
+
+_IDLE_SECONDS = 5.0
+
+
+class Job:
+    """One copy.
+
+    Attributes:
+        failure: what went wrong, in words; empty if nothing did.
+        seconds: that it took, on the lane's own clock; 0 until it is done.
+    """
+
+    __slots__ = ("_done", "_then", "_work", "failure", "seconds")
+
+    def __init__(self, work: Callable[[], object], then: Callable[[], None]) -> None:
+        self._work: Callable[[], object] | None = work
+        self._then = then
+        self._done = threading.Event()
+        self.failure = ""
+        self.seconds = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        """Do nothing if it has not begun."""
+        self._work = None
+
+    def wait(self) -> None:
+        """Return once it has ended."""
+        self._done.wait()
+
+    def run(self) -> None:
+        """Do it; called by its lane's thread."""
+        work, self._work = self._work, None
+        begin = time.perf_counter()
+        try:
+            if work is not None:
+                work()
+        except BaseException as error:
+            self.failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        del work
+        self.seconds = time.perf_counter() - begin
+        self._then()
+        self._done.set()
+
+
+class Lane:
+    """Runs jobs in the order in which they were submitted.
+
+    Args:
+        name: of its thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._start_anew()
+        _lanes.add(self)
+
+    def _start_anew(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], object], then: Callable[[], None] = lambda: None) -> Job:
+        """Queue a copy; ``then`` is called in the end, also of one that failed or was cancelled."""
+        job = Job(work, then)
+        with self._lock:
+            self._jobs.put(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"ebbflow {self._name}", daemon=True)
+                self._thread.start()
+        return job
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._thread = None
+                        return
+                continue
+            job.run()
+            del job  # not kept until the next one comes
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for lane in _lanes:
+        lane._start_anew()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_forked)

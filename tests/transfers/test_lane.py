@@ -1,0 +1,102 @@
+"""A lane copies in order, keeps nothing, and survives failures, idleness and forks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+
+import pytest
+
+from ebbflow.transfers import lane as lanes
+from ebbflow.transfers.lane import Lane
+
+
+class Thing:
+    pass
+
+
+def test_jobs_run_in_order_on_a_thread_of_their_own():
+    lane, done = Lane("test"), list[tuple[int, int]]()
+    jobs = [lane.submit(lambda i=i: done.append((i, threading.get_ident()))) for i in range(20)]
+    jobs[-1].wait()
+    assert [i for i, _ in done] == list(range(20))
+    assert {thread for _, thread in done} != {threading.get_ident()}
+    assert all(job.done and not job.failure for job in jobs)
+
+
+def test_what_is_copied_is_let_go_before_the_job_is_done():
+    lane, thing = Lane("test"), Thing()
+    watch = weakref.ref(thing)
+
+    def work(it: Thing = thing) -> None:
+        assert it is not None
+
+    job = lane.submit(work)
+    del work, thing
+    job.wait()
+    gc.collect()
+    assert watch() is None
+
+
+def test_a_failure_is_kept_as_text_and_the_next_job_runs():
+    lane, thing = Lane("test"), Thing()
+    watch = weakref.ref(thing)
+
+    def fail(it: Thing = thing) -> None:
+        raise OSError(28, "No space left on device")
+
+    ended: list[str] = []
+    job = lane.submit(fail, lambda: ended.append("fail"))
+    del fail, thing
+    job.wait()
+    gc.collect()
+    assert job.failure == "No space left on device"
+    assert ended == ["fail"]
+    assert watch() is None
+    after = lane.submit(lambda: None)
+    after.wait()
+    assert not after.failure
+
+
+def test_a_cancelled_job_does_nothing_and_ends():
+    lane, gate, ran = Lane("test"), threading.Event(), list[int]()
+    first = lane.submit(gate.wait)
+    ended: list[int] = []
+    second = lane.submit(lambda: ran.append(1), lambda: ended.append(1))
+    second.cancel()
+    gate.set()
+    first.wait()
+    second.wait()
+    assert ran == []
+    assert ended == [1]
+
+
+def test_an_idle_lane_has_no_thread_and_starts_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lanes, "_IDLE_SECONDS", 0.02)
+    lane = Lane("that idles")
+    lane.submit(lambda: None).wait()
+    deadline = time.monotonic() + 10
+    while any(thread.name == "ebbflow that idles" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lane.submit(lambda: None).wait()
+
+
+def test_a_forked_child_has_lanes_of_its_own():
+    lane, gate = Lane("test"), threading.Event()
+    held = lane.submit(gate.wait)
+    child = os.fork()
+    if not child:
+        ok = 1
+        try:
+            job = lane.submit(lambda: None)
+            job.wait()
+            ok = 0 if job.done else 1
+        finally:
+            os._exit(ok)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    gate.set()
+    held.wait()
