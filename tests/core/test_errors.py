@@ -16,6 +16,7 @@ from ebbflow.errors import (
     InternalError,
     PlanFileError,
     PlanMismatch,
+    TierError,
     UsageError,
     VerificationError,
 )
@@ -41,6 +42,7 @@ def test_every_error_has_the_common_base_and_a_docstring(name: str) -> None:
         ("PlanFileError", ValueError),
         ("BudgetExceeded", RuntimeError),
         ("CaptureError", RuntimeError),
+        ("TierError", RuntimeError),
         ("VerificationError", RuntimeError),
         ("InternalError", RuntimeError),
     ],
@@ -65,6 +67,7 @@ ERRORS = [
     CaptureError("op x returns data", remedy="mask", op="x", source="net.py:3"),
     PlanMismatch("another program", differences=["torch: plan '2.11', here '2.13'"]),
     PlanFileError("damaged", path="plan.json"),
+    TierError("full", tier="disk", path="/data"),
     VerificationError("other bits", buffer="mm", op="mm at net.py:3"),
     InternalError("a node claims nothing", op="mm at net.py:3"),
 ]

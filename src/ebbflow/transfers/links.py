@@ -1,0 +1,165 @@
+"""Links measured: how fast tensors go to a disk and come back, through the very lane that steps use.
+
+1. A *probe* writes :data:`_PROBE_BYTES` in pieces to a region and reads them back, :data:`_ROUNDS` times; the median of
+   the rounds is the rate, so that one hiccup of a shared machine does not decide. Small pieces give the latency.
+2. ``compute_share`` is by how much a computation of one thread slows down while the lane copies, as a share of the
+   lane's seconds: 0 where another core and enough of the memory's bandwidth are free.
+3. What was measured is kept in the user's cache directory, by directory and threads, and measured again after a week or
+   by ``ebbflow calibrate``. The file is trusted as little as any (``files.kept``).
+4. Whatever a measurement says, the rates of a transfer are those of the page cache as long as the machine has memory
+   for it; a busy disk is slower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ebbflow.files import cache_directory, keep, kept
+from ebbflow.step.machine import Link, Machine, machine_named
+from ebbflow.transfers.disk import DiskTier, Region, free_bytes
+
+__all__ = ["is_measured", "measured_link", "this_machine"]
+
+_SCHEMA = "ebbflow-links/1"
+_PROBE_BYTES = 64 * 2**20
+_PIECE_BYTES = 4 * 2**20
+_SMALL_BYTES = 64 * 2**10
+_ROUNDS = 3
+_VALID_SECONDS = 7 * 24 * 3600.0
+_ALIGNMENT_BYTES = 4096
+_USABLE = 0.9  # of what is free on the disk
+_LEAST_BYTES = 64 * 2**10  # below, what a transfer costs besides its bytes is most of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Of one directory."""
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    latency_seconds: float
+    compute_share: float
+
+
+def this_machine(tiers: dict[str, DiskTier]) -> Machine | None:
+    """The machine at hand with measured links to ``tiers``; ``None`` without any."""
+    if not tiers:
+        return None
+    machine = machine_named("cpu")
+    links = {name: measured_link(tier) for name, tier in tiers.items()}
+    sources = {**machine.sources, "links": "measured here, through the page cache"}
+    return Machine(**{**vars(machine), "links": links, "sources": sources})
+
+
+def measured_link(tier: DiskTier, *, anew: bool = False) -> Link:
+    """The link to a directory's disk, measured now or within the last week.
+
+    Args:
+        tier: of the directory.
+        anew: measure it now in any case.
+
+    Raises:
+        TierError: if the disk has no room for the probe.
+    """
+    path = _path_of(tier.directory)
+    known = None if anew else _read(path)
+    if known is None:
+        known = _measure(tier)
+        data = {"schema": _SCHEMA, "when": time.time(), "link": asdict(known)}
+        keep(path, path.with_name(".lock"), lambda: data)
+    return Link(
+        "disk",
+        int(_USABLE * free_bytes(tier.directory)),
+        known.out_bytes_per_second,
+        known.in_bytes_per_second,
+        known.latency_seconds,
+        duplex=False,
+        compute_share=known.compute_share,
+        alignment_bytes=_ALIGNMENT_BYTES,
+        least_bytes=_LEAST_BYTES,
+    )
+
+
+def is_measured(directory: Path) -> bool:
+    """Whether the link to ``directory`` has been measured lately."""
+    return _read(_path_of(directory)) is not None
+
+
+def _path_of(directory: Path) -> Path:
+    named = f"{directory} {torch.get_num_threads()}"
+    return cache_directory() / "links" / f"disk-{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path) -> _Measured | None:
+    data = kept(path)
+    try:
+        if data is None or data["schema"] != _SCHEMA or not 0 <= time.time() - data["when"] <= _VALID_SECONDS:
+            return None
+        found = _Measured(**{name: float(value) for name, value in data["link"].items()})
+    except (LookupError, ValueError, TypeError, AttributeError):
+        return None
+    rates = (found.out_bytes_per_second, found.in_bytes_per_second)
+    sound = all(1.0 <= rate <= 1e15 for rate in rates) and 0 <= found.latency_seconds <= 10
+    return found if sound and 0 <= found.compute_share < 1 else None
+
+
+def _measure(tier: DiskTier) -> _Measured:
+    """Definitions 1 and 2."""
+    region = tier.region(_PROBE_BYTES)
+    try:
+        piece = torch.zeros(_PIECE_BYTES, dtype=torch.uint8)
+        small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
+        rounds: list[tuple[float, float]] = []
+        for _ in range(_ROUNDS):
+            rounds.append((_pass(tier, region, piece, "write"), _pass(tier, region, piece, "read")))
+        out, back = (statistics.median(each) for each in zip(*rounds, strict=True))
+        count = 32
+        begin = time.perf_counter()
+        for index in range(count):
+            tier.lane.submit(lambda at=index * _SMALL_BYTES: region.write(at, small)).wait()
+        latency = max((time.perf_counter() - begin) / count - _SMALL_BYTES * out / _PROBE_BYTES, 1e-6)
+        share = _compute_share(tier, region, piece)
+    finally:
+        tier.give_back(region)
+    return _Measured(_PROBE_BYTES / out, _PROBE_BYTES / back, latency, share)
+
+
+def _pass(tier: DiskTier, region: Region, piece: torch.Tensor, way: str) -> float:
+    """Seconds, on the lane's clock, to move the probe one way."""
+    move = region.write if way == "write" else region.read
+    jobs = [tier.lane.submit(lambda at=at: move(at, piece)) for at in range(0, _PROBE_BYTES, _PIECE_BYTES)]
+    for job in jobs:
+        job.wait()
+        if job.failure:
+            raise region.failure("measuring the link", job.failure)
+    return max(sum(job.seconds for job in jobs), 1e-9)
+
+
+def _compute_share(tier: DiskTier, region: Region, piece: torch.Tensor) -> float:
+    """Definition 2, from the median of rounds in turn with and without a transfer under way."""
+    matrix = torch.zeros(192, 192)
+
+    def compute() -> float:
+        begin = time.perf_counter()
+        for _ in range(20):
+            torch.mm(matrix, matrix)
+        return time.perf_counter() - begin
+
+    compute()
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(9):
+        alone.append(compute())
+        jobs = [tier.lane.submit(lambda at=at: region.write(at, piece)) for at in range(0, _PROBE_BYTES, _PIECE_BYTES)]
+        beside.append(compute())
+        for job in jobs:
+            job.cancel()
+        for job in jobs:
+            job.wait()
+    return min(max(1.0 - statistics.median(alone) / max(statistics.median(beside), 1e-9), 0.0), 0.9)
