@@ -26,6 +26,7 @@ from ebbflow.planners.search.layout import (
     B_OUT_LANE,
     B_OUT_SHARE,
     B_PRODUCER,
+    B_STALL,
     C_ARRIVED,
     C_COLUMNS,
     C_NOW,
@@ -35,6 +36,7 @@ from ebbflow.planners.search.layout import (
     H_MAKESPAN,
     H_OPS,
     H_STALE,
+    H_WORK,
     N_IN_STAGE,
     N_OF_OP,
     N_OP,
@@ -114,6 +116,14 @@ def sort_loads(m: Words, t: int) -> None:
     m[at(t) + S_LOADS] = head
 
 
+@inner
+def stalled(m: Words, b: int, now: int) -> int:
+    """When the compute lane goes on after the first free of ``b``; for how long it waits is noted."""
+    copied = m[b + B_COPIED]
+    m[b + B_STALL] = max(copied - now, 0)
+    return max(copied, now)
+
+
 @apart
 def makespan(m: Words) -> int:
     """The time of the whole step, after walking the stages from the first that changed."""
@@ -156,9 +166,9 @@ def makespan(m: Words) -> int:
                 now += m[row + OP_COST]
                 for i in range(m[row + OP_IN], m[row + OP_IN_END]):
                     b = m[i]
-                    if m[b + B_LOADS] >= 0 and m[b + B_HOLD] != t and m[b + B_COPIED] > now:
+                    if m[b + B_LOADS] >= 0 and m[b + B_HOLD] != t and m[b + B_COPIED] + m[b + B_STALL] > now:
                         if first_end(m, b) == t and not is_read_later(m, b, v):
-                            now = m[b + B_COPIED]
+                            now = stalled(m, b, now)
             else:
                 now += m[row + OP_COST]
             if o == t:
@@ -172,19 +182,21 @@ def makespan(m: Words) -> int:
                     lane = following + m[b + B_OUT_LANE]
                     m[lane] = max(m[lane], now) + m[b + B_OUT]
                     m[b + B_COPIED] = m[lane]
+                    m[b + B_STALL] = 0
                     now += m[b + B_OUT_SHARE]
                     if first_end(m, b) == t:
-                        now = max(now, m[b + B_COPIED])
+                        now = stalled(m, b, now)
             b = m[at(t) + S_HOLDS]
             while b >= 0:
                 if m[b + B_LOADS] >= 0 and first_end(m, b) == t:
-                    now = max(now, m[b + B_COPIED])
+                    now = stalled(m, b, now)
                 b = m[b + B_NEXT_HOLD]
         t += 1
     clock = m[H_CLOCKS] + n * C_COLUMNS
     m[clock + C_NOW] = now
     if n == m[H_BOUNDARY]:
         now = max(now, m[clock + C_ARRIVED])
+    m[H_WORK] += (t - m[H_STALE]) >> 3
     m[H_STALE] = n + 1
     m[H_MAKESPAN] = now
     return now

@@ -217,6 +217,7 @@ def _unplanned(program: Program) -> Ints:
     place(2 * room, L.H_BEST_AT)
     place((n + 2) * L.C_COLUMNS, L.H_CLOCKS)
     place(len(program.buffers), L.H_BEST_HOLDS)
+    place(n + 2, L.H_NEEDS)
     header[L.H_END] = length
     parts = [header, rows.ravel(), buffers.ravel(), links, _tree(tree_size, _through_bytes(program, form))]
     memory = _with_room(np.concatenate(parts))

@@ -20,8 +20,8 @@ __all__ = ["HEADER", "at"]
 
 # Columns of a run.
 N_OP, N_STAGE, N_IN_STAGE, N_OF_OP = 0, 1, 2, 3
-N_READY = 4  # of a load: when the buffer is there
-N_COLUMNS = 5
+N_READY, N_NEXT = 4, 5  # of a load: when the buffer is there; another that is read first in the same stage
+N_COLUMNS = 6
 # Columns of an op, behind those of its first run.
 OP_WORKSPACE, OP_MADE, OP_COST, OP_STATE, OP_LIMIT = 4, 5, 6, 7, 8  # OP_MADE: bytes of all outputs
 OP_IN, OP_IN_END, OP_OUT, OP_OUT_END = 9, 10, 11, 12
@@ -36,8 +36,8 @@ B_BYTES, B_PRODUCER, B_PINNED, B_READ, B_READ_END, B_STAMP, B_STEP, B_ENDS = 0, 
 B_LOADS, B_HOLD, B_NEXT_HOLD = 8, 9, 10  # ascending by stage; until which stage it is held; others held so long
 B_TIER, B_OUT, B_IN, B_OUT_SHARE, B_IN_SHARE = 11, 12, 13, 14, 15  # its tier, -1: none; cost of a move, and of that
 B_OUT_LANE, B_IN_LANE, B_STORED, B_COPIED = 16, 17, 18, 19  # what computing loses; columns C_*; bytes; when it is copied
-B_ESTIMATE, B_FORBID = 20, 21  # search only
-B_COLUMNS = 22
+B_STALL, B_ESTIMATE, B_FORBID = 20, 21, 22  # for how long its first free waits; the others as of ops
+B_COLUMNS = 23
 # Columns of clocks.
 C_NOW, C_ARRIVED, C_LANES = 0, 1, 2
 MOST_TIERS = 3
@@ -53,8 +53,9 @@ H_BOUNDARY, H_BETWEEN = 26, 27  # H_BETWEEN: by how much user code at the bounda
 H_WORK, H_WORK_LIMIT = 28, 29  # runs walked so far, and beyond which searches stop
 H_EARLY = 30  # 1: searches may place a rerun before the stage that uses it
 H_LOADS, H_CLOCKS, H_STALE, H_MAKESPAN, H_BEST_HOLDS = 31, 32, 33, 34, 35
-H_END = 36  # of all words
-H_LEFT = 37  # bytes left in each tier
+H_NEEDS, H_END = 36, 37  # per stage the loads that are read first there; end of all words
+H_MOVES_ONLY = 38  # 1: searches rerun nothing
+H_LEFT = 39  # bytes left in each tier
 HEADER = H_LEFT + MOST_TIERS
 # Kinds of journal rows.
 J_ADDED, J_REMOVED, J_LOCAL, J_LOADED, J_UNLOADED, J_HELD = 0, 1, 2, 3, 4, 5
