@@ -174,5 +174,3 @@ class HybridState(IntervalState):
     ) -> Choice:
         tiers = {b: self.tiers[int(self._buffers[b, L.B_TIER])] for b, _ in loads}
         return Choice(frozenset(reruns), frozenset(loads), frozenset(holds), tiers)
-
-

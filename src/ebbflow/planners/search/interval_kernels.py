@@ -96,7 +96,17 @@ from ebbflow.planners.search.layout import (
 )
 from ebbflow.planners.search.segment_tree import add_range
 
-__all__ = ["add_load", "add_run", "hold", "load_runs", "rebuild_locals", "remove_load", "remove_run", "save_best", "undo"]
+__all__ = [
+    "add_load",
+    "add_run",
+    "hold",
+    "load_runs",
+    "rebuild_locals",
+    "remove_load",
+    "remove_run",
+    "save_best",
+    "undo",
+]
 
 JOURNALED, NOT_JOURNALED = 1, 0
 PLUS, MINUS = 1, -1  # passed as int(PLUS): numba would compile a function anew for each literal argument

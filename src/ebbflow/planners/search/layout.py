@@ -35,7 +35,12 @@ ROW = 22
 B_BYTES, B_PRODUCER, B_PINNED, B_READ, B_READ_END, B_STAMP, B_STEP, B_ENDS = 0, 1, 2, 3, 4, 5, 6, 7
 B_LOADS, B_HOLD, B_NEXT_HOLD = 8, 9, 10  # ascending by stage; until which stage it is held; others held so long
 B_TIER, B_OUT, B_IN, B_OUT_SHARE, B_IN_SHARE = 11, 12, 13, 14, 15  # its tier, -1: none; cost of a move, and of that
-B_OUT_LANE, B_IN_LANE, B_STORED, B_COPIED = 16, 17, 18, 19  # what computing loses; columns C_*; bytes; when it is copied
+B_OUT_LANE, B_IN_LANE, B_STORED, B_COPIED = (
+    16,
+    17,
+    18,
+    19,
+)  # what computing loses; columns C_*; bytes; when it is copied
 B_STALL, B_ESTIMATE, B_FORBID = 20, 21, 22  # for how long its first free waits; the others as of ops
 B_COLUMNS = 23
 # Columns of clocks.
