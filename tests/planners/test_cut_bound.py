@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ebbflow._api.estimate import capture_ahead
 from ebbflow.planners import Interrupt
-from ebbflow.planners.bounds.cut_bound import _Model, quick_bound
+from ebbflow.planners.bounds.cut_bound import CutModel, quick_bound
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.planners.search.orders import CapturedOrder, FreeOrder
@@ -24,7 +24,7 @@ TOLERANCE = 1e-5  # HiGHS' gap; bounds are shares of the step
 PLENTY = 10**12  # of work
 
 
-def solved(model: _Model, *, whole: bool) -> tuple[float, bool]:
+def solved(model: CutModel, *, whole: bool) -> tuple[float, bool]:
     answer = model.solve(Interrupt(), PLENTY, math.inf, whole=whole)
     return answer.bound, answer.infeasible
 
@@ -39,7 +39,7 @@ def test_merged_spans_keep_the_whole_optimum_and_lift_the_linear_bound(
     assume(count >= 2)
     cuts = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=min(4, count))))
     assume(all(order.comparable(a, b) for a, b in itertools.pairwise(cuts)))
-    plain, merged = (_Model(program, budget, cuts, order) for _ in range(2))
+    plain, merged = (CutModel(program, budget, cuts, order) for _ in range(2))
     assume(not plain.hopeless)
     merged.merge()
     assert merged.model.rows >= plain.model.rows
@@ -62,7 +62,7 @@ def test_more_cuts_lower_the_linear_bound_of_a_transformer_only_where_spans_are_
     third = (len(program.ops) - 1 - worst) // 3
     cuts = [worst, worst + third, worst + 2 * third]
     one = quick_bound(program, budget, Interrupt(), state).bound
-    plain, merged = (_Model(program, budget, cuts, CapturedOrder(program)) for _ in range(2))
+    plain, merged = (CutModel(program, budget, cuts, CapturedOrder(program)) for _ in range(2))
     merged.merge()
     assert solved(plain, whole=False)[0] < 0.95 * one
     assert solved(merged, whole=False)[0] >= one - TOLERANCE

@@ -16,6 +16,8 @@
 7. On programs of up to three hundred ops the other planners of the class are asked as well, so that none of them is
    better (``finalists``).
 
+8. Where buffers may be moved, the answer so far is a start point of ``hybrid.portfolio``.
+
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
 """
 
@@ -64,10 +66,15 @@ WHOLE_OPS, WHOLE_EFFORT = 40, 1_000  # such programs are solved whole however li
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
 
 
-@planner("auto", finds_smallest=True)
+@planner("auto", finds_smallest=True, moves=True)
 def auto(problem: Problem) -> Answer:
     """The best of several starts, improved within the effort, with a proven bound."""
-    return best_of_class(problem, portfolio(problem))
+    if not problem.links:
+        return best_of_class(problem, portfolio(problem))
+    from ebbflow.planners.hybrid.portfolio import hybrid  # compiled code that is not needed otherwise
+
+    alone = replace(problem, tiers=(), seeds=tuple(each for each in problem.seeds if not each.moves))
+    return hybrid(problem, best_of_class(alone, portfolio(alone)))
 
 
 def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:

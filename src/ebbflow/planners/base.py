@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from ebbflow.step.status import Status
 from ebbflow.units import format_percent
 
 if TYPE_CHECKING:  # programs need numpy, which who asks for names alone has no need of
-    from ebbflow.step.machine import Machine
+    from ebbflow.step.machine import Link, Machine
     from ebbflow.step.program import Program
     from ebbflow.step.schedule import Schedule
 
@@ -41,11 +41,13 @@ __all__ = [
     "Status",
     "finds_smallest",
     "missing_extra",
+    "moves_buffers",
     "planner",
     "planner_named",
     "planner_names",
     "require_planner",
     "silent",
+    "tiers_order",
 ]
 
 
@@ -62,6 +64,11 @@ FREE_ORDER = "order: free, boundary: free, tiers: none, costs: given"
 """Bound class: likewise, first runs and the boundary in any legal order."""
 AS_CAPTURED = "first runs and boundary as captured"
 """What :data:`PROGRAM_ORDER`, every floor and every refusal assume, in words for people."""
+
+
+def tiers_order(tiers: Sequence[str]) -> str:
+    """The bound class of :data:`PROGRAM_ORDER` where buffers may be moved to ``tiers`` as well, as often as legal."""
+    return PROGRAM_ORDER.replace("tiers: none", f"tiers: {' '.join(sorted(tiers))}") if tiers else PROGRAM_ORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +180,7 @@ class Problem:
         program: with costs.
         above_budget_bytes: what the step may take above its start: budget minus resident bytes.
         machine: for the seconds of transfers; planners that only recompute ignore it.
+        tiers: that buffers may be moved to, the preferred one first; likewise.
         effort: how many local-search moves a planner may try; deterministic, unlike a clock.
         seed: of every random choice.
         seeds: schedules to start from (of a smaller budget, of a cheaper planner).
@@ -188,6 +196,12 @@ class Problem:
     seeds: tuple[Schedule, ...] = ()
     interrupt: Interrupt = field(default_factory=Interrupt)
     progress: Callable[[Progress], None] = silent
+    tiers: tuple[str, ...] = ()
+
+    @property
+    def links(self) -> Mapping[str, Link]:
+        """The machine's links to the tiers; empty where nothing may be moved."""
+        return {} if self.machine is None else {tier: self.machine.links[tier] for tier in self.tiers}
 
 
 @dataclass(frozen=True)
@@ -240,10 +254,11 @@ HOMES = {
 _REGISTRY: dict[str, Planner] = {}
 _NEEDS: dict[str, tuple[str, str]] = {}  # per planner that needs an extra: a module of it, and the extra's name
 _FIND_SMALLEST: set[str] = set()
+_MOVE: set[str] = set()
 
 
 def planner(
-    name: str, *, module: str = "", extra: str = "", finds_smallest: bool = False
+    name: str, *, module: str = "", extra: str = "", finds_smallest: bool = False, moves: bool = False
 ) -> Callable[[Planner], Planner]:
     """Register a planner.
 
@@ -253,6 +268,7 @@ def planner(
         extra: of this package, which installs ``module``.
         finds_smallest: whether it looks for the schedule of least memory itself where the budget is deep; others
             are given that schedule as a seed.
+        moves: whether it moves buffers to the problem's tiers; others only recompute.
     """
 
     def register(function: Planner) -> Planner:
@@ -262,6 +278,8 @@ def planner(
             _NEEDS[name] = (module, extra)
         if finds_smallest:
             _FIND_SMALLEST.add(name)
+        if moves:
+            _MOVE.add(name)
         return function
 
     return register
@@ -276,6 +294,12 @@ def finds_smallest(name: str) -> bool:
     """Whether planner ``name`` needs no seed to find a plan at the smallest workable budget."""
     _load(name)
     return name in _FIND_SMALLEST
+
+
+def moves_buffers(name: str) -> bool:
+    """Whether planner ``name`` moves buffers to the tiers that it is given."""
+    _load(name)
+    return name in _MOVE
 
 
 def missing_extra(name: str) -> str:

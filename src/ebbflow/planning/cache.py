@@ -191,6 +191,7 @@ def _key(planner: str, problem: Problem) -> dict[str, str]:
         "above_budget_bytes": str(problem.above_budget_bytes),
         "planner": planner,
         "machine": "" if problem.machine is None else repr(problem.machine),
+        "tiers": repr(problem.tiers),
         "effort": str(problem.effort),
         "seed": str(problem.seed),
     }

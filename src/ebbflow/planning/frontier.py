@@ -65,7 +65,11 @@ def frontier(
         options: how to plan; its planner is not looked at.
     """
     unplanned = resident_bytes + unplanned_bytes(program)
+    machine = options.machine
+    links = {} if machine is None else {tier: machine.links[tier] for tier in options.tiers if tier in machine.links}
     smallest_of(program)  # every plan asks for it; found here, no planner's seconds have it in them
+    if links:
+        smallest_of(program, links=links)
     seeds: dict[str, Schedule] = {}
     for budget_bytes in sorted({budget.resolve(unplanned) for budget in budgets}):
         for planner in planners:

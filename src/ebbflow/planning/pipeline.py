@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ebbflow.errors import BudgetError
+from ebbflow.errors import BudgetError, UsageError
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
-from ebbflow.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, finds_smallest, silent
+from ebbflow.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, finds_smallest, moves_buffers, silent
 from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.hybrid.floor import floor_with_tiers
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.shape_plans import Buckets
@@ -41,6 +42,8 @@ class PlanningOptions:
     """Cuts planning off; the plan then says ``TIME_LIMIT``."""
     machine: Machine | None = None
     """For transfers; planners that only recompute ignore it."""
+    tiers: tuple[str, ...] = ()
+    """That buffers may be moved to, the preferred one first; planners that only recompute ignore them."""
     interrupt: Interrupt | None = None
     """Set by Ctrl-C; the best plan so far is kept."""
     progress: Callable[[Progress], None] = field(default=silent)
@@ -87,18 +90,18 @@ def make_plan(
 
     Raises:
         BudgetError: if no schedule within the budget was found.
-        UsageError: for an unknown planner.
+        UsageError: for an unknown planner, or a tier to which the machine has no link.
     """
     options = options or PlanningOptions()
     options = replace(options, progress=changes_to(options.progress))
     plan_with = planner_named(options.planner)
+    options = _with_tiers(options)
     begin = time.perf_counter()
     unplanned_above = unplanned_bytes(program)
     budget_bytes = budget.resolve(resident_bytes + unplanned_above)
     if budget.share is not None and budget.share >= 1.0:  # what is kept in reserve is part of the step as it is run
         budget_bytes = max(budget_bytes, resident_bytes + reserve_bytes + unplanned_above)
     above_budget = budget_bytes - resident_bytes - reserve_bytes
-    floor_above, floor_op = floor_bytes(program)
     interrupt = Interrupt() if options.interrupt is None else options.interrupt
     if options.time_limit_seconds is not None:
         interrupt = interrupt.or_after(options.time_limit_seconds)
@@ -111,20 +114,23 @@ def make_plan(
         seeds=tuple(seeds),
         interrupt=interrupt,
         progress=options.progress,
+        tiers=options.tiers,
     )
+    links = problem.links
+    floor_above, floor_op = floor_with_tiers(program, links) if links else floor_bytes(program)
     known, planned = _known(problem, options)
     smallest: Schedule | None = None
     if known is not None:
         answer, smallest_above = known.answer, known.smallest_above_bytes
     else:
         near = [] if options.cache is None else options.cache.near(problem)
-        problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(program, each))))
+        problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(problem, each))))
         answer = plan_with(problem) if finds_smallest(options.planner) else None  # so that plans come sooner
-        best = None if answer is None or answer.schedule is None else overhead_of(program, answer.schedule)
+        best = None if answer is None or answer.schedule is None else _overhead(problem, answer.schedule)
         options.progress(Progress("looking for the smallest workable budget", best))
         # The least workable budget is told to users: a time limit must not make it larger than it is.
         smallest_above, smallest = _smallest_known(problem, options) or smallest_of(
-            program, interrupt=interrupt.without_limit()
+            program, interrupt=interrupt.without_limit(), links=links
         )
         if above_budget >= smallest_above:
             problem = replace(problem, seeds=(*problem.seeds, smallest))
@@ -142,6 +148,7 @@ def make_plan(
             floor_op=floor_op,
             planner=options.planner,
             machine=options.machine,
+            tiers=tuple(links),
         )
     # A planner may get below what the search for the smallest reached.
     smallest_above = min(smallest_above, simulate(program, answer.schedule, options.machine).above_bytes)
@@ -149,7 +156,7 @@ def make_plan(
         options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
     if options.buckets is not None and planned is not Planned.ADAPTED:
         options.buckets.learn(options.planner, problem, answer, smallest)
-    options.progress(Progress("planned", overhead_of(program, answer.schedule), answer.bound))
+    options.progress(Progress("planned", _overhead(problem, answer.schedule), answer.bound))
     return Plan(
         program=program,
         schedule=answer.schedule,
@@ -172,7 +179,26 @@ def make_plan(
             seed=options.seed,
         ),
         machine=options.machine,
+        tiers=tuple(links),
     )
+
+
+def _with_tiers(options: PlanningOptions) -> PlanningOptions:
+    """``options`` with the tiers that the planner uses; what other shapes have told is of plans that move nothing."""
+    if not options.tiers or not moves_buffers(options.planner):
+        return replace(options, tiers=())
+    there = {} if options.machine is None else options.machine.links
+    for tier in options.tiers:
+        if tier not in there:
+            name = "none is given" if options.machine is None else f"{options.machine.name!r} has none"
+            raise UsageError(
+                f"moving buffers needs a machine with a link to tier {tier!r}; {name}; "
+                f"accepted: {', '.join(sorted(there)) or 'no tier'}",
+                argument="tiers",
+                value=tier,
+                accepted=tuple(sorted(there)),
+            )
+    return replace(options, buckets=None)
 
 
 def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, Planned]:
@@ -192,21 +218,25 @@ def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None
     """What the cache gave if it is legal and fits, whatever its file says."""
     if cached is None or cached.answer.schedule is None:
         return None
-    fits = _is_legal(problem.program, cached.answer.schedule, problem.above_budget_bytes)
+    fits = _is_legal(problem, cached.answer.schedule, problem.above_budget_bytes)
     return cached if fits else None
 
 
-def _is_legal(program: Program, schedule: Schedule, above_budget_bytes: int | None = None) -> bool:
-    """Whether a schedule that was made for any program is one of ``program``, within a budget if one is given."""
+def _is_legal(problem: Problem, schedule: Schedule, above_budget_bytes: int | None = None) -> bool:
+    """Whether a schedule that was made for any program is one of this program and tiers, within a budget if given."""
     try:
-        return not check(program, schedule, above_budget_bytes)
+        return not check(problem.program, schedule, above_budget_bytes, problem.links)
     except IndexError:
         return False
 
 
+def _overhead(problem: Problem, schedule: Schedule) -> float:
+    return overhead_of(problem.program, schedule, problem.machine)
+
+
 def _cheapest(problem: Problem) -> Schedule | None:
     """The seed of least time that fits, for a planner that was stopped before it had any plan."""
-    timelines = [(simulate(problem.program, schedule), schedule) for schedule in problem.seeds]
+    timelines = [(simulate(problem.program, each, problem.machine), each) for each in problem.seeds]
     fitting = [
         (each.seconds, index)
         for index, (each, _) in enumerate(timelines)
@@ -226,6 +256,11 @@ def _machines_for(smallest: int, machine: Machine) -> str:
     return f". {machine.name} has {room}, which no plan that was found fits; {holding}"
 
 
+def _moving_to(tiers: tuple[str, ...]) -> str:
+    """What schedules may do besides recomputing."""
+    return f", whatever it moves to {' and '.join(tiers)}," if tiers else ""
+
+
 def _budget_error(
     program: Program,
     budget: int,
@@ -237,6 +272,7 @@ def _budget_error(
     floor_op: int,
     planner: str,
     machine: Machine | None,
+    tiers: tuple[str, ...],
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
     if budget >= smallest:
@@ -251,7 +287,8 @@ def _budget_error(
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
             f"({smallest} bytes, {share} of the unplanned peak). "
             f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
-            f"no schedule with {AS_CAPTURED} stays below {format_bytes(floor)}, which is pinned by {pin}. "
+            f"no schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
+            f"which is pinned by {pin}. "
             f"Ask for {smallest} bytes or {share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), "
             "or make the batch smaller" + ("" if machine is None else _machines_for(smallest, machine))
         )

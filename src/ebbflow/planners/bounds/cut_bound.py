@@ -32,7 +32,7 @@ microseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,7 +45,7 @@ from ebbflow.planners.search.orders import CapturedOrder
 from ebbflow.planners.solvers.highs import Model, solve
 from ebbflow.step.program import Program
 
-__all__ = ["CutBound", "cut_bound", "cut_bounds", "quick_bound"]
+__all__ = ["CutBound", "CutModel", "CutSolved", "cut_bound", "cut_bounds", "quick_bound"]
 
 WORK = 300_000  # for all cuts together: one to two seconds
 LEAST_ROWS = 2_000
@@ -116,7 +116,7 @@ def cut_bounds(
         if worst <= budget:
             return
         cuts = sorted([*cuts, -stage])
-        model = _Model(program, budget, cuts, order)
+        model = CutModel(program, budget, cuts, order)
         if model.may_merge:
             model.merge()
         solved = model.solve(interrupt, left, enough(), start=start if len(cuts) == 1 else None)
@@ -142,21 +142,27 @@ def quick_bound(program: Program, budget: int, interrupt: Interrupt, state: Inte
     worst, stage = max(zip(state.all_stage_bytes().tolist(), range(0, -len(program.ops), -1), strict=False))
     if worst <= budget:
         return CutBound(0.0, False, 0)
-    solved = _Model(program, budget, [-stage], CapturedOrder(program)).solve(interrupt, WORK, math.inf, whole=False)
+    solved = CutModel(program, budget, [-stage], CapturedOrder(program)).solve(interrupt, WORK, math.inf, whole=False)
     return CutBound(solved.bound, solved.infeasible, 1, solved.reruns, basis=solved.basis)
 
 
 @dataclass(frozen=True)
-class _Solved:
+class CutSolved:
+    """What the solver says of one relaxation: as :class:`CutBound`, of this one alone; and the value per column."""
+
     bound: float
     infeasible: bool
     reruns: list[tuple[int, int]] | None
     work: int = 0
     basis: CutBasis | None = None
+    values: NDArray[np.float64] | None = None
 
 
-class _Model:
+class CutModel:
     """The sparse arrays of one relaxation, a method per block of rows."""
+
+    gap = 1e-6  # percent of the step at which a solution counts as the best
+    price = 0.0  # the most that columns which cost no time may add to the objective: no part of the bound
 
     def __init__(self, program: Program, budget: int, cuts: list[int], order: CapturedOrder) -> None:
         self.program = program
@@ -246,10 +252,14 @@ class _Model:
 
     def _served(self, j: int, b: int) -> list[tuple[int, float]]:
         producer = self.program.buffers[b].producer
-        terms = [(self.keep[j][b], 1.0)]
+        terms = [(self.keep[j][b], 1.0), *self._brought([j], b)]
         if producer in self.rerun[j]:
             terms.append((self.rerun[j][producer], 1.0))
         return terms
+
+    def _brought(self, spans: Iterable[int], b: int) -> list[tuple[int, float]]:
+        """What else makes ``b`` resident in one of some spans."""
+        return []
 
     def _read_rows(self, j: int) -> None:
         """Block 4."""
@@ -287,6 +297,7 @@ class _Model:
         def served(b: int) -> list[tuple[int, float]]:
             producer = self.program.buffers[b].producer
             terms = [(self.keep[first][b], 1.0)] if b in self.keep[first] else []
+            terms += self._brought(spans, b)
             if producer is not None and any(producer in self.rerun[j] for j in spans):
                 if producer not in rerun:
                     rerun[producer] = self.model.column(integer=True)
@@ -317,38 +328,43 @@ class _Model:
         """Of the columns and rows, where there is one cut."""
         return Names(self.keep[0], self.rerun[0], self.row[0])
 
+    @property
+    def _weight(self) -> int:
+        """The work that one check of the solver stands for."""
+        return max(self.model.rows, LEAST_ROWS if len(self.cuts) > 1 else 1)
+
     def solve(
         self, interrupt: Interrupt, work: int, enough: float, *, whole: bool = True, start: Start | None = None
-    ) -> _Solved:
+    ) -> CutSolved:
         """Bound and reruns of the model, within ``work``; a bound above ``enough``, an overhead, is not looked for.
 
         In whole numbers if ``whole`` and the program is not large, else the linear relaxation, from ``start`` on: the
         error of rounding to whole buffers vanishes at that size.
         """
         if self.hopeless:
-            return _Solved(0.0, True, None)
+            return CutSolved(0.0, True, None)
         if not self.model.cost:
-            return _Solved(0.0, False, [])
+            return CutSolved(0.0, False, [])
         whole = whole and len(self.program.ops) < LARGE_OPS
-        weight = max(self.model.rows, LEAST_ROWS if len(self.cuts) > 1 else 1)
+        weight = self._weight
         # From the slack basis the dual simplex takes less time than presolve alone.
         presolve = {} if whole else {"presolve": "off"}
         solved = solve(
             self.model,
             interrupt,
             relaxed=not whole,
-            options={"time_limit": SECONDS, "mip_rel_gap": 1e-5, **presolve},
+            options={"time_limit": SECONDS, "mip_rel_gap": 1e-5, "mip_abs_gap": self.gap, **presolve},
             most_checks=work // weight,
-            enough=enough * PERCENT,
+            enough=enough * PERCENT + self.price,
             basis=start.carried(self.cuts[0], self.names) if start is not None and not whole else None,
             wants_basis=not whole and len(self.cuts) == 1,
         )
         if solved.infeasible:
-            return _Solved(0.0, True, None)
-        bound = max(solved.bound - SAFETY, 0.0) / PERCENT
+            return CutSolved(0.0, True, None)
+        bound = max(solved.bound - self.price - SAFETY, 0.0) / PERCENT
         reruns = None if solved.values is None else self._realise(solved.values)
         basis = None if solved.basis is None else CutBasis(self.cuts[0], self.names, solved.basis)
-        return _Solved(bound, False, reruns, max(solved.checks, 1) * weight, basis)
+        return CutSolved(bound, False, reruns, max(solved.checks, 1) * weight, basis, solved.values)
 
     def _realise(self, value: NDArray[np.float64]) -> list[tuple[int, int]]:
         """Reruns of a solution, each right before its first use in its span."""

@@ -7,17 +7,19 @@ A schedule that reorders first runs, or that moves an op over the boundary, may 
 2. what ``t`` reads, its workspace and everything it makes;
 3. results of ops that may not run again (or not after the boundary) that somebody reads after ``t``.
 At the boundary user code reaches its own peak above that. At the end all outputs are live. The bound assumes that
-outputs are never dropped and made again.
+outputs are never dropped and made again. Where buffers may leave for another tier, those that may are no part of
+clause 3: nobody has to make them again.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ebbflow.step.arrays import flat
 from ebbflow.step.program import Program, analysis
 
-__all__ = ["floor_bytes"]
+__all__ = ["floor_bytes", "floor_where"]
 
 
 @analysis
@@ -27,12 +29,26 @@ def floor_bytes(program: Program) -> tuple[int, int]:
     Returns:
         Bytes above the step's start, and the index of the op that pins them (the number of ops for the end).
     """
+    return floor_where(program, np.zeros(len(program.buffers), np.bool_))
+
+
+def floor_where(program: Program, leaves: NDArray[np.bool_]) -> tuple[int, int]:
+    """The floor where some buffers may leave for another tier.
+
+    Args:
+        program: any.
+        leaves: shape ``(buffers,)``: which.
+
+    Returns:
+        As :func:`floor_bytes`.
+    """
     form, n, boundary = flat(program), len(program.ops), program.boundary
     size, last, made_by = form.bytes, form.last_readers(), form.producer
     stays = form.pinned | form.mutation
-    held_once = np.flatnonzero(~stays & ~form.rerunnable[made_by] & (made_by < last))
+    single = ~(stays | leaves)
+    held_once = np.flatnonzero(single & ~form.rerunnable[made_by] & (made_by < last))
     too_late = form.rerunnable & form.reads_mutated & (np.arange(n) < boundary)
-    held_late = np.flatnonzero(~stays & too_late[made_by] & (last >= boundary))
+    held_late = np.flatnonzero(single & too_late[made_by] & (last >= boundary))
     stays = np.flatnonzero(stays & (made_by >= 0))
     change = np.zeros(n + 2, np.int64)  # of clauses 1 and 3
     np.add.at(change, made_by[stays] + 1, size[stays])

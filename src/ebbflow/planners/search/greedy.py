@@ -124,9 +124,9 @@ def checked(problem: Problem, found: Found, notes: dict[str, str], bound_class: 
 
 def assert_within(problem: Problem, schedule: Schedule) -> None:
     """Hold a schedule against the budget and the clauses of legality, as no plan may leave without."""
-    above = simulate(problem.program, schedule).above_bytes
+    above = simulate(problem.program, schedule, problem.machine).above_bytes
     assert above <= problem.above_budget_bytes, f"planned {above} of {problem.above_budget_bytes} bytes"
-    violations = check(problem.program, schedule, problem.above_budget_bytes)
+    violations = check(problem.program, schedule, problem.above_budget_bytes, problem.links)
     assert not violations, f"planned an illegal schedule: {violations[0]}"
 
 

@@ -172,7 +172,7 @@ def _memory(program: Program) -> Ints:
 def _with_room(image: Ints) -> Ints:
     """Memory that begins with ``image``, which ends where reruns begin, all of them free."""
     room, nodes_at = int(image[L.H_ROOM]), int(image[L.H_NODES])
-    memory = np.zeros(int(image[L.H_BEST_AT]) + 2 * room, np.int64)
+    memory = np.zeros(int(image[L.H_END]), np.int64)
     memory[:nodes_at] = image
     nodes = memory[nodes_at : nodes_at + room * L.N_COLUMNS].reshape(-1, L.N_COLUMNS)
     nodes[:, L.N_OP] = nodes[-1, L.N_IN_STAGE] = -1
@@ -215,6 +215,10 @@ def _unplanned(program: Program) -> Ints:
     place(2 * room, L.H_PENDING_AT)
     place(3 * (L.OFFERS + 1), L.H_OFFERS_AT)
     place(2 * room, L.H_BEST_AT)
+    place((n + 2) * L.C_COLUMNS, L.H_CLOCKS)
+    place(len(program.buffers), L.H_BEST_HOLDS)
+    place(n + 2, L.H_NEEDS)
+    header[L.H_END] = length
     parts = [header, rows.ravel(), buffers.ravel(), links, _tree(tree_size, _through_bytes(program, form))]
     memory = _with_room(np.concatenate(parts))
     _runs.load_runs(cast(Words, memory), cast(Words, np.zeros(0, np.int64)), 0)
@@ -269,8 +273,11 @@ def _tables(program: Program, buffers_at: int, links_at: int) -> tuple[Ints, Int
         ops[:, first], ops[:, end] = at + lists.first[:-1], at + lists.first[1:]
     rows[:, L.N_OP] = rows[:, L.N_STAGE] = np.arange(n + 1)
     rows[:, L.N_OF_OP] = rows[:, L.N_IN_STAGE] = rows[:, L.OP_FORBID] = -1
+    rows[:, L.S_LOADS] = rows[:, L.S_HOLDS] = -1
     rows[:, L.S_HEAD] = L.HEADER + L.ROW * np.arange(n + 1)
     buffers = np.zeros((len(program.buffers), L.B_COLUMNS), np.int64)
+    buffers[:, L.B_LOADS] = buffers[:, L.B_HOLD] = buffers[:, L.B_NEXT_HOLD] = buffers[:, L.B_TIER] = -1
+    buffers[:, L.B_FORBID] = -1
     buffers[:, L.B_BYTES], buffers[:, L.B_PRODUCER] = form.bytes, form.producer
     buffers[:, L.B_PINNED] = form.pinned | form.mutation
     read_at = made_at + len(form.makes.items)

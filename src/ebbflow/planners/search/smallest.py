@@ -7,11 +7,13 @@ is not, before a descent begins.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.step.arrays import flat
+from ebbflow.step.machine import Link
 from ebbflow.step.program import Program, analysis
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import simulate
@@ -87,14 +89,30 @@ _SMALLEST: dict[object, tuple[int, Schedule]] = {}
 
 
 def smallest_of(
-    program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
+    program: Program,
+    effort: int = DEFAULT_EFFORT,
+    interrupt: Interrupt | None = None,
+    links: Mapping[str, Link] | None = None,
 ) -> tuple[int, Schedule]:
-    """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program."""
-    key = (_identity(program), effort)
+    """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program.
+
+    Args:
+        program: with costs.
+        effort: as for :func:`smallest_schedule`.
+        interrupt: likewise.
+        links: to the tiers that buffers may be moved to.
+    """
+    key = (_identity(program), effort, tuple(sorted(links.items())) if links else ())
     if key not in _SMALLEST:
         if len(_SMALLEST) > 32:
             _SMALLEST.clear()
-        found = smallest_schedule(program, effort=effort, interrupt=interrupt)
+        if links:
+            from ebbflow.planners.hybrid.smallest import smallest_with_tiers
+
+            start = smallest_of(program, effort, interrupt)[1]
+            found = smallest_with_tiers(program, links, start, effort, interrupt or Interrupt())
+        else:
+            found = smallest_schedule(program, effort=effort, interrupt=interrupt)
         if interrupt:
             return found  # cut short: a later call may find less
         _SMALLEST[key] = found
@@ -108,6 +126,7 @@ def _identity(program: Program) -> str:
     for array in flat(program).arrays():
         digest.update(array.tobytes())
     digest.update("\n".join(op.target for op in program.ops).encode())
+    digest.update(repr(sorted(program.movable)).encode())
     digest.update(repr((program.boundary, program.between_bytes, program.held_bytes)).encode())
     return digest.hexdigest()
 
@@ -117,15 +136,22 @@ def forget_smallest() -> None:
     _SMALLEST.clear()
 
 
-@planner("least_memory")
+@planner("least_memory", moves=True)
 def least_memory(problem: Problem) -> Answer:
     """The schedule with the least peak that is found, whatever its time."""
     program = problem.program
-    peaks = [(simulate(program, seed).above_bytes, index) for index, seed in enumerate(problem.seeds)]
-    found, schedule = smallest_schedule(program, problem.effort, problem.interrupt) if not peaks else (0, None)
+    seeds = [seed for seed in problem.seeds if problem.links or not seed.moves]
+    peaks = [(simulate(program, seed, problem.machine).above_bytes, index) for index, seed in enumerate(seeds)]
+    found, schedule = (0, None) if peaks else _least(problem)
     if schedule is None:
         found, index = min(peaks)
-        schedule = problem.seeds[index]
+        schedule = seeds[index]
     if found > problem.above_budget_bytes:
         return Answer(Status.INFEASIBLE, None)
     return Answer(Status.FEASIBLE, schedule)
+
+
+def _least(problem: Problem) -> tuple[int, Schedule]:
+    if problem.links:
+        return smallest_of(problem.program, problem.effort, problem.interrupt, problem.links)
+    return smallest_schedule(problem.program, problem.effort, problem.interrupt)

@@ -80,6 +80,11 @@ class Model:
         """How many rows there are."""
         return len(self._row_lower)
 
+    @property
+    def entries(self) -> int:
+        """How many coefficients there are in all rows."""
+        return len(self._value)
+
     def for_highs(self, highspy: Any, *, relaxed: bool) -> Any:
         """The model as HiGHS takes it; without integrality if ``relaxed``."""
         lp = highspy.HighsLp()

@@ -1,0 +1,210 @@
+"""The default portfolio where buffers may be moved: keep, recompute or move, whatever the timeline says is cheapest.
+
+Start points, each repaired to the budget by reruns and loads, tightened and cleaned up:
+1. The best plan that only recomputes, found as without tiers: no plan is slower.
+2. What the cut relaxation with lanes rounds to, cut by cut; its bound is the answer's.
+3. The best plan that only moves (:func:`moves_alone`): no plan is slower than that one either.
+4. The unplanned step, seeds, and where nothing fits yet the schedule of least memory.
+
+The best two are annealed, in rounds that end once the bound is near. All is judged by the makespan that the simulator
+gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbflow.planners.base import DEFAULT_EFFORT, LARGE_OPS, Answer, Problem, Progress, Status, tiers_order
+from ebbflow.planners.bounds.cut_bound import WORK
+from ebbflow.planners.hybrid import local_search
+from ebbflow.planners.hybrid.choice import Choice, choice_of
+from ebbflow.planners.hybrid.cut_lanes import lane_bounds
+from ebbflow.planners.hybrid.state import HybridState
+from ebbflow.planners.search.greedy import COLDEST, HEAT, HOTTEST, PROVEN, assert_within
+from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.step.schedule import Schedule
+from ebbflow.step.simulate import overhead_of
+
+__all__ = ["hybrid", "moves_alone"]
+
+RUNS_PER_MOVE = 500  # walked per unit of effort in each phase, as in search.greedy
+FULL_EFFORT_OPS = 300  # as in auto; a move takes longer here
+LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
+ALONE = 16  # share of the effort for moves alone
+ROUNDS = 4
+CLOSE = 1e-4  # gap at which rounds end
+
+
+class _Found:
+    """The best choices found so far for one problem, over one state."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.state = HybridState(problem.program, problem.links)
+        self.best: list[tuple[float, Choice]] = []  # ascending by overhead
+        self.bound = 0.0
+
+    @property
+    def overhead(self) -> float:
+        return self.best[0][0] if self.best else float("inf")
+
+    def tell(self, stage: str) -> None:
+        """Report progress."""
+        self.problem.progress(Progress(stage, self.overhead if self.best else None, self.bound))
+
+    def allow(self) -> None:
+        """Give the searches that follow their share of the effort."""
+        self.state.allow_work(self.problem.effort * RUNS_PER_MOVE)
+
+    def offer(self) -> bool:
+        """Keep the present state if it fits; whether it does."""
+        if self.state.peak_bytes > self.problem.above_budget_bytes:
+            return False
+        choice = self.state.choice
+        if all(choice != each for _, each in self.best):
+            self.best.append((self.state.overhead, choice))
+            self.best.sort(key=lambda each: each[0])
+        return True
+
+    def start_from(self, choice: Choice, *, moves_only: bool = False) -> None:
+        """Repair a start point in each way there is."""
+        budget, interrupt = self.problem.above_budget_bytes, self.problem.interrupt
+        for lane in LANES:
+            self.state.load_choice(choice)
+            over = self.state.peak_bytes > budget
+            self.allow()
+            if over:
+                local_search.repair(self.state, budget, interrupt, lane=lane, moves_only=moves_only)
+            if self.state.peak_bytes <= budget:
+                local_search.tighten(self.state, budget)
+                self.offer()
+                local_search.clean_up(self.state, budget)
+                local_search.tighten(self.state, budget)
+                self.offer()
+            if not over or moves_only or interrupt:
+                break
+
+    def anneal(self, choice: Choice, moves: int, seed: int, *, moves_only: bool = False) -> None:
+        """Anneal a choice that fits."""
+        overhead, enough = self.overhead, self.bound + PROVEN
+        self.state.load_choice(choice)
+        if moves <= 0 or overhead <= enough or self.state.peak_bytes > self.problem.above_budget_bytes:
+            return
+        self.allow()
+        hottest = max(HOTTEST, 1.0 / len(self.problem.program.ops))
+        local_search.anneal(
+            self.state,
+            self.problem.above_budget_bytes,
+            moves,
+            seed,
+            self.problem.interrupt,
+            hot=min(max(HEAT * (self.state.overhead - enough), COLDEST), hottest),
+            enough=enough,
+            moves_only=moves_only,
+        )
+        local_search.tighten(self.state, self.problem.above_budget_bytes)
+        self.offer()
+
+
+def hybrid(problem: Problem, recompute: Answer) -> Answer:
+    """The best plan that may move buffers.
+
+    Args:
+        problem: with tiers.
+        recompute: what was found for it without them.
+    """
+    bound_class = tiers_order(tuple(problem.links))
+    if recompute.schedule is not None and overhead_of(problem.program, recompute.schedule) <= PROVEN:
+        return replace(recompute, bound_class=bound_class)
+    found = _Found(problem)
+    infeasible = _start(found, recompute)
+    effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
+    _anneal(found, effort)
+    return _answer(found, recompute, bound_class, infeasible=infeasible, effort=effort)
+
+
+def moves_alone(problem: Problem) -> Schedule | None:
+    """The best plan found that runs every op once, and moves buffers to fit; ``None`` if none does."""
+    found = _Found(problem)
+    _moves_alone(found)
+    if not found.best:
+        return None
+    found.state.load_choice(found.best[0][1])
+    return found.state.to_schedule()
+
+
+def _moves_alone(found: _Found) -> None:
+    known = found.best
+    found.best = []
+    found.start_from(Choice(), moves_only=True)
+    if found.best:
+        found.anneal(found.best[0][1], found.problem.effort // ALONE, found.problem.seed, moves_only=True)
+    found.best = sorted([*known, *found.best], key=lambda each: each[0])
+
+
+def _start(found: _Found, recompute: Answer) -> bool:
+    """All start points; whether the budget is proven infeasible."""
+    problem = found.problem
+    seeds = [] if recompute.schedule is None else [recompute.schedule]
+    for schedule in (*seeds, *problem.seeds):
+        if (choice := choice_of(problem.program, schedule)) is not None:
+            found.start_from(choice)
+    infeasible = False
+    found.tell("cut relaxation with lanes")
+    rounds = lane_bounds(
+        problem.program,
+        problem.above_budget_bytes,
+        problem.links,
+        problem.interrupt,
+        work=WORK * problem.effort // DEFAULT_EFFORT,
+        enough=lambda: found.overhead - PROVEN,
+    )
+    for each in rounds:
+        found.bound, infeasible = max(found.bound, each.bound), each.infeasible
+        if each.choice is not None:
+            found.start_from(each.choice)
+        found.tell("cut relaxation with lanes")
+    if infeasible or problem.interrupt or found.overhead <= found.bound + PROVEN:
+        return infeasible
+    found.tell("moving alone")
+    _moves_alone(found)
+    found.tell("greedy")
+    found.start_from(Choice())
+    if not found.best and not problem.interrupt:
+        found.tell("looking for the smallest workable budget")
+        smallest, schedule = smallest_of(problem.program, interrupt=problem.interrupt, links=problem.links)
+        choice = choice_of(problem.program, schedule)
+        if smallest <= problem.above_budget_bytes and choice is not None:
+            found.start_from(choice)
+    return False
+
+
+def _anneal(found: _Found, effort: int) -> None:
+    """Anneal the best two in rounds until the bound is near or rounds gain nothing."""
+    if len(found.problem.program.ops) >= LARGE_OPS and found.overhead - found.bound <= CLOSE:
+        return
+    for turn in range(ROUNDS):
+        if not found.best or found.problem.interrupt or found.overhead - found.bound <= CLOSE:
+            return
+        found.tell("local search")
+        starts = [choice for _, choice in found.best[: 2 if turn == 0 else 1]]
+        for choice in starts:
+            found.anneal(choice, effort // (ROUNDS + 1), found.problem.seed + turn)
+
+
+def _answer(found: _Found, recompute: Answer, bound_class: str, *, infeasible: bool, effort: int) -> Answer:
+    """The best of all, after simulator and legality checker have agreed to it."""
+    problem, program = found.problem, found.problem.program
+    notes = {**recompute.notes, "hybrid_moves": str(effort)}
+    schedules = [] if recompute.schedule is None else [recompute.schedule]
+    for _, choice in found.best[:2]:
+        found.state.load_choice(choice)
+        schedules.append(found.state.to_schedule())
+    ended = Status.TIME_LIMIT if problem.interrupt else Status.FEASIBLE
+    if not schedules:
+        status = Status.INFEASIBLE if infeasible or not problem.interrupt else Status.TIME_LIMIT
+        return Answer(status, None, bound=found.bound, bound_class=bound_class, notes=notes)
+    overhead, best = min(((overhead_of(program, s, problem.machine), i) for i, s in enumerate(schedules)))
+    assert_within(problem, schedules[best])
+    status = Status.OPTIMAL if overhead <= found.bound + PROVEN else ended
+    return Answer(status, schedules[best], bound=found.bound, bound_class=bound_class, notes=notes)
