@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -17,6 +17,7 @@ from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 from ebbflow.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, silent
 from ebbflow.planners.narration import aloud
+from ebbflow.tiers import parse_tiers
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,9 @@ class Options:
     gradients: Literal["loss", "all"] | None = None
     """Which outputs take gradients. ``"loss"``, also meant by ``None``: scalars alone where one is returned that
     requires a gradient; ``"all"``: every output."""
+    tiers: str | Sequence[str] | None = None
+    """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
+    preferred one first; ``None`` moves nothing."""
     start: Plan | None = None
     """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
     verify: bool | Literal["always"] = True
@@ -78,6 +82,7 @@ class Options:
         _check_machine(self.machine)
         _check_gradients(self.gradients)
         _check_start(self.start)
+        parse_tiers(self.tiers)
         if not isinstance(self.verify, bool) and self.verify != "always":  # pyright: ignore[reportUnnecessaryComparison]
             raise _refusal("verify", self.verify, "True", "False", "'always'")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]

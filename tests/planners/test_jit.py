@@ -1,65 +1,33 @@
-"""Numba's files are a cache like any other: what is wrong with one is a miss, and none is needed."""
+"""Compiled code is good for the sources of all compiled code: numba looks at a function's own module alone."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from ebbflow.planners.search import jit
 
 
-class Damaged:
-    """Numba's cache of a function whose files are damaged, on a disk that is full."""
+def test_a_file_of_other_sources_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is inlined is from other modules, such as the layout of the memory."""
 
-    cache_path = "somewhere"
+    def three() -> int:
+        return 3
 
-    def __init__(self) -> None:
-        self.flushed = 0
-
-    def load_overload(self, *_: object) -> object:
-        raise EOFError("Ran out of input")
-
-    def save_overload(self, *_: object) -> None:
-        raise OSError("disk full")
-
-    def flush(self) -> None:
-        self.flushed += 1
-        raise OSError("disk full")
+    first = jit.inner(three)
+    kept = first._cache._cache_file._source_stamp  # type: ignore[attr-defined]
+    assert kept[1] == jit.sources_digest()
+    monkeypatch.setattr(jit, "sources_digest", lambda: "another")
+    second = jit.inner(three)
+    assert second._cache._cache_file._source_stamp != kept  # type: ignore[attr-defined]
 
 
-def test_a_damaged_file_is_a_miss_and_goes() -> None:
-    numbas = Damaged()
-    cache = jit._Cache(numbas)
-    assert cache.load_overload("signature", None) is None
-    assert numbas.flushed == 1
-    cache.save_overload("signature", None)
-    assert cache.cache_path == "somewhere"
-
-
-def test_an_interrupt_is_no_miss() -> None:
-    class Interrupted(Damaged):
-        def load_overload(self, *_: object) -> object:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        jit._Cache(Interrupted()).load_overload("signature", None)
-
-
-def test_without_a_place_for_files_functions_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere(*_: object) -> Any:
-        raise RuntimeError("cannot cache function: no locator available")
-
-    monkeypatch.setattr("numba.core.ccallback.FunctionCache", nowhere)
-    monkeypatch.setattr("numba.core.dispatcher.FunctionCache", nowhere)
-    monkeypatch.setattr(jit._Apart, "waiting", [])
-
-    @jit.inner
-    def twice(x: int) -> int:
-        return 2 * x
-
-    @jit.apart
-    def twice_and_one(x: int) -> int:
-        return twice(x) + 1
-
-    assert twice_and_one(3) == 7
+def test_the_digest_covers_every_module_with_compiled_code() -> None:
+    root = Path(jit.__file__).parents[1]
+    compiled = {
+        path.parent
+        for path in root.rglob("*.py")
+        if "search.jit import" in path.read_text(encoding="utf-8") or "search.layout import" in path.read_text()
+    }
+    assert compiled == {root / "search", root / "hybrid"}

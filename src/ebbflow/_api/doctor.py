@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +36,7 @@ def doctor(
     budget: str | int | Budget | None = None,
     planner: str = "auto",
     machine: str | Machine | None = None,
+    tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
     gradients: Literal["loss", "all"] = "loss",
@@ -56,6 +57,7 @@ def doctor(
         budget: one to judge: the findings then say what a plan within it costs, or that there is none.
         planner: name of the planner that judges the budget.
         machine: as for :func:`ebbflow.plan`.
+        tiers: as for :func:`ebbflow.plan`.
         loss: as for :func:`ebbflow.plan`.
         optimizer: as for :func:`ebbflow.plan`.
         gradients: as for :func:`ebbflow.plan`.
@@ -78,6 +80,7 @@ def doctor(
     options = Options(
         planner=planner,
         machine=machine,
+        tiers=tiers,
         loss=loss,
         optimizer=optimizer,
         gradients=gradients,

@@ -32,6 +32,8 @@ from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
+from ebbflow.tiers import parse_tiers
+from ebbflow.transfers.links import machine_with_tiers
 from ebbflow.units import Budget, format_bytes
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def plan(
     budget: str | int | Budget,
     planner: str = "auto",
     machine: str | Machine | None = None,
+    tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
     gradients: Literal["loss", "all"] = "loss",
@@ -68,6 +71,9 @@ def plan(
         planner: name of the planner.
         machine: a :class:`Machine` or the name of one in the catalogue; costs are then estimated by roofline and
             the plan says so. ``None`` is the device at hand, on which costs are measured.
+        tiers: slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list, the
+            preferred one first. The links to a machine's tiers are in the catalogue, those to a disk at hand are
+            measured. ``None``: what does not fit is recomputed.
         loss: applied to what the model returns, as part of the step: for a model whose training call returns no
             loss. Such a plan tells what the step takes; to run it, put the loss inside the model.
         optimizer: its state counts as resident, also what it does not hold yet; or a function that makes it from
@@ -84,6 +90,7 @@ def plan(
     Raises:
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
         CaptureError: if the call is not one graph.
+        TierError: for a disk that cannot be used.
         BudgetError: if the budget is below what is workable.
     """
     require_gradients(gradients)
@@ -96,6 +103,7 @@ def plan(
         optimizer=optimizer,
         loss=loss,
         machine=machine,
+        tiers=tiers,
         gradients=gradients,
         interrupt=interrupt,
         progress=progress,
@@ -115,6 +123,7 @@ def sweep(
     budgets: Sequence[str | int | Budget],
     planners: Sequence[str] = ("auto",),
     machine: str | Machine | None = None,
+    tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
     gradients: Literal["loss", "all"] = "loss",
@@ -137,6 +146,7 @@ def sweep(
         budgets: each as for :func:`plan`.
         planners: names of planners.
         machine: as for :func:`plan`.
+        tiers: as for :func:`plan`.
         loss: as for :func:`plan`.
         optimizer: as for :func:`plan`.
         gradients: as for :func:`plan`.
@@ -165,6 +175,7 @@ def sweep(
         optimizer=optimizer,
         loss=loss,
         machine=machine,
+        tiers=tiers,
         gradients=gradients,
         interrupt=interrupt,
         progress=progress,
@@ -192,6 +203,7 @@ class AheadStep:
         resident_bytes: at a step's start, optimizer state that is to come among them.
         reserve_bytes: kept free inside every budget.
         machine: planned for; ``None`` is the device at hand.
+        tiers: of it, that buffers may be moved to.
         provenance: where costs are from, for the plans.
     """
 
@@ -199,6 +211,7 @@ class AheadStep:
     resident_bytes: int
     reserve_bytes: int
     machine: Machine | None = None
+    tiers: tuple[str, ...] = ()
     provenance: Provenance = field(default_factory=Provenance)
 
     def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
@@ -227,7 +240,7 @@ class AheadStep:
             )
 
     def _options(self, options: PlanningOptions) -> PlanningOptions:
-        return replace(options, machine=self.machine, provenance=self.provenance)
+        return replace(options, machine=self.machine, tiers=self.tiers, provenance=self.provenance)
 
 
 def capture_ahead(
@@ -272,12 +285,14 @@ def capture_ahead(
         device = program.context["device"] if target is None else target.device
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         to_come = future_state_bytes(optimizer) if optimizer is not None else 0
+    planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
     held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
     return AheadStep(
         program,
         resident_bytes([model, args, kwargs, optimizer], granularity) + to_come + held,
         reserve_bytes(program, device, verify=options.verify),
-        target,
+        planned_for,
+        tiers,
         replace(provenance, optimizer="" if optimizer is None else type(optimizer).__name__),
     )
 

@@ -27,6 +27,7 @@ from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.step.plan import Plan
 from ebbflow.tiers import parse_tiers
+from ebbflow.transfers.links import this_machine
 from ebbflow.transfers.tiers import open_tiers
 from ebbflow.units import Budget
 
@@ -129,7 +130,13 @@ def fit(
         plain_class=type(model),
         budget=limit,
         given_plan=given,
-        options=replace(PlanningOptions.of(options), cache=PlanCache(), buckets=Buckets()),
+        options=replace(
+            PlanningOptions.of(options),
+            cache=PlanCache(),
+            buckets=Buckets(),
+            machine=this_machine(opened) if given is None else None,
+            tiers=tuple(opened) if given is None else (),
+        ),
         optimizer=optimizer,
         verify=verify,
         every_output=options.every_output,

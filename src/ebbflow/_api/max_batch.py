@@ -12,7 +12,7 @@ Assumes that a batch fits if a larger one does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -73,6 +73,7 @@ def max_batch(
     overhead: float | Literal["one-forward"] | None = None,
     planner: str = "auto",
     machine: str | Machine | None = None,
+    tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
     gradients: Literal["loss", "all"] | None = None,
@@ -93,6 +94,7 @@ def max_batch(
             of the forward; ``None`` allows any.
         planner: name of the planner.
         machine: as for :func:`ebbflow.plan`.
+        tiers: as for :func:`ebbflow.plan`.
         loss: as for :func:`ebbflow.plan`; ``None`` is what each case says.
         optimizer: a function that makes the optimizer of each case's model, whose state then counts as resident;
             ``None`` is what each case says.
@@ -125,6 +127,7 @@ def max_batch(
     options = Options(
         planner=planner,
         machine=machine,
+        tiers=tiers,
         loss=loss,
         optimizer=optimizer,
         gradients=gradients,

@@ -14,6 +14,7 @@ from ebbflow.errors import UsageError
 from ebbflow.names import ZOO, did_you_mean
 from ebbflow.options import no_optimizer
 from ebbflow.planners import planner_names
+from ebbflow.tiers import TIERS
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,10 @@ __all__ = [
     "PlannerName",
     "Seed",
     "Size",
+    "Tiers",
     "TimeLimit",
     "optimizer_named",
+    "several_tiers",
 ]
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
@@ -82,6 +85,13 @@ MachineName = Annotated[
         autocompletion=_beginning(_machine_names),
     ),
 ]
+Tiers = Annotated[
+    str | None,
+    typer.Option(
+        help="slower memory that buffers may be moved to: host, disk, disk:PATH, or several: host,disk; default: none",
+        autocompletion=_beginning(lambda: TIERS),
+    ),
+]
 Size = Annotated[int | None, typer.Option(help="passed to the case: batch, length or layers")]
 Effort = Annotated[int, typer.Option(help="local-search moves per plan")]
 TimeLimit = Annotated[float | None, typer.Option(help="seconds per plan; the best so far is kept")]
@@ -130,3 +140,8 @@ def optimizer_named(name: str | None) -> Callable[[torch.nn.Module], torch.optim
         return made([p for p in model.parameters() if p.requires_grad], **settings)
 
     return make
+
+
+def several_tiers(names: str | None) -> list[str] | None:
+    """What ``--tiers`` names: one tier, or several with commas between them."""
+    return None if names is None else [name.strip() for name in names.split(",")]

@@ -21,8 +21,10 @@ from ebbflow.cli.arguments import (
     OptimizerName,
     Seed,
     Size,
+    Tiers,
     TimeLimit,
     optimizer_named,
+    several_tiers,
 )
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import write_json
@@ -48,6 +50,7 @@ def compare(
     budgets: Annotated[str, typer.Option(help="separated by commas: 80%,60%,12GiB")] = "80%,60%,40%",
     planners: Annotated[str, typer.Option(help="names separated by commas, or all")] = "all",
     machine: MachineName = None,
+    tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
     gradients: Gradients = None,
@@ -64,6 +67,7 @@ def compare(
     """
     asked = Options(
         machine=machine,
+        tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,

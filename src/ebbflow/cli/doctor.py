@@ -23,8 +23,10 @@ from ebbflow.cli.arguments import (
     PlannerName,
     Seed,
     Size,
+    Tiers,
     TimeLimit,
     optimizer_named,
+    several_tiers,
 )
 from ebbflow.cli.output import write_json
 from ebbflow.cli.steps import captured_step, check_request
@@ -42,6 +44,7 @@ def doctor(
     ] = None,
     planner: PlannerName = "auto",
     machine: MachineName = None,
+    tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
     gradients: Gradients = None,
@@ -60,6 +63,7 @@ def doctor(
     asked = Options(
         planner=planner,
         machine=machine,
+        tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,

@@ -19,8 +19,10 @@ from ebbflow.cli.arguments import (
     OptimizerName,
     PlannerName,
     Seed,
+    Tiers,
     TimeLimit,
     optimizer_named,
+    several_tiers,
 )
 from ebbflow.cli.cases import blame, check_case, is_graph, load_case
 from ebbflow.cli.output import write_json
@@ -39,6 +41,7 @@ def max_batch(
     ] = None,
     planner: PlannerName = "auto",
     machine: MachineName = None,
+    tiers: Tiers = None,
     optimizer: OptimizerName = None,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
@@ -53,6 +56,7 @@ def max_batch(
     asked = Options(
         planner=planner,
         machine=machine,
+        tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
@@ -79,6 +83,7 @@ def max_batch(
             overhead=limit,
             planner=asked.planner,
             machine=asked.machine,
+            tiers=asked.tiers,
             optimizer=optimizer_named(optimizer),
             gradients=asked.gradients,
             effort=asked.effort,

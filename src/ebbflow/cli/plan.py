@@ -19,8 +19,10 @@ from ebbflow.cli.arguments import (
     PlannerName,
     Seed,
     Size,
+    Tiers,
     TimeLimit,
     optimizer_named,
+    several_tiers,
 )
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import check_writable, save_plan, write_json
@@ -36,6 +38,7 @@ def plan(
     budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")],
     planner: PlannerName = "auto",
     machine: MachineName = None,
+    tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
     gradients: Gradients = None,
@@ -53,6 +56,7 @@ def plan(
     asked = Options(
         planner=planner,
         machine=machine,
+        tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,

@@ -34,6 +34,7 @@ def check_request(case: str, size: int | None, options: Options, **given: object
         mine: Mapping[str, object] = {
             "--size": size,
             "--machine": options.machine,
+            "--tiers": options.tiers,
             "--optimizer": options.optimizer,
             "--gradients": options.gradients,
         }

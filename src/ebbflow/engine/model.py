@@ -314,6 +314,8 @@ class FittedModel:
             loss=LossPlace.OUTSIDE if guess else None,
         )
         options = replace(self.options, provenance=source)
+        if now.checkpointed:  # see holding
+            options = replace(options, tiers=())
         if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
             options = replace(options, planner="least_memory")
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]

@@ -15,16 +15,20 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from ebbflow.errors import UsageError
 from ebbflow.files import cache_directory, keep, kept
-from ebbflow.step.machine import Link, Machine, machine_named
+from ebbflow.step.machine import Link, Machine, is_elsewhere, machine_named
+from ebbflow.tiers import Tier
 from ebbflow.transfers.disk import DiskTier, Region, free_bytes
+from ebbflow.transfers.tiers import open_tiers
 
-__all__ = ["is_measured", "measured_link", "this_machine"]
+__all__ = ["is_measured", "machine_with_tiers", "measured_link", "this_machine"]
 
 _SCHEMA = "ebbflow-links/1"
 _PROBE_BYTES = 64 * 2**20
@@ -45,6 +49,34 @@ class _Measured:
     in_bytes_per_second: float
     latency_seconds: float
     compute_share: float
+
+
+def machine_with_tiers(
+    machine: Machine | None, tiers: Sequence[Tier], device: str
+) -> tuple[Machine | None, tuple[str, ...]]:
+    """The machine to plan for, with links to ``tiers``, and their names.
+
+    Args:
+        machine: of the catalogue; ``None`` or the one named ``cpu`` is the machine at hand.
+        tiers: that were asked for.
+        device: where the step is to run.
+
+    Raises:
+        UsageError: for a tier that the machine does not have.
+        TierError: for a disk at hand that cannot be used.
+    """
+    names = tuple(tier.name for tier in tiers)
+    if machine is None or not is_elsewhere(machine):
+        return this_machine(open_tiers(tiers, device)) or machine, names
+    if missing := set(names).difference(machine.links):
+        has = ", ".join(sorted(machine.links)) or "none"
+        raise UsageError(
+            f"machine {machine.name!r} has no link to tier {', '.join(sorted(missing))}; it has: {has}",
+            argument="tiers",
+            value=names,
+            accepted=tuple(sorted(machine.links)),
+        )
+    return machine, names
 
 
 def this_machine(tiers: dict[str, DiskTier]) -> Machine | None:
@@ -75,7 +107,7 @@ def measured_link(tier: DiskTier, *, anew: bool = False) -> Link:
         keep(path, path.with_name(".lock"), lambda: data)
     return Link(
         "disk",
-        int(_USABLE * free_bytes(tier.directory)),
+        _rounded(_USABLE * free_bytes(tier.directory)),
         known.out_bytes_per_second,
         known.in_bytes_per_second,
         known.latency_seconds,
@@ -84,6 +116,11 @@ def measured_link(tier: DiskTier, *, anew: bool = False) -> Link:
         alignment_bytes=_ALIGNMENT_BYTES,
         least_bytes=_LEAST_BYTES,
     )
+
+
+def _rounded(size: float) -> int:
+    """A power of two: plans are kept by all that they depend on, and what is free changes all the time."""
+    return 1 << max(int(size).bit_length() - 1, 0)
 
 
 def is_measured(directory: Path) -> bool:

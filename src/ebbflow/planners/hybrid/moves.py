@@ -30,7 +30,6 @@ from ebbflow.planners.search.interval_kernels import (
 from ebbflow.planners.search.jit import Words, apart, inner
 from ebbflow.planners.search.layout import (
     B_BYTES,
-    B_COLUMNS,
     B_COPIED,
     B_ESTIMATE,
     B_FORBID,
@@ -46,8 +45,6 @@ from ebbflow.planners.search.layout import (
     C_COLUMNS,
     C_NOW,
     H_BOUNDARY,
-    H_BUFFERS,
-    H_BUFFERS_END,
     H_CLOCKS,
     H_COST,
     H_JOURNAL,

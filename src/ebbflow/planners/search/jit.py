@@ -9,15 +9,20 @@ more to compile than its lines. Two kinds of functions keep that small:
 Both take the state as a bare pointer, which compiles several times faster than an array.
 
 Numba's files are a cache like any other: what is wrong with one is a miss, and where there is no place for them
-functions are compiled for this process alone (:class:`_Cache`). Numba itself raises in both cases.
+functions are compiled for this process alone (:class:`_Cache`). Numba itself raises in both cases. And numba trusts a
+file as long as the function's own module has not changed; but what it inlines, the layout of the memory above all, is
+from other modules, so here a file is good for the sources of all compiled code together (:func:`sources_digest`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import hashlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numba
@@ -30,7 +35,7 @@ from numba.core.sigutils import normalize_signature  # pyright: ignore[reportUnk
 from numba.extending import register_model  # pyright: ignore[reportUnknownVariableType]
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "Words", "apart", "inner"]
+__all__ = ["Ints", "Words", "apart", "inner", "sources_digest"]
 
 Ints = NDArray[np.int64]
 
@@ -89,7 +94,20 @@ def _keep(compiled: Any) -> None:
     """Turn on the cache of a function that numba is to compile."""
     with contextlib.suppress(RuntimeError):  # no locator: neither the source's folder nor the user's can be written
         compiled.enable_caching()
+        files = compiled._cache._cache_file
+        files._source_stamp = (files._source_stamp, sources_digest())
         compiled._cache = _Cache(compiled._cache)
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of the modules that hold compiled code and the constants in it: those beside this one, and of hybrid plans."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for folder in (here, here.parent / "hybrid"):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
 
 
 def inner(function: Function) -> Function:
