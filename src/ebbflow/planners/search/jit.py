@@ -59,6 +59,9 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "None": (types.void, None),
 }
 
+COMPILED = ("chains", "hybrid", "published", "search")
+"""Folders of planners with compiled code."""
+
 _compiling = threading.RLock()
 
 
@@ -101,11 +104,11 @@ def _keep(compiled: Any) -> None:
 
 @functools.cache
 def sources_digest() -> str:
-    """Of the modules that hold compiled code and the constants in it: those beside this one, and of hybrid plans."""
-    here = Path(__file__).parent
+    """Of the modules in the folders that hold compiled code and the constants in it."""
+    home = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for folder in (here, here.parent / "hybrid"):
-        for path in sorted(folder.glob("*.py")):
+    for folder in COMPILED:
+        for path in sorted((home / folder).glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
 

@@ -137,6 +137,7 @@ class _Story:
         self._actions = schedule.actions
         self._timeline = timeline
         self._copies = _copies(program, schedule)
+        self._tier = {each.buffer: each.tier for each in schedule.actions if isinstance(each, Offload)}
 
     def of(self, buffer: int) -> Iterator[str]:
         """The lines for ``buffer``."""
@@ -180,13 +181,16 @@ class _Story:
             if buffer in self._program.mutations:
                 return "kept until the boundary"
             return "kept until its last reader" if copies[0].end < len(self._actions) else "kept until the step ends"
-        gaps = [
-            f"after {self._op_before(before.end)} for {self._next_reader(buffer, after)}"
-            for before, after in pairwise(copies)
-        ]
-        more = f" and {len(gaps) - _SHOWN_OPS} more" if len(gaps) > _SHOWN_OPS else ""
-        times = "once" if len(gaps) == 1 else f"{len(gaps)} times"
-        return f"dropped and made again {times}: {', '.join(gaps[:_SHOWN_OPS])}{more}"
+        moved, made = (
+            [
+                f"after {self._op_before(before.end)} for {self._next_reader(buffer, after)}"
+                for before, after in pairwise(copies)
+                if isinstance(self._actions[after.start], Reload) is is_reload
+            ]
+            for is_reload in (True, False)
+        )
+        told = [_told(f"moved to the {self._tier[buffer]} and back", moved)] if moved else []
+        return "; ".join([*told, *([_told("dropped and made again", made)] if made else [])])
 
     def _op_before(self, index: int) -> str:
         """The last op that runs before action ``index``."""
@@ -209,7 +213,9 @@ class _Story:
         peak = self._timeline.peak_action
         action = self._actions[peak]
         if isinstance(action, Compute) and self._program.buffers[buffer].producer == action.op:
-            return True
+            again = action in self._actions[:peak]
+            if not again or buffer in self._program.made_by_rerun(action.op):
+                return True
         return any(copy.start <= peak < copy.end for copy in self._copies[buffer])
 
     def _reasons(self, buffer: int) -> Iterator[str]:
@@ -238,7 +244,37 @@ class _Story:
     # -- what reruns cost -----------------------------------------------------------------------------------
 
     def _cost(self, buffer: int) -> str:
-        """Seconds of the reruns that make the buffer again, and of their chains (definition 3)."""
+        """Seconds of the reruns that make the buffer again, and of their chains (definition 3), and of its moves."""
+        return "; ".join(filter(None, (self._rerun_cost(buffer), self._move_cost(buffer))))
+
+    def _move_cost(self, buffer: int) -> str:
+        """Seconds of its transfers, and for how long the ops wait for them."""
+        moves = [
+            index
+            for index, action in enumerate(self._actions)
+            if isinstance(action, Offload | Reload) and action.buffer == buffer
+        ]
+        if not moves:
+            return ""
+        timeline = self._timeline
+        taken = sum(float(timeline.end_seconds[i] - timeline.start_seconds[i]) for i in moves)
+        waits = [i for i, w in enumerate(timeline.wait_seconds.tolist()) if w and self._waits_for(i, buffer)]
+        waited = sum(float(timeline.wait_seconds[i]) for i in waits)
+        return f"{format_seconds(taken)} of transfers, {format_seconds(waited)} of which ops wait for"
+
+    def _waits_for(self, index: int, buffer: int) -> bool:
+        """Whether the wait at an action is for a transfer of ``buffer``: it is the one that ends last of them."""
+        action = self._actions[index]
+        if isinstance(action, Free):
+            return action.buffer == buffer
+        if not isinstance(action, Compute):
+            return False
+        here = float(self._timeline.start_seconds[index])
+        reloads = (i for i in range(index) if self._actions[i] == Reload(buffer))
+        return any(abs(float(self._timeline.end_seconds[i]) - here) < 1e-12 for i in reloads)
+
+    def _rerun_cost(self, buffer: int) -> str:
+        """Those of reruns."""
         own = [copy.start for copy in self._copies[buffer][1:] if isinstance(self._actions[copy.start], Compute)]
         producer = self._program.buffers[buffer].producer
         if not own or producer is None:
@@ -270,6 +306,12 @@ class _Story:
                     stack.append(start)
         others = sorted(seen.difference(reruns))
         return [action.op for index in others if isinstance(action := self._actions[index], Compute)]
+
+
+def _told(what: str, gaps: list[str]) -> str:
+    more = f" and {len(gaps) - _SHOWN_OPS} more" if len(gaps) > _SHOWN_OPS else ""
+    times = "once" if len(gaps) == 1 else f"{len(gaps)} times"
+    return f"{what} {times}: {', '.join(gaps[:_SHOWN_OPS])}{more}"
 
 
 def _runs(count: int) -> str:

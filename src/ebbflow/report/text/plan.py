@@ -7,10 +7,20 @@ from typing import TextIO
 from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.step.plan import Plan
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
-from ebbflow.step.schedule import Compute
+from ebbflow.step.schedule import Compute, Offload, Reload
 from ebbflow.units import format_allowed, format_bytes, format_percent, format_seconds, format_share
 
-__all__ = ["counted_of", "facts_of", "line_of", "origins_of", "report_of", "room_of", "text_of", "write_plan"]
+__all__ = [
+    "counted_of",
+    "facts_of",
+    "line_of",
+    "moves_of",
+    "origins_of",
+    "report_of",
+    "room_of",
+    "text_of",
+    "write_plan",
+]
 
 _RANKED = 5  # ops whose reruns take most are listed
 
@@ -53,9 +63,35 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("bound", f"{bound}{gap}"),
         ("reruns", f"{again} of {len(ops)} ops"),
+        *(("moves", text) for text in moves_of(plan)),
         ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least for which a plan was found"),
         ("floor", f"{format_bytes(plan.floor_bytes)} with {AS_CAPTURED}, pinned by {pin}"),
     ]
+
+
+def moves_of(plan: Plan) -> list[str]:
+    """Per tier what moves, and for all of them what that takes; nothing where the plan may not move anything."""
+    if not plan.tiers:
+        return []
+    sizes = [buffer.bytes for buffer in plan.program.buffers]
+    tier_of = {action.buffer: action.tier for action in plan.schedule.actions if isinstance(action, Offload)}
+    if not tier_of:
+        return [f"nothing to {' or '.join(plan.tiers)}"]
+    back = [action.buffer for action in plan.schedule.actions if isinstance(action, Reload)]
+    lines: list[str] = []
+    for tier in dict.fromkeys(tier_of.values()):
+        out = [b for b, to in tier_of.items() if to == tier]
+        again = [b for b in back if tier_of[b] == tier]
+        lines.append(
+            f"{format_bytes(sum(sizes[b] for b in out))} to the {tier} in {len(out)} buffers, "
+            f"{format_bytes(sum(sizes[b] for b in again))} back in {len(again)} reloads"
+        )
+    timeline = plan.timeline
+    lines.append(
+        f"{format_seconds(timeline.transfer_seconds)} of transfers predicted, {format_seconds(timeline.waited_seconds)} "
+        f"waited for, {format_percent(timeline.hidden_share)} hidden"
+    )
+    return lines
 
 
 def report_of(plan: Plan) -> str:

@@ -1,0 +1,127 @@
+"""``fit(tiers=...)``: training past a budget through the disk, planned by the default planner."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ebbflow
+from ebbflow.errors import BudgetError, UsageError
+from ebbflow.transfers import links
+from ebbflow.zoo import GPTConfig, gpt
+
+
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates that make moving worth it whatever this machine's disk does, and small tensors worth moving."""
+    measured = links._Measured(4e10, 4e10, 1e-6, 0.0)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(links, "_measure", lambda _: measured)
+    monkeypatch.setattr(links, "_LEAST_BYTES", 256)
+
+
+def subject() -> Any:
+    torch.manual_seed(0)
+    return gpt(4, GPTConfig(vocabulary=64, length=32, layers=2, width=32, heads=2, dropout=0.1, tied=True))
+
+
+def assert_trains(model: nn.Module, eager: nn.Module, args: tuple[Any, ...], steps: int = 3) -> None:
+    for _ in range(steps):
+        state = torch.get_rng_state()
+        for each in (model, eager):
+            each.zero_grad()
+            torch.set_rng_state(state)
+            each(*args).backward()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_a_budget_that_recomputing_cannot_keep_is_kept_by_moving(tmp_path: Path) -> None:
+    case = subject()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    alone = ebbflow.plan(case.model, case.args, budget="100%", effort=100)
+    moving = ebbflow.plan(case.model, case.args, budget="100%", effort=100, tiers=f"disk:{disk}")
+    assert moving.smallest_bytes < alone.smallest_bytes
+    budget = moving.smallest_bytes + (alone.smallest_bytes - moving.smallest_bytes) // 2
+    with pytest.raises(BudgetError):
+        ebbflow.plan(case.model, case.args, budget=budget, effort=100)
+    eager = copy.deepcopy(case.model)
+    model = ebbflow.fit(case.model, budget, tiers=[f"disk:{disk}"])
+    assert_trains(model, eager, case.args)
+    step = ebbflow.step_of(model)
+    assert step is not None
+    assert step.plan is not None
+    assert step.plan.tiers == ("disk",)
+    assert step.plan.predicted_peak_bytes <= budget
+    assert step.traffic is not None
+    assert step.traffic.in_bytes > 0
+    assert step.measured_above_bytes is not None
+    assert abs(step.measured_above_bytes - step.plan.timeline.above_bytes) <= 64
+    assert "to the disk in" in str(step.plan)
+    assert list(disk.iterdir()) == []
+
+
+def test_a_plan_that_moves_is_no_slower_than_one_that_recomputes(tmp_path: Path) -> None:
+    case = subject()
+    budget = "60%"
+    alone = ebbflow.plan(case.model, case.args, budget=budget, effort=300)
+    moving = ebbflow.plan(case.model, case.args, budget=budget, effort=300, tiers=f"disk:{tmp_path}")
+    assert moving.overhead <= alone.overhead
+    assert "tiers: disk" in moving.bound_class
+
+
+def test_a_loss_outside_is_learned_under_plans_that_move(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
+    eager, x = copy.deepcopy(model), torch.randn(256, 64)
+    ebbflow.fit(model, "60%", tiers=f"disk:{tmp_path}")
+    for _ in range(4):
+        for each in (model, eager):
+            each.zero_grad()
+            (each(x) ** 2).mean().backward()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+
+
+def test_inside_of_a_checkpoint_nothing_moves_and_the_numbers_are_right(tmp_path: Path) -> None:
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: Any) -> Any:
+            return checkpoint(self.inner, *args, use_reentrant=False)
+
+    case = subject()
+    eager = copy.deepcopy(case.model)
+    model = ebbflow.fit(case.model, "95%", tiers=f"disk:{tmp_path}")
+    assert_trains(Outer(model), Outer(eager), case.args, steps=2)
+    step = ebbflow.step_of(model)
+    assert step is not None
+    assert step.plan is not None
+    assert not step.plan.schedule.moves
+
+
+def test_the_hosts_memory_is_refused_before_anything_is_fitted() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="memory of a CPU is the host's"):
+        ebbflow.fit(model, "100%", tiers="host")
+    ebbflow.fit(model, "100%")
+
+
+def test_a_machine_without_the_tier_is_refused_by_name() -> None:
+    case = subject()
+    with pytest.raises(UsageError, match=r"a100-80gb' has no link to tier disk; it has: host"):
+        ebbflow.plan(case.model, case.args, budget="60%", machine="a100-80gb", tiers="disk")
+    plan = ebbflow.plan(case.model, case.args, budget="80%", machine="a100-80gb", tiers="host", effort=100)
+    assert plan.tiers == ("host",)
