@@ -253,7 +253,7 @@ def _budget_error(
             f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
             f"no schedule with {AS_CAPTURED} stays below {format_bytes(floor)}, which is pinned by {pin}. "
             f"Ask for {smallest} bytes or {share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), "
-            "or make the batch smaller" + ("" if machine is None else _machines_for(smallest, machine))
+            "or give the step smaller inputs" + ("" if machine is None else _machines_for(smallest, machine))
         )
     return BudgetError(
         text,
