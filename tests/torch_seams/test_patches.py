@@ -401,7 +401,7 @@ def test_no_backward_comes(then: Callable[[torch.nn.Module], None]) -> None:
     entries = torch.autograd.backward, torch.autograd.grad
     model = ebbflow.fit(_Features(), "1MiB", verify=False)
     output = model(torch.ones(2, 4))
-    assert open_patches() == 2, "the watch is open while the backward is waited for"
+    assert open_patches() == 3, "the watch and the recording are open while the backward is waited for"
     del output
     then(model)
     del model
