@@ -32,9 +32,7 @@ def test_a_profile_of_the_users_is_left_alone(capfd: pytest.CaptureFixture[str])
     assert WARNING in capfd.readouterr().err
 
 
-def test_a_level_of_the_users_is_left_alone(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_level_of_the_users_is_left_alone(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     level = profiler._level()
     assert level is not None, "this torch exports its level of messages"
     monkeypatch.setattr(level.owner, "value", 0)  # TORCH_CPP_LOG_LEVEL=INFO
