@@ -121,7 +121,11 @@ def parse_bytes(text: str | int) -> int:
 class Budget:
     """Bytes of a step's peak allocated memory, or a share of the same step's unplanned peak.
 
-    Exactly one of the two is set. ``share`` is a fraction in (0, 1000 %]; the resident part counts in both.
+    Exactly one of the two is set; the resident part counts in both.
+
+    Attributes:
+        bytes: 1 or more, or ``None``.
+        share: of the unplanned peak, a fraction in (0, 1000 %], or ``None``.
     """
 
     bytes: int | None = None
