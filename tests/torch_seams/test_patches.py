@@ -328,8 +328,13 @@ def test_an_interrupt_while_a_step_is_traced() -> None:
 
 
 def test_a_capture_inside_of_settings() -> None:
+    """It opens the same patches once more, and is the same step."""
+    alone = ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
     with capture_settings(here=True):
-        ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
+        around = open_patches()
+        inside = ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
+        assert open_patches() == around > 0
+    assert inside.program.fingerprint == alone.program.fingerprint
 
 
 def test_two_threads_that_capture() -> None:
