@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -239,3 +240,16 @@ def test_who_listens_hears_why(caplog: pytest.LogCaptureFixture) -> None:
     assert any(each.startswith("the step of Tower is planned again, since ") for each in heard)
     assert heard[-1] == "lowering the plan and proving its graphs"
     assert not caplog.records
+
+
+def test_a_graph_that_is_retained(reasons: list[str]) -> None:
+    made = tower("100%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that this first step may exceed its budget
+        for _ in range(2):
+            loss = made(ROWS)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            del loss
+            clear(made)
+    assert reasons == [FIRST, "planned again, since a backward retains its graph"]

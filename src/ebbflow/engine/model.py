@@ -213,6 +213,10 @@ class FittedModel:
         """Whether a call with the key of this one was captured before."""
         return now.key in self._steps
 
+    def retains(self, now: Circumstances) -> bool:
+        """Whether a backward of a call like this is known to retain its graph."""
+        return self._between.retained(now.slot) is not None
+
     def _capture(self, device: str, changing: tuple[tuple[int, ...], ...] | None) -> Capture:
         return Capture(device=device, name=self.plain_class.__name__, changing=changing)
 

@@ -43,8 +43,7 @@ def _news(model: FittedModel, step: Step, now: Circumstances) -> str:
     resident = model.resident_bytes(step, now)
     short = min(resident + each.needs_bytes - each.plan.budget_bytes for each in own)
     if short <= 0:
-        retained = model.flights.knowledge is not None and model.flights.knowledge.retained(now.slot)
-        return "a backward retains its graph" if retained else "more happens between forward and backward"
+        return "a backward retains its graph" if model.retains(now) else "more happens between forward and backward"
     if now.flying_bytes:
         what = ": another forward is in flight"
     elif now.accumulating:
