@@ -102,7 +102,7 @@ def test_gradient_accumulation_over_eight_steps_takes_one_capture(captures: list
         plans.add(plan.resident_bytes)
         assert plan.predicted_peak_bytes <= plan.budget_bytes
     assert len(captures) == 1
-    assert len(plans) == 2, "without gradients and with them"
+    assert len(plans) <= 2, "one without gradients and, where that has no room for them, one with them"
 
 
 def test_a_budget_that_leaves_no_room_for_gradients_is_planned_anew_for_the_same_capture(
