@@ -230,8 +230,12 @@ class Run:
         return ", ".join(f"{count} x {reason.partition(':')[0]}" for reason, count in found.items())
 
     def _plans(self) -> list[ebbflow.Plan]:
-        alive = [model for held in self._models if (model := held()) is not None]
-        return [plan for model in alive if (plan := ebbflow.plan_of(model)) is not None]
+        found: list[ebbflow.Plan] = []
+        for model in (held() for held in self._models):
+            if model is not None:
+                with contextlib.suppress(ebbflow.errors.UsageError):  # unfitted since then
+                    found += [plan] if (plan := ebbflow.plan_of(model)) is not None else []
+        return found
 
     def _budget_now(self) -> int:
         if self._own or self._budget is None:

@@ -69,4 +69,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    helpers = {"Any", "TYPE_CHECKING", "import_module"}
+    return sorted({*globals(), *_HOMES} - helpers)

@@ -23,6 +23,7 @@ __all__ = [
     "Budget",
     "format_allowed",
     "format_bytes",
+    "format_gap",
     "format_percent",
     "format_seconds",
     "format_share",
@@ -46,13 +47,59 @@ _UNITS = {
     "tib": 2**40,
     "pib": 2**50,
 }
-_FORMS = ("an int (bytes)", '"12GiB"', '"800MiB"', '"8GB"', '"123456B"', 'or "60%" of the unplanned peak')
+_FORMS = ('"12GiB"', '"800MiB"', '"8GB"', '"123456B"', 'or "60%" of the unplanned peak')
+_MOST = 10  # times the unplanned peak: more is a slip of the pen
 _LOST_IN_A_SHARE = Fraction(1, 1000)  # of a byte: a float has 16 digits, which lose less of any peak below 10 TiB
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+|%)\s*")
+_MET, _SHOWN = 1e-6, 5e-5  # solvers' tolerance (``planners.search.greedy.PROVEN``); what two digits of a percent show
+_QUANTITY = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*")
 
 
 def _refusal(what: str, value: object) -> UsageError:
-    return UsageError(f"{what}; accepted: {', '.join(_FORMS)}", argument="budget", value=value, accepted=_FORMS)
+    forms = _FORMS if isinstance(value, str) else ("an int (bytes)", *_FORMS)
+    return UsageError(f"{what}; accepted: {', '.join(forms)}", argument="budget", value=value, accepted=forms)
+
+
+def _quantity(value: object) -> tuple[Fraction, str]:
+    """The number and the unit of a text, the number positive; the unit of an ``int`` is ``"b"``.
+
+    Raises:
+        UsageError: saying what is wrong with this value.
+    """
+    wrong = ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        number, unit = Fraction(value), "b"
+    elif isinstance(value, str):
+        match = _QUANTITY.fullmatch(value)
+        if match is None:
+            raise _refusal(f"{value!r} is not a number with a unit", value)
+        number, unit = Fraction(match[1]), match[2].lower()
+        if unit != "%" and unit not in _UNITS:
+            wrong = _wrong_unit(value, match[1], match[2])
+    else:
+        raise _refusal(f"{value!r} is neither a whole number of bytes nor a text", value)
+    if number <= 0:
+        raise _refusal(f"{value!r} is not more than zero", value)
+    if wrong:
+        raise _refusal(wrong, value)
+    return number, unit
+
+
+def _wrong_unit(text: str, number: str, unit: str) -> str:
+    """Why ``unit`` is refused, and what was probably meant."""
+    if not unit:
+        return f"{text!r} has no unit: write '{number}B' if bytes are meant"
+    why = f"{text!r}: {unit} is no unit here"
+    if unit.lower() == "percent":
+        return f"{why}: write '{number}%' for a share of the unplanned peak"
+    power = "kmgtp".find(unit.lower()) + 1
+    if not power or len(unit) > 1:
+        return why
+    times = "" if power == 1 else f"**{power}"
+    letter = unit.upper()
+    return (
+        f"{why}: write '{number}{letter}iB' for {number} times 1024{times} bytes, "
+        f"'{number}{letter}B' for {number} times 1000{times}"
+    )
 
 
 def parse_bytes(text: str | int) -> int:
@@ -61,24 +108,24 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         UsageError: for anything else, listing the accepted forms.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
-        if text > 0:
-            return text
-        raise _refusal(f"{text!r} is not a positive number of bytes", text)
-    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise _refusal(f"{text!r} is not a number of bytes", text)
-    value = int(Fraction(match[1]) * _UNITS[match[2].lower()])
-    if value <= 0:
+    number, unit = _quantity(text)
+    if unit == "%":
+        raise _refusal(f"{text!r} is a share, not a number of bytes", text)
+    count = int(number * _UNITS[unit])
+    if not count:
         raise _refusal(f"{text!r} is less than one byte", text)
-    return value
+    return count
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes of a step's peak allocated memory, or a share of the same step's unplanned peak.
 
-    Exactly one of the two is set. ``share`` is a fraction in (0, 1000 %]; the resident part counts in both.
+    Exactly one of the two is set; the resident part counts in both.
+
+    Attributes:
+        bytes: 1 or more, or ``None``.
+        share: of the unplanned peak, a fraction in (0, 1000 %], or ``None``.
     """
 
     bytes: int | None = None
@@ -89,7 +136,7 @@ class Budget:
             raise _refusal("a budget is either bytes or a share", (self.bytes, self.share))
         if self.bytes is not None and self.bytes <= 0:
             raise _refusal(f"a budget of {self.bytes} bytes is not positive", self.bytes)
-        if self.share is not None and not 0 < self.share <= 10:
+        if self.share is not None and not 0 < self.share <= _MOST:
             raise _refusal(f"a budget of {self.share:.0%} is not in (0 %, 1000 %]", self.share)
 
     @staticmethod
@@ -101,9 +148,12 @@ class Budget:
         """
         if isinstance(value, Budget):
             return value
-        if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and match[2] == "%":
-            return Budget(share=float(Fraction(match[1]) / 100))
-        return Budget(bytes=parse_bytes(value))
+        number, unit = _quantity(value)
+        if unit != "%":
+            return Budget(bytes=parse_bytes(value))
+        if number > 100 * _MOST:
+            raise _refusal(f"{value!r} is more than {100 * _MOST} % of the unplanned peak", value)
+        return Budget(share=float(number / 100))
 
     def resolve(self, unplanned_peak_bytes: int) -> int:
         """This budget in bytes, for a step whose unplanned peak is ``unplanned_peak_bytes``; rounded down.
@@ -152,6 +202,11 @@ def format_share(part: int, whole: int) -> str:
 def format_percent(share: float) -> str:
     """``share`` as a percentage with two digits: ``0.0325`` is ``"3.25 %"``."""
     return f"{share * 100:.2f} %"
+
+
+def format_gap(gap: float) -> str:
+    """How far a plan is from its bound: ``"0.00 %"`` only where the two meet, as far as a solver can tell."""
+    return "<0.01 %" if _MET < gap < _SHOWN else format_percent(max(gap, 0.0))
 
 
 def format_seconds(seconds: float) -> str:

@@ -82,6 +82,34 @@ def test_version() -> None:
     assert result.stdout == f"ebbflow {ebbflow.__version__}\n"
 
 
+@pytest.mark.parametrize("command", ["", "demo", "plan", "compare", "max-batch", "doctor"])
+@pytest.mark.parametrize("columns", [60, 80])
+def test_no_help_is_cut_off(command: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = run(*command.split(), "--help").stdout.replace("[ARGS]...", "")
+    assert "Options:" in shown
+    assert "..." not in shown
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("123456", "'123456' has no unit: write '123456B' if bytes are meant"),
+        ("0", "'0' is not more than zero"),
+        ("-5GiB", "'-5GiB' is not more than zero"),
+        ("8G", "write '8GiB'"),
+    ],
+)
+@pytest.mark.parametrize("command", [("plan", "zoo:gpt"), ("max-batch", "zoo:gpt"), ("doctor", "zoo:gpt"), ("demo",)])
+def test_a_budget_that_is_none_is_refused_with_what_was_meant(command: tuple[str], budget: str, words: str) -> None:
+    result = run(*command, "--budget", budget)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "an int" not in result.stderr
+    assert "12GiB" in result.stderr
+
+
 def test_a_graph_is_planned_and_saved(graph: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     result = run("plan", graph, "--budget", "80%", "--json", "--out", out)

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbflow.errors import UsageError
+from ebbflow.planners import Progress
+from ebbflow.planners.search.greedy import PROVEN
 from ebbflow.units import (
     Budget,
     format_allowed,
     format_bytes,
+    format_gap,
     format_percent,
     format_seconds,
     format_share,
@@ -42,9 +45,43 @@ def test_sizes_are_parsed_exactly(text: str | int, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "12", "12G", "GiB", "-1GiB", "1e9B", "12 giga", "0.1B", 0, -5, True, 1.5, None])
 def test_what_is_no_size_is_refused_with_the_accepted_forms(text: Any) -> None:
-    with pytest.raises(UsageError, match="accepted: an int") as caught:
+    with pytest.raises(UsageError, match=r"accepted: .*12GiB") as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("123456", "'123456' has no unit: write '123456B' if bytes are meant"),
+        (" 12 ", "' 12 ' has no unit: write '12B' if bytes are meant"),
+        ("0", "'0' is not more than zero"),
+        ("-5GiB", "'-5GiB' is not more than zero"),
+        ("-3%", "'-3%' is not more than zero"),
+        ("0%", "'0%' is not more than zero"),
+        ("+0.0 MB", "'+0.0 MB' is not more than zero"),
+        ("8G", "'8G': G is no unit here: write '8GiB' for 8 times 1024**3 bytes, '8GB' for 8 times 1000**3"),
+        ("1.5k", "'1.5k': k is no unit here: write '1.5KiB' for 1.5 times 1024 bytes, '1.5KB' for 1.5 times 1000"),
+        ("5 gigs", "'5 gigs': gigs is no unit here"),
+        ("1e9", "'1e9' is not a number with a unit"),
+        ("60 percent", "'60 percent': percent is no unit here: write '60%' for a share of the unplanned peak"),
+        ("1001%", "'1001%' is more than 1000 % of the unplanned peak"),
+        ("", "'' is not a number with a unit"),
+        ("0.1B", "'0.1B' is less than one byte"),
+        (0, "0 is not more than zero"),
+        (-5, "-5 is not more than zero"),
+        (0.5, "0.5 is neither a whole number of bytes nor a text"),
+        (True, "True is neither"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_with_this_very_value(text: Any, why: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Budget.parse(text)
+    message, _, accepted = str(caught.value).partition("; accepted: ")
+    assert message.startswith(why)
+    assert ("an int" in accepted) is not isinstance(text, str), "a text, as of the command line, cannot become an int"
+    assert caught.value.argument == "budget"
+    assert caught.value.value is text
 
 
 @pytest.mark.parametrize(
@@ -63,7 +100,7 @@ def test_budgets_are_parsed(value: Any, budget: Budget) -> None:
 
 @pytest.mark.parametrize("value", ["60 percent", "0%", "1001%", "%", 0, "", None, 0.5])
 def test_what_is_no_budget_is_refused_with_the_accepted_forms(value: Any) -> None:
-    with pytest.raises(UsageError, match="accepted: an int"):
+    with pytest.raises(UsageError, match=r"accepted: .*60%"):
         Budget.parse(value)
 
 
@@ -142,3 +179,21 @@ def test_needs_are_rounded_up_and_what_is_allowed_down(count: int, needed: str, 
 def test_shares_and_seconds_are_printed() -> None:
     assert format_percent(0.0325) == "3.25 %"
     assert [format_seconds(s) for s in (83e-5, 0.0124, 3.21)] == ["830 us", "12.4 ms", "3.21 s"]
+
+
+@pytest.mark.parametrize(
+    ("gap", "text"),
+    [
+        (0.0, "0.00 %"),
+        (-1e-12, "0.00 %"),
+        (PROVEN, "0.00 %"),
+        (4.2e-5, "<0.01 %"),
+        (6e-5, "0.01 %"),
+        (0.3444, "34.44 %"),
+    ],
+)
+def test_no_gap_is_shown_only_where_plan_and_bound_meet(gap: float, text: str) -> None:
+    """So that a plan with ``gap 0.00 %`` is an optimal one."""
+    assert format_gap(gap) == text
+    shown = str(Progress("local search", best_overhead=0.1 + gap, bound=0.1))
+    assert shown.endswith(f"gap {text}") or gap == PROVEN  # which a sum of floats misses

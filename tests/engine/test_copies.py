@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.errors import UsageError
 
 X = torch.ones(2, 4)
 
@@ -105,7 +106,8 @@ def test_a_copy_is_what_it_would_be_of_a_plain_model(kind: type[Plain], way: str
     assert vars(found).keys() == vars(expected).keys()
     assert found.tag == expected.tag
     assert torch.equal(found(X), expected(X))
-    assert ebbflow.plan_of(found) is None
+    with pytest.raises(UsageError, match="a copy of a fitted model"):
+        ebbflow.plan_of(found)
     ebbflow.fit(found, "1GiB")
     assert isinstance(ebbflow.unfit(found), kind)
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.engine import spine
+from ebbflow.engine.reasons import CHANGED, FIRST
 from ebbflow.errors import BudgetError
 from ebbflow.planners import Progress, narration
 
@@ -32,8 +37,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
 
 
-def plan(**options: object) -> None:
-    ebbflow.plan(model(), (torch.randn(4, 8),), budget="1MiB", effort=10, **options)  # type: ignore[arg-type]
+def plan(**options: object) -> ebbflow.Plan:
+    return ebbflow.plan(model(), (torch.randn(4, 8),), budget="1MiB", effort=10, **options)  # type: ignore[arg-type]
 
 
 def fit(**options: object) -> None:
@@ -49,11 +54,12 @@ def refused(**options: object) -> None:
         fitted(torch.randn(4, 8))
 
 
+Call = Callable[..., object]
 CALLS = pytest.mark.parametrize("call", [plan, fit, refused])
 
 
 @CALLS
-def test_one_line_of_the_log(call: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_of_the_log(call: Call, caplog: pytest.LogCaptureFixture) -> None:
     call()
     records = [each for each in caplog.records if each.name == "ebbflow"]
     assert 1 <= len(records) <= 2  # a loss outside the model is planned for twice
@@ -64,7 +70,7 @@ def test_one_line_of_the_log(call: Callable[..., None], caplog: pytest.LogCaptur
 
 @CALLS
 def test_a_bar_on_a_terminal_that_goes(
-    call: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    call: Call, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -80,7 +86,7 @@ def test_a_bar_on_a_terminal_that_goes(
 @CALLS
 @pytest.mark.parametrize("progress", [None, list[Progress]().append], ids=["None", "a function"])
 def test_nothing_else_is_said(
-    call: Callable[..., None], progress: object, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    call: Call, progress: object, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -103,9 +109,147 @@ def test_a_quick_call_says_nothing_and_no_thread_is_left(
 
 
 def test_a_closed_standard_error_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    terminal.close()
-    plan()
-    monkeypatch.setattr("sys.stderr", None)
-    plan()
+    for error in (terminal, None):
+        monkeypatch.setattr("sys.stderr", error)
+        terminal.close()
+        assert plan().predicted_peak_bytes <= 2**20
+    assert not raised
+    assert not [each for each in threading.enumerate() if each.name == "ebbflow-progress"]
+
+
+# -- why it takes so long ------------------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """Returns its loss, or the outputs of its layers for one outside."""
+
+    def __init__(self, *, inside: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(64, 64), nn.GELU())))
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.layers(x)
+        return made.square().mean() if self.inside else made
+
+
+@pytest.fixture
+def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is said of the calls that wait."""
+    said: list[str] = []
+
+    @contextmanager
+    def noted(progress: object, why: str) -> Generator[None]:
+        said.append(why)
+        yield
+
+    monkeypatch.setattr(spine, "narrated", noted)
+    return said
+
+
+def tower(budget: str, *, inside: bool = True) -> Tower:
+    return ebbflow.fit(Tower(inside=inside), budget, effort=10, verify=False, progress=None)
+
+
+ROWS = torch.randn(32, 64)
+FULL = "planned again, since .* more are resident than the plans at hand have room for"
+
+
+def backward(made: Tower, x: torch.Tensor = ROWS) -> None:
+    made(x).mean().backward()
+
+
+def clear(made: Tower) -> None:
+    made.zero_grad(set_to_none=True)
+
+
+def test_a_first_call_says_that_it_is_one(reasons: list[str]) -> None:
+    made = tower("100%")
+    for rows in (ROWS, ROWS[:16]):
+        backward(made, rows)
+        clear(made)
+    assert reasons == [FIRST, FIRST]
+
+
+def test_accumulated_gradients(reasons: list[str]) -> None:
+    made = tower("100%")
+    for _ in range(3):
+        backward(made)
+    assert reasons[0] == FIRST
+    assert re.fullmatch(f"{FULL}: gradients are accumulated, or were not cleared before the forward", reasons[1])
+    assert len(reasons) == 2, "micro-steps after the second have a plan"
+
+
+def test_another_budget(reasons: list[str]) -> None:
+    made = tower("100%")
+    backward(made)
+    clear(made)
+    ebbflow.set_budget(made, "1GiB")
+    backward(made)
+    assert reasons[1:] == ["planned again, since another budget was set"]
+
+
+def test_a_loss_outside(reasons: list[str]) -> None:
+    made = tower("1GiB", inside=False)
+    for _ in range(3):
+        made(ROWS).tanh().square().sum().backward()
+        clear(made)
+    assert reasons[0] == FIRST
+    [again] = reasons[1:]
+    assert re.search("measured now", again)
+
+
+def test_more_is_resident(reasons: list[str]) -> None:
+    made = tower("100%")
+    backward(made)
+    clear(made)
+    made.register_buffer("more", torch.zeros(1 << 16))
+    backward(made)
+    assert reasons[0] == FIRST
+    [again] = reasons[1:]
+    assert re.fullmatch(FULL, again)
+
+
+def test_what_the_step_depends_on_has_changed(reasons: list[str]) -> None:
+    made = tower("1GiB")
+    backward(made)
+    clear(made)
+    made.inside = False
+    backward(made)
+    assert reasons[1] == CHANGED
+
+
+def test_another_forward_in_flight(reasons: list[str]) -> None:
+    made = tower("100%")
+    with pytest.warns(UserWarning, match="in flight"):
+        first, second = made(ROWS), made(ROWS)
+    (first + second).backward()
+    assert reasons[0] == FIRST
+    [again] = reasons[1:]
+    assert re.fullmatch(f"{FULL}: another forward is in flight", again)
+
+
+def test_who_listens_hears_why(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[str] = []
+    made = ebbflow.fit(Tower(), "100%", effort=10, verify=False, progress=lambda each: heard.append(str(each)))
+    for _ in range(2):
+        backward(made)
+    assert any(each.startswith("the step of Tower is planned again, since ") for each in heard)
+    assert heard[-1] == "lowering the plan and proving its graphs"
+    assert not caplog.records
+
+
+def test_a_graph_that_is_retained(reasons: list[str]) -> None:
+    made = tower("100%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that this first step may exceed its budget
+        for _ in range(2):
+            loss = made(ROWS)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            del loss
+            clear(made)
+    assert reasons == [FIRST, "planned again, since a backward retains its graph"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -120,7 +121,11 @@ def test_a_model_without_memory_can_be_planned_and_not_fitted() -> None:
 def test_a_number_on_cpu_is_no_second_device() -> None:
     made = model().to("meta")
     made.register_buffer("count", torch.tensor(0))
-    refusals._refuse_many_devices(made)
+    planned = ebbflow.plan(made, (X[0].to("meta"),), budget="1GiB", machine="a100-80gb", loss=torch.mean)
+    assert planned.program.ops
+    made.register_buffer("count", torch.zeros(1))
+    with pytest.raises(UsageError, match="buffer count on cpu"):
+        ebbflow.plan(made, (X[0].to("meta"),), budget="1GiB", machine="a100-80gb", loss=torch.mean)
 
 
 @pytest.mark.parametrize("kind", ["mps", "xla", "privateuseone", "xpu"])
@@ -134,7 +139,12 @@ def test_another_device_is_refused_by_name(kind: str) -> None:
 
 def test_harmless_hooks_and_one_device_maps_are_fine() -> None:
     for made in (hooked(LoggingHook()), mapped(a="cpu", b="cpu"), model()):
-        ebbflow.unfit(ebbflow.fit(made, "1GiB"))
+        kind = type(made)
+        made = ebbflow.fit(made, "1GiB", effort=10)
+        assert type(made) is not kind
+        made(X[0]).mean().backward()
+        assert ebbflow.calls_of(made).planned == 1
+        assert type(ebbflow.unfit(made)) is kind
 
 
 def test_the_device_of_a_model_is_the_current_one_while_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +173,37 @@ def test_the_device_of_a_model_is_the_current_one_while_it_is_planned(monkeypatc
     assert cuda_index_of([model()]) is None
     with on_device_of([model()]):
         pass
+
+
+class Registering(nn.Linear):
+    known: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        cls.known.append(key)
+
+
+class Final(type):
+    def __new__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
+        if any(isinstance(each, Final) for each in bases):
+            raise TypeError("final")
+        return super().__new__(cls, name, bases, names)
+
+
+class Ending(nn.Linear, metaclass=Final):
+    pass
+
+
+def test_classes_that_look_at_their_subclasses() -> None:
+    model = ebbflow.fit(Registering(4, 4), "1MiB", effort=20)
+    model(torch.randn(2, 4)).sum().backward()
+    assert Registering.known == []
+    with pytest.raises(UsageError, match="lets no class be derived"):
+        ebbflow.fit(Ending(4, 4), "1MiB")
+
+
+def test_a_lazy_model_is_refused_before_its_first_batch() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(UsageError, match="before the first batch"):
+        ebbflow.fit(lazy, "1MiB")
+    lazy(torch.randn(2, 3))
+    ebbflow.fit(lazy, "1MiB", effort=20)(torch.randn(2, 3)).sum().backward()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ebbflow
-from ebbflow.errors import BudgetError, CaptureError, UsageError
+from ebbflow.errors import BudgetError, CaptureError
 
 
 class Block(nn.Module):
@@ -200,37 +200,3 @@ def test_a_dispatch_mode_is_refused_by_name_and_the_next_step_is_right() -> None
         with FlopCounterMode(display=False), pytest.raises(CaptureError, match="dispatch mode"):
             model(x)
         _steps_agree(plain, model, x)
-
-
-class Registering(nn.Linear):
-    known: ClassVar[list[str]] = []
-
-    def __init_subclass__(cls, *, key: str) -> None:
-        cls.known.append(key)
-
-
-class Final(type):
-    def __new__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
-        if any(isinstance(each, Final) for each in bases):
-            raise TypeError("final")
-        return super().__new__(cls, name, bases, names)
-
-
-class Ending(nn.Linear, metaclass=Final):
-    pass
-
-
-def test_classes_that_look_at_their_subclasses() -> None:
-    model = ebbflow.fit(Registering(4, 4), "1MiB", effort=20)
-    model(torch.randn(2, 4)).sum().backward()
-    assert Registering.known == []
-    with pytest.raises(UsageError, match="lets no class be derived"):
-        ebbflow.fit(Ending(4, 4), "1MiB")
-
-
-def test_a_lazy_model_is_refused_before_its_first_batch() -> None:
-    lazy = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(UsageError, match="before the first batch"):
-        ebbflow.fit(lazy, "1MiB")
-    lazy(torch.randn(2, 3))
-    ebbflow.fit(lazy, "1MiB", effort=20)(torch.randn(2, 3)).sum().backward()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 
 import ebbflow
 from ebbflow.errors import UsageError
+from ebbflow.units import format_bytes
 from ebbflow.zoo import MLPChain
 
 
@@ -53,7 +55,8 @@ def test_copies_are_plain_models(model: MLPChain, how: str, when: str, tmp_path:
         torch.save(model, f"{tmp_path}/model.pt")
         twin = torch.load(f"{tmp_path}/model.pt", weights_only=False)
     assert type(twin) is MLPChain
-    assert ebbflow.plan_of(twin) is None
+    with pytest.raises(UsageError, match="a copy of a fitted model"):
+        ebbflow.plan_of(twin)
     assert torch.equal(twin(X), model(X))
     ebbflow.fit(twin, "1MiB")(X).backward()
     assert ebbflow.plan_of(twin) is not None
@@ -63,10 +66,10 @@ def test_unfit_gives_the_plain_class_back(model: MLPChain) -> None:
     model(X).backward()
     assert ebbflow.unfit(model) is model
     assert type(model) is MLPChain
-    assert ebbflow.plan_of(model) is None
     model(X).backward()
-    with pytest.raises(UsageError, match="not fitted"):
-        ebbflow.unfit(model)
+    for ask in (ebbflow.unfit, ebbflow.plan_of, ebbflow.step_of, ebbflow.calls_of):
+        with pytest.raises(UsageError, match="not fitted"):
+            ask(model)
 
 
 def test_a_backward_pending_at_unfit_still_runs(model: MLPChain) -> None:
@@ -90,6 +93,22 @@ def test_fit_again_after_unfit(model: MLPChain) -> None:
 def test_fit_twice_is_refused(model: MLPChain) -> None:
     with pytest.raises(UsageError, match="unfit"):
         ebbflow.fit(model, "1MiB")
+
+
+def test_a_step_says_what_it_is(model: MLPChain) -> None:
+    model(X).backward()
+    assert re.fullmatch(
+        r"<Step of MLPChain, \w+: planned [\d.]+ .iB of 1\.00 MiB, not measured, \d+ buffers verified>",
+        repr(ebbflow.step_of(model)),
+    )
+    for _ in range(2):
+        model.zero_grad()
+        model(X).backward()
+    step, plan = ebbflow.step_of(model), ebbflow.plan_of(model)
+    assert step is not None
+    assert plan is not None
+    assert step.measured_above_bytes is not None
+    assert f"measured {format_bytes(plan.resident_bytes + step.measured_above_bytes)}, " in repr(step)
 
 
 def test_nothing_is_known_before_the_first_step(model: MLPChain) -> None:

@@ -31,25 +31,27 @@ def overhead_at(program: Program, name: str, budget: int, seeds: tuple[Schedule,
     return simulate(program, answer.schedule).seconds / program.seconds - 1.0
 
 
-def nobody_is_better(program: Program, share: float) -> None:
+def better_than_auto(program: Program, share: float) -> dict[str, float]:
+    """Whose overhead is less than that of ``auto``, which is the entry ``"auto"`` where there is any."""
     peak = simulate(program, unplanned_schedule(program)).above_bytes
     smallest, _ = smallest_schedule(program, effort=EFFORT)
     budget = int(smallest + share * (peak - smallest))
     ours = overhead_at(program, "auto", budget)
+    assert ours < float("inf"), "a budget that is workable has a plan"
     better = {name: theirs for name in OTHERS if (theirs := overhead_at(program, name, budget)) < ours - 1e-6}
-    assert not better, f"auto {ours} at {budget}"
+    return {**better, "auto": ours} if better else {}
 
 
 @settings(max_examples=examples(20))
 @given(program=programs(max_ops=14), share=st.floats(0.0, 1.0))
 def test_no_planner_is_better_on_random_programs(program: Program, share: float) -> None:
-    nobody_is_better(program, share)
+    assert better_than_auto(program, share) == {}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("length", [6, 11])
 def test_no_planner_is_better_on_chains(length: int, share: float) -> None:
-    nobody_is_better(chain(length), share)
+    assert better_than_auto(chain(length), share) == {}
 
 
 @settings(max_examples=examples(20))

@@ -31,11 +31,22 @@ def test_a_canary_says_what_is_relied_on(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["joint_graphs_are_ours_to_split", "fake_descriptions_can_be_corrected"])
-def test_a_canary_does_not_depend_on_the_callers_modes(name: str) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def test_a_canary_does_not_depend_on_the_callers_modes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    ran: list[bool] = []
+    check = CANARIES[name]
+
+    def checked() -> None:
+        ran.append(torch.is_grad_enabled() and not isinstance(torch.empty(1), FakeTensor))
+        check()
+
+    monkeypatch.setitem(CANARIES, name, checked)
     with torch.no_grad(), FakeTensorMode():
         run(name)
+        assert not torch.is_grad_enabled()
+        assert isinstance(torch.empty(1), FakeTensor), "the caller's mode is active again"
+    assert ran == [True], "the canary runs with gradients and without modes"
 
 
 BREAKS: dict[str, tuple[str, str, object]] = {
@@ -51,6 +62,15 @@ BREAKS: dict[str, tuple[str, str, object]] = {
     "ends_of_backwards_are_seen": ("torch.Tensor", "backward", lambda self: None),
     "marked_sizes_become_symbols": ("torch._dynamo", "maybe_mark_dynamic", lambda *_: None),
     "compiled_code_can_be_forgotten": ("ebbflow.torch_seams.dynamo", "reset_code", lambda _: None),
+    "numbers_of_python_are_not_drawn_in_traces": ("ebbflow.torch_seams.tracing", "_refuse_draw", lambda below: below),
+    "gradients_of_results_may_be_asked_for": ("ebbflow.torch_seams.tracing", "_refuse_leaves", lambda below: below),
+    "comparisons_with_draws_are_decided": ("ebbflow.torch_seams.tracing", "_is_drawn", lambda _: False),
+    "sequences_of_checkpoints_are_their_loop": ("torch.utils.checkpoint", "checkpoint", lambda function, x, **_: x),
+    "functions_of_torch_can_be_traced_otherwise": (
+        "torch._dynamo.variables.torch.TorchInGraphFunctionVariable",
+        "_get_handlers",
+        staticmethod(dict),
+    ),
 }
 """Per canary, where and how torch is made to differ, and the canary has to see it."""
 
@@ -74,6 +94,16 @@ def unknown_torch(monkeypatch: pytest.MonkeyPatch) -> str:
     return version
 
 
+def test_each_seam_has_its_canaries() -> None:
+    """A module of seams has a module of canaries under its name, or one says that it has its."""
+    seams = Path(versions.__file__).parent
+    homes = {path.stem: path.read_text(encoding="utf-8") for path in (seams / "canaries").glob("*.py")}
+    without = {"__init__", "patches", "versions"}  # which use no name of torch's
+    for path in seams.glob("*.py"):
+        if path.stem not in without:
+            assert path.stem in homes or any(f"``{path.stem}``" in text.partition("\n")[0] for text in homes.values())
+
+
 def test_releases_that_were_tested() -> None:
     assert all(versions.is_tested(each) for each in ("2.11.0", "2.12.1", "2.13.0+cpu", "2.13.1.dev20260901+cu130"))
     assert not any(versions.is_tested(each) for each in ("2.1.0", "2.14.0", "2.110.0", "3.11.0", "1.13.0", ""))
@@ -81,8 +111,13 @@ def test_releases_that_were_tested() -> None:
 
 
 def test_a_tested_torch_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_run_canaries", lambda _: pytest.fail("canaries ran"))
+    asked: list[str] = []
+    monkeypatch.setattr(versions, "_run_canaries", asked.append)
     versions.require_supported_torch()
+    assert not asked, "canaries ran"
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    versions.require_supported_torch()
+    assert asked == ["2.99.0"]
 
 
 @pytest.mark.usefixtures("unknown_torch")
@@ -120,7 +155,7 @@ def test_importing_ebbflow_and_its_seams_imports_no_compiler() -> None:
         "import sys, torch\n"
         "before = set(sys.modules)\n"
         "import ebbflow\n"
-        + "".join(f"import ebbflow.torch_seams.{name}\n" for name in modules)
+        + "".join(f"import ebbflow.torch_seams.{name}\n" for name in [*modules, "canaries"])
         + "print(sorted(m for m in set(sys.modules) - before if m.startswith(('torch._dynamo', 'sympy'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

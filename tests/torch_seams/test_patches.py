@@ -328,8 +328,13 @@ def test_an_interrupt_while_a_step_is_traced() -> None:
 
 
 def test_a_capture_inside_of_settings() -> None:
+    """It opens the same patches once more, and is the same step."""
+    alone = ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
     with capture_settings(here=True):
-        ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
+        around = open_patches()
+        inside = ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
+        assert open_patches() == around > 0
+    assert inside.program.fingerprint == alone.program.fingerprint
 
 
 def test_two_threads_that_capture() -> None:
@@ -401,7 +406,7 @@ def test_no_backward_comes(then: Callable[[torch.nn.Module], None]) -> None:
     entries = torch.autograd.backward, torch.autograd.grad
     model = ebbflow.fit(_Features(), "1MiB", verify=False)
     output = model(torch.ones(2, 4))
-    assert open_patches() == 2, "the watch is open while the backward is waited for"
+    assert open_patches() == 3, "the watch and the recording are open while the backward is waited for"
     del output
     then(model)
     del model

@@ -64,7 +64,9 @@ def fit(
             ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
         planner: name of the planner.
         optimizer: if given, its state counts as resident, also before its first step makes it.
-        loss: none is taken: a loss outside the model runs outside it, and is measured. :func:`ebbflow.plan` takes one.
+        loss: leave it out; anything but ``None`` is refused with a word on why. The training loop goes on calling its
+            loss on what the model returns, and the first step measures what that takes. (:func:`ebbflow.plan` takes a
+            ``loss``, since nothing runs there that could be measured.)
         gradients: which outputs take gradients. ``"loss"``: if a scalar that requires one is returned, scalars alone
             (a gradient that arrives at another output raises). ``"all"``: every output, counted whether used or not.
         effort: local-search moves; the default is about a second on a 600-op program.
@@ -161,11 +163,7 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     Raises:
         UsageError: if the model is not fitted, or for a budget that is none.
     """
-    require_module(model, "set_budget")
-    fitted = FITTED.get(model)
-    if fitted is None:
-        raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first")
-    fitted.set_budget(*_limit_of(budget))
+    _fitted(model, "set_budget").set_budget(*_limit_of(budget))
     return model
 
 
@@ -179,11 +177,7 @@ def calls_of(model: torch.nn.Module) -> Calls:
     Raises:
         UsageError: if the model is not fitted.
     """
-    require_module(model, "calls_of")
-    fitted = FITTED.get(model)
-    if fitted is None:
-        raise UsageError("the model is not fitted; call ebbflow.fit(model, budget) first", argument="model")
-    return fitted.calls.copy()
+    return _fitted(model, "calls_of").calls.copy()
 
 
 def _limit_of(budget: str | int | Budget | Plan) -> tuple[Budget, Plan | None]:
@@ -199,10 +193,8 @@ def unfit(model: ModelT) -> ModelT:
     Raises:
         UsageError: if the model is not fitted.
     """
-    require_module(model, "unfit")
-    fitted = FITTED.pop(model, None)
-    if fitted is None:
-        raise UsageError("the model is not fitted")
+    fitted = _fitted(model, "unfit")
+    del FITTED[model]
     fitted.flights.disturb()
     _swap_class(model, fitted.plain_class)
     return model
@@ -242,19 +234,33 @@ def step_of(model: torch.nn.Module) -> Step | None:
     """The step that ran last, with its plan and what was verified and measured; ``None`` before the first.
 
     Raises:
-        UsageError: for what is not a module.
+        UsageError: if the model is not fitted.
     """
-    require_module(model, "step_of")
-    fitted = FITTED.get(model)
-    return fitted.last if fitted is not None else None
+    return _fitted(model, "step_of").last
 
 
 def plan_of(model: torch.nn.Module) -> Plan | None:
     """The plan of the step that ran last; ``None`` before the first.
 
     Raises:
-        UsageError: for what is not a module.
+        UsageError: if the model is not fitted.
     """
-    require_module(model, "plan_of")
-    step = step_of(model)
+    step = _fitted(model, "plan_of").last
     return step.plan if step is not None else None
+
+
+def _fitted(model: torch.nn.Module, caller: str) -> FittedModel:
+    """What is known of ``model``.
+
+    Raises:
+        UsageError: if it is not fitted, or no module.
+    """
+    require_module(model, caller)
+    fitted = FITTED.get(model)
+    if fitted is None:
+        raise UsageError(
+            "the model is not fitted (a copy of a fitted model, or one that was loaded, is a plain model); "
+            "call ebbflow.fit(model, budget) first",
+            argument="model",
+        )
+    return fitted

@@ -24,12 +24,11 @@ from torch import fx
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only, settle_roles
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
-from ebbflow.capture.rules.assertions import assertions_as_ops
+from ebbflow.capture.rules.checks import assertions_as_ops, factorisation_checks_as_ops
 from ebbflow.capture.rules.ctc import ctc_with_sizes
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.eager_kernels import eager_kernels
 from ebbflow.capture.rules.layouts import true_layouts
-from ebbflow.capture.rules.linalg_checks import checks_as_ops
 from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError
@@ -177,7 +176,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         ctc_with_sizes(),
         true_layouts() if here else nullcontext(),
         eager_kernels(),
-        checks_as_ops(),
+        factorisation_checks_as_ops(),
         dropout_as_eager() if here else nullcontext(),
         true_norms() if here else nullcontext(),
         nullcontext() if cuda is None else cuda_kernels(cuda),

@@ -54,11 +54,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(plan)
-app.command()(compare)
-app.command()(max_batch)
-app.command()(doctor)
+# In a list of commands the first sentence of a docstring would be cut off at the end of the line.
+app.command(short_help="Train a small GPT under half of its peak and print the proof.")(demo)
+app.command(short_help="Plan a training step under a budget, without running it.")(plan)
+app.command(short_help="Hold several planners' plans of one step against each other.")(compare)
+app.command(short_help="Find the largest batch whose training step fits a budget.")(max_batch)
+app.command(short_help="Tell what takes a step's memory, and what would lower it.")(doctor)
 
 
 def _show_version(wanted: bool) -> None:

@@ -212,6 +212,14 @@ class FittedModel:
         self._count_capture(now.key)
         yield Step(self._capture(call.device, None), verify=self.verify, tiers=self.tiers)
 
+    def knows(self, now: Circumstances) -> bool:
+        """Whether a call with the key of this one was captured before."""
+        return now.key in self._steps
+
+    def retains(self, now: Circumstances) -> bool:
+        """Whether a backward of a call like this is known to retain its graph."""
+        return self._between.retained(now.slot) is not None
+
     def _capture(self, device: str, changing: tuple[tuple[int, ...], ...] | None) -> Capture:
         return Capture(device=device, name=self.plain_class.__name__, changing=changing)
 
@@ -275,7 +283,7 @@ class FittedModel:
             return current
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
-        known = not self._is_guess(step, now)
+        known = not self.is_guess(step, now)
         fitting = [
             each
             for each in step.executables
@@ -384,7 +392,7 @@ class FittedModel:
         outside = step.captured is not None and loss_is_outside(step.captured)
         return outside and not self._between.has_loss_of(now.slot)
 
-    def _is_guess(self, step: Step, now: Circumstances) -> bool:
+    def is_guess(self, step: Step, now: Circumstances) -> bool:
         """Whether something that a plan depends on is not known yet."""
         return self._waits_for_a_loss(step, now) or (bool(now.flying_bytes) and not self._was_expected(now))
 

@@ -29,6 +29,7 @@ from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbflow.engine.flights import Flight, returned_tensors
 from ebbflow.engine.model import Circumstances, FittedModel
+from ebbflow.engine.reasons import reason_of
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, InternalError
@@ -101,7 +102,10 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
     """``call`` under a plan of ``step`` that holds, or under a new one."""
     if (executable := model.holding(step, now)) is not None:
         return _run(model, step, executable, call, now)
-    with narrated(model.options.progress):
+    why = reason_of(model, step, now)
+    if step.captured is not None:
+        model.options.progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
+    with narrated(model.options.progress, why):
         now, executable = _made(model, step, call, now)
     return _run(model, step, executable, call, now)
 
@@ -120,6 +124,7 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
     with within(_room(model, step, call, now)):
         program = _cost(model, captured, now)
     plan, provisional = _plan(model, step, program, now)
+    model.options.progress(Progress("lowering the plan and proving its graphs"))
     executable = _lower_and_prove(step, captured, plan)
     executable.provisional = provisional
     return now, executable

@@ -23,6 +23,7 @@ from ebbflow.measurement.resident import hidden_in, storages_in
 from ebbflow.step.plan import Plan
 from ebbflow.transfers.arena import Traffic
 from ebbflow.transfers.disk import DiskTier
+from ebbflow.units import format_allowed, format_bytes
 
 __all__ = ["Step"]
 
@@ -60,6 +61,16 @@ class Step:
         self._verify: bool | Literal["always"] = verify
         self._tiers = tiers or {}
         self._executables: list[Executable] = []  # used last comes last
+
+    def __repr__(self) -> str:
+        if (plan := self.plan) is None:
+            return "<Step without a plan>"
+        above = self.measured_above_bytes
+        measured = "not measured" if above is None else f"measured {format_bytes(plan.resident_bytes + above)}"
+        return (
+            f"<Step of {plan.case}, {self.phase.name.lower()}: planned {format_bytes(plan.predicted_peak_bytes)} of "
+            f"{format_allowed(plan.budget_bytes)}, {measured}, {self.verified_buffers} buffers verified>"
+        )
 
     @property
     def phase(self) -> Phase:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 from ebbflow.step.status import Status
-from ebbflow.units import format_percent
+from ebbflow.units import format_gap, format_percent
 
 if TYPE_CHECKING:  # programs need numpy, which who asks for names alone has no need of
     from ebbflow.step.machine import Link, Machine
@@ -92,7 +92,7 @@ class Progress:
         if self.bound is not None:
             known.append(f"bound {format_percent(self.bound)}")
         if self.best_overhead is not None and self.bound is not None:
-            known.append(f"gap {format_percent(self.best_overhead - self.bound)}")
+            known.append(f"gap {format_gap(self.best_overhead - self.bound)}")
         return f"{self.stage}: {', '.join(known)}" if known else self.stage
 
 

@@ -45,13 +45,18 @@ aloud = Narrator()
 
 
 @contextmanager
-def narrated(progress: Callable[[Progress], None]) -> Generator[None]:
-    """While open, what a :class:`Narrator` is told is said, once two seconds have passed; others tell by themselves."""
+def narrated(progress: Callable[[Progress], None], why: str = "this takes a while") -> Generator[None]:
+    """While open, what a :class:`Narrator` is told is said, once two seconds have passed; others tell by themselves.
+
+    Args:
+        progress: who is told.
+        why: it takes so long.
+    """
     if not isinstance(progress, Narrator):
         yield
         return
     over = threading.Event()
-    teller = threading.Thread(target=_tell, args=(progress, over), name="ebbflow-progress", daemon=True)
+    teller = threading.Thread(target=_tell, args=(progress, why, over), name="ebbflow-progress", daemon=True)
     teller.start()
     try:
         yield
@@ -60,19 +65,16 @@ def narrated(progress: Callable[[Progress], None]) -> Generator[None]:
         teller.join()
 
 
-def _tell(narrator: Narrator, over: threading.Event) -> None:
+def _tell(narrator: Narrator, why: str, over: threading.Event) -> None:
     begin = time.monotonic()
     if over.wait(AFTER_SECONDS):
         return
     if not _on_terminal():
-        _logger.warning(
-            "%s: this takes a while, once for each shape of inputs (progress=print tells more, progress=None nothing)",
-            narrator.last,
-        )
+        _logger.warning("%s (progress=print tells more, progress=None nothing)", _with(narrator.last, why))
         return
     try:
         while not over.wait(TICK_SECONDS):
-            sys.stderr.write(_CLEAR + _line(narrator.last, time.monotonic() - begin))
+            sys.stderr.write(_CLEAR + _line(_with(narrator.last, why), time.monotonic() - begin))
             sys.stderr.flush()
         sys.stderr.write(_CLEAR)
         sys.stderr.flush()
@@ -87,9 +89,15 @@ def _on_terminal() -> bool:
         return False
 
 
-def _line(progress: Progress, seconds: float) -> str:
+def _with(progress: Progress, why: str) -> str:
+    """What goes on, and why it takes so long unless that says it."""
+    text = str(progress)
+    return text if why in text else f"{text}: {why}"
+
+
+def _line(doing: str, seconds: float) -> str:
     place = round(seconds / TICK_SECONDS) % (2 * _BAR - 2)
     place = min(place, 2 * _BAR - 2 - place)
     bar = "." * place + "=" + "." * (_BAR - 1 - place)
-    text = f"ebbflow [{bar}] {seconds:.0f} s  {progress}"
+    text = f"ebbflow [{bar}] {seconds:.0f} s  {doing}"
     return text[: shutil.get_terminal_size().columns - 1]

@@ -290,7 +290,7 @@ def _budget_error(
             f"no schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
             f"which is pinned by {pin}. "
             f"Ask for {smallest} bytes or {share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), "
-            "or make the batch smaller" + ("" if machine is None else _machines_for(smallest, machine))
+            "or give the step smaller inputs" + ("" if machine is None else _machines_for(smallest, machine))
         )
     return BudgetError(
         text,

@@ -2,7 +2,7 @@
 
 Torch promises nothing about a name that begins with an underscore or lies in a module that does, about attributes of
 its internal classes, or about what its compiler writes on nodes. Ebbflow needs some of them. Each is used here only, by
-a function or class that says what is relied on and how torch's versions differ; ``canaries.py`` exercises each; and
+a function or class that says what is relied on and how torch's versions differ; ``canaries`` exercises each; and
 whatever replaces something of torch for a while does so by ``patches.py``, which always puts it back.
 
 Operators (``torch.ops.aten._softmax``) are not among these names: a captured graph consists of them, and programs and

@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.autograd import profiler
 
-from ebbflow.torch_seams.patches import Item, patched
+from ebbflow.torch_seams.patches import Item, Patch, patched
 
 __all__ = ["AllocationProfile", "profiler_active"]
 
 _QUIET = "6"  # above every level of Kineto's messages
+_WARNING, _ERROR = 1, 2  # levels of torch's C++ log (c10/util/logging_is_not_google_glog.h)
+_C10 = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform, "libc10.so")
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """A place of patches: the level from which torch's C++ log is written."""
+
+    owner: ctypes.c_int
+    name: str = "FLAGS_caffe2_log_level"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Its address."""
+        return (ctypes.addressof(self.owner),)
+
+    def read(self) -> int:
+        """The level."""
+        return self.owner.value
+
+    def write(self, value: int) -> None:
+        """Set the level."""
+        self.owner.value = value
+
+
+@functools.cache
+def _level() -> _Level | None:
+    """Torch's own variable, which its library exports for its other libraries; ``None`` where it does not."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _C10))
+        return _Level(ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level"))
+    except (OSError, ValueError):
+        return None
 
 
 def profiler_active() -> bool:
@@ -22,30 +61,45 @@ def profiler_active() -> bool:
 class AllocationProfile:
     """One run of the profiler, from :meth:`start` to :meth:`stop`.
 
-    Kineto writes a line to standard error at every start and stop below its level of messages, which it reads from the
-    environment once, at the process's first start; so the level is there for that moment, unless the user has set one.
+    1. Kineto writes a line to standard error at every start and stop below its level of messages, which it reads from
+       the environment once, at the process's first start; so the level is there for that moment, unless the user has
+       set one.
+    2. Torch's CPU allocator warns of the first block, and of every thousandth, that it takes back while a profiler runs
+       and has handed out before (``ProfiledCPUMemoryReporter::Delete`` in ``c10/core/CPUAllocator.cpp``). Such blocks
+       are expected here. So warnings of the C++ log, not of Python, are left out while this profile runs, unless the
+       user has set a level of theirs (``TORCH_CPP_LOG_LEVEL``). Errors are written as ever.
     """
 
     def __init__(self) -> None:
         self._profile = profiler.profile(use_cpu=True, profile_memory=True, use_kineto=True)
         self._open = False
+        self._hush: Patch | None = None
 
     def start(self) -> None:
         """Begin recording, on this thread."""
         level = os.environ.get("KINETO_LOG_LEVEL", _QUIET)
         with patched(Item(os.environ, "KINETO_LOG_LEVEL"), level):
             self._open = True  # before it is: an interrupt may come between
+            if (level := _level()) is not None and level.read() == _WARNING:
+                self._hush = patched(level, _ERROR).open()
             try:
                 self._profile.__enter__()
             except Exception:
                 self._open = False
+                self._speak()
                 raise
 
     def stop(self) -> None:
         """End recording; does nothing if nothing is recorded."""
         if self._open:
             self._profile.__exit__(None, None, None)
+            self._speak()
             self._open = False  # after it is: what an interrupt has cut off is done again
+
+    def _speak(self) -> None:
+        """Write warnings again."""
+        if self._hush is not None:
+            self._hush.close()
 
     def events(self) -> list[tuple[int, int, int]]:
         """After :meth:`stop`: time in ns, address and bytes of every block taken, or given back if negative, by time.

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from ebbflow.planning.frontier import Refusal
 from ebbflow.step.plan import Plan
-from ebbflow.units import format_allowed, format_bytes, format_percent, format_seconds
+from ebbflow.units import format_allowed, format_bytes, format_gap, format_percent, format_seconds
 
 __all__ = ["Row", "row_of", "write_rows"]
 
@@ -103,6 +103,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         optional(row.overhead),
         optional(row.measured_overhead),
         optional(row.bound),
-        optional(row.gap),
+        "" if row.gap is None else format_gap(row.gap),
         format_seconds(row.plan_seconds),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ebbflow.step.plan import Plan
-from ebbflow.units import format_allowed, format_bytes, format_percent, format_seconds
+from ebbflow.units import format_allowed, format_bytes, format_gap, format_percent, format_seconds
 
 __all__ = ["DemoRecord", "write_demo"]
 
@@ -150,7 +150,7 @@ def _bound(record: DemoRecord) -> list[str]:
         return ["bound       none is proven"]
     lines = [
         f"bound       {format_percent(plan.bound)} of predicted overhead at the least, this plan's is "
-        f"{format_percent(plan.gap or 0.0)} above ({plan.bound_class})"
+        f"{format_gap(plan.gap or 0.0)} above ({plan.bound_class})"
     ]
     if record.measured_overhead < plan.bound:
         lines.append(

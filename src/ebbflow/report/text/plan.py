@@ -8,7 +8,7 @@ from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.step.plan import Plan
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
 from ebbflow.step.schedule import Compute, Offload, Reload
-from ebbflow.units import format_allowed, format_bytes, format_percent, format_seconds, format_share
+from ebbflow.units import format_allowed, format_bytes, format_gap, format_percent, format_seconds, format_share
 
 __all__ = [
     "counted_of",
@@ -43,7 +43,7 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
     """The plan's numbers, each with its name."""
     again = sum(int(n) - 1 for n in plan.timeline.runs if n > 1)
     bound = "none" if plan.bound is None else f"{format_percent(plan.bound)} ({plan.bound_class})"
-    gap = "" if plan.gap is None else f", gap {format_percent(plan.gap)}"
+    gap = "" if plan.gap is None else f", gap {format_gap(plan.gap)}"
     ops = plan.program.ops
     pin = ops[plan.floor_op] if 0 <= plan.floor_op < len(ops) else "nothing"
     return [

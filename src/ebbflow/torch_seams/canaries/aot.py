@@ -1,10 +1,9 @@
-"""The canaries of the compiler: what Dynamo and AOTAutograd are relied on for, by captures of a few ops."""
+"""The canaries of ``aot``: what AOTAutograd is relied on for, by captures of a few ops."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from ebbflow.torch_seams import aot, autograd, dispatcher, dynamo, graphs
-from ebbflow.torch_seams.canary import canary, expect
+from ebbflow.torch_seams.canaries.registry import canary, expect
 
-__all__ = ["Split"]
+__all__ = ["Split", "compiled", "settings"]
 
 _aten = torch.ops.aten
 
@@ -85,7 +84,9 @@ def _stub(graph: fx.Graph, source: Any, like: fx.Node) -> fx.Node:
     return node
 
 
-def _compiled(function: Callable[..., Any], split: Split, *, symbols: bool = False) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], split: Split, *, symbols: bool = False) -> Callable[..., Any]:
+    """A step of ``function`` whose graphs ``split`` makes."""
+
     def no_inference(graph: fx.GraphModule) -> Any:
         raise RuntimeError("a step that takes gradients is compiled as one that does not")
 
@@ -98,7 +99,8 @@ def _compiled(function: Callable[..., Any], split: Split, *, symbols: bool = Fal
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=None if symbols else False)
 
 
-def _settings() -> ExitStack:
+def settings() -> ExitStack:
+    """Those under which steps are captured."""
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     stack.enter_context(aot.joint_graph_settings())
@@ -121,8 +123,8 @@ def joint_graphs_are_ours_to_split() -> None:
         log.warning("left out")
         return layer(x).sin().sum()
 
-    with _settings():
-        step = _compiled(forward, split)
+    with settings():
+        step = compiled(forward, split)
         output = step(torch.ones(2, 3))
     weight = layer.weight
     torch.testing.assert_close(output, (torch.ones(2, 3) @ weight.t()).sin().sum())
@@ -134,7 +136,7 @@ def joint_graphs_are_ours_to_split() -> None:
     nodes = [n for n in split.joint.graph.nodes if n.op == "call_function"]
     expect(all("val" in n.meta for n in nodes), "a node has no fake value")
     first = next(n for n in nodes if n.target is _aten.mm.default)
-    expect("canaries.py" in graphs.stack_trace_of(first), "a node does not tell its line")
+    expect(__file__ in graphs.stack_trace_of(first), "a node does not tell its line")
     expect(graphs.module_stack_of(first), "a node does not tell its module")
     places = [n for n in split.joint.graph.nodes if n.op == "placeholder"]
     expect([aot.is_tangent(n) for n in places] == [False, False, True], f"placeholders are {places}")
@@ -153,8 +155,8 @@ def composites_are_traced_by_our_kernels() -> None:
     def make(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         return lambda input, p, train: input.mul(p)
 
-    with _settings(), dispatcher.traced_as(_aten.dropout.default, make):
-        step = _compiled(lambda c: (torch.nn.functional.dropout(weight, 0.5).sum(), c.add_(1))[0], split)
+    with settings(), dispatcher.traced_as(_aten.dropout.default, make):
+        step = compiled(lambda c: (torch.nn.functional.dropout(weight, 0.5).sum(), c.add_(1))[0], split)
         output = step(counter)
     targets = {n.target for n in split.joint.graph.nodes}
     expect(_aten.native_dropout.default not in targets, "a dropout is traced by torch's kernel")
@@ -179,10 +181,10 @@ def operators_are_traced_by_their_compiled_kernels() -> None:
         return torch.addcdiv(y, y, y + 3, value=0.5).addcdiv_(y, y + 3, value=0.5).sum()
 
     before = {op: dict(op.py_kernels) for op in (_aten.upsample_bilinear2d.vec, _aten.hardshrink.default)}
-    with _settings(), ExitStack() as stack:
+    with settings(), ExitStack() as stack:
         for op in (_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default, _aten.hardshrink.default):
             stack.enter_context(dispatcher.traced_as_compiled(op))
-        step = _compiled(forward, split)
+        step = compiled(forward, split)
         step(torch.ones(1, 1, 4, 4))
     calls = [n.target for n in split.joint.graph.nodes]
     for target in (_aten.upsample_bilinear2d.vec, _aten.upsample_bilinear2d.default):
@@ -203,115 +205,10 @@ def autocast_casts_a_leaf_once() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return ((x @ weight) @ weight + x @ weight).float().sum()
 
-    with _settings():
-        step = _compiled(forward, split)
+    with settings():
+        step = compiled(forward, split)
         step(torch.ones(2, 2))
     casts = [n.args[0] for n in split.joint.graph.nodes if n.target is _aten._to_copy.default]
     counts = sorted(casts.count(n) for n in split.joint.graph.find_nodes(op="placeholder") if n in casts)
     expect(counts == [1, 2], f"a leaf and an input are cast {counts} times")
     dynamo.forget_compiled(step)
-
-
-@canary
-def marked_sizes_become_symbols() -> None:
-    """A marked size is an input of the joint graph that knows its symbol and its value; the marks can be taken off."""
-    split, weight, data = Split(), torch.ones(3, requires_grad=True), torch.ones(5, 3)
-    with _settings(), dynamo.sizes_as_symbols([data], [[0]]):
-        step = _compiled(lambda x: (x * weight).sum(), split, symbols=True)
-        output = step(data)
-    sizes = [n.meta["val"] for n in split.joint.graph.find_nodes(op="placeholder")]
-    sizes = [value for value in sizes if isinstance(value, torch.SymInt)]
-    expect(len(sizes) == 1, f"{len(sizes)} sizes are symbols")
-    expect(graphs.hint_of(sizes[0]) == 5, "a symbol has another value")
-    expect(getattr(graphs.expression_of(sizes[0]), "is_Symbol", False), "a size is no symbol")
-    expect(set(vars(data)) == set(), f"marks stay on a tensor: {list(vars(data))}")
-    torch.testing.assert_close(torch.autograd.grad(output, weight)[0], torch.full((3,), 5.0))
-    dynamo.forget_compiled(step)
-
-
-@canary
-def dynamo_says_what_is_wrong() -> None:
-    """Breaks, and what a backend raises, are errors of one type; the latter is inside. Autocast is told by its call."""
-    seen: list[object] = []
-
-    def backend(graph: fx.GraphModule, _: Any) -> Any:
-        seen.extend(dispatcher.enters_autocast(node) for node in graph.graph.nodes)
-        raise LookupError("a backend's own")
-
-    def narrow(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return x @ x
-
-    def broken(x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return x
-
-    for function, inner in ((narrow, LookupError), (broken, None)):
-        step = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-        try:
-            step(torch.ones(2, 2))
-        except dynamo.capture_error_type() as error:
-            found: BaseException | None = error
-            while found is not None and inner is not None and not isinstance(found, inner):
-                found = dynamo.inner_exception(found) or found.__cause__
-            expect(found is not None, f"{inner} is not inside of {error!r}")
-        else:
-            raise RuntimeError(f"{function.__name__} was compiled")
-        dynamo.forget_compiled(step)
-    expect("cpu" in seen, f"autocast was not seen among {seen}")
-
-
-@canary
-def compiled_code_can_be_forgotten() -> None:
-    """After ``forget_compiled`` nothing of a capture is left: the next call captures again."""
-    from torch._dynamo.eval_frame import cached_backends
-
-    captures: list[int] = []
-    kept = len(cached_backends), len(weakref.finalize._registry)  # type: ignore[attr-defined]
-
-    def backend(graph: fx.GraphModule, _: Any) -> Any:
-        captures.append(1)
-        return graph.forward
-
-    step = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True, dynamic=False)
-    for _ in range(2):
-        step(torch.ones(2))
-    expect(len(captures) == 1, f"two equal calls are captured {len(captures)} times")
-    dynamo.forget_compiled(step)
-    step(torch.ones(2))
-    expect(len(captures) == 2, "a forgotten function is not captured again")
-    dynamo.forget_compiled(step, backend)
-    left = len(cached_backends), len(weakref.finalize._registry)  # type: ignore[attr-defined]
-    expect(left == kept, f"backends and finalizers are left of a forgotten function: {left} after {kept}")
-
-
-@canary
-def recurrent_modules_are_one_call() -> None:
-    """Dynamo writes a recurrent module as one call of ``torch.gru`` if it is let."""
-    seen: list[object] = []
-
-    def backend(graph: fx.GraphModule, _: Any) -> Any:
-        seen.extend(node.target for node in graph.graph.nodes)
-        return graph.forward
-
-    module = torch.nn.GRU(2, 3)
-    with _settings():
-        step = torch.compile(lambda x: module(x)[0], backend=backend, fullgraph=True, dynamic=False)
-        step(torch.ones(4, 1, 2))
-    expect(torch.gru in seen, f"a GRU is {seen}")
-    dynamo.forget_compiled(step)
-
-
-@canary
-def data_dependent_guards_have_a_type() -> None:
-    """Asking a size that only data could tell raises the type that is told apart from the user's own errors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    with FakeTensorMode(shape_env=ShapeEnv()):
-        found = torch.empty(3).nonzero()
-        try:
-            bool(found.shape[0] == 2)
-        except graphs.data_dependent_guard_type():
-            return
-    raise RuntimeError("a size that depends on data was told")

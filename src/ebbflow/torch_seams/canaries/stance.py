@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ebbflow.torch_seams import dynamo, stance
-from ebbflow.torch_seams.canary import canary, expect
+from ebbflow.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
 

@@ -1,0 +1,53 @@
+"""Why a call waits: what is told of a step that is captured, or planned again for the capture that there is.
+
+A plan is made again where none of those at hand holds (``FittedModel.holding``). What stands in their way is looked
+for in this order:
+
+1. there is none: the budget was set anew;
+2. something that was not known when they were made is known now: a loss outside, another forward;
+3. gradients are made anew, and the plans at hand are for gradients that are added to others;
+4. they have no room for what is resident;
+5. more happens between the two graphs than they leave room for: user code, another forward, a graph that is retained.
+"""
+
+from __future__ import annotations
+
+from ebbflow.engine.model import Circumstances, FittedModel
+from ebbflow.engine.step import Step
+from ebbflow.units import format_bytes
+
+__all__ = ["CHANGED", "FIRST", "reason_of"]
+
+FIRST = "this takes a while, once for each shape of inputs"
+CHANGED = (
+    "captured again, since something besides its inputs has changed that the step depends on (a mode, an attribute, "
+    "a hook)"
+)
+
+
+def reason_of(model: FittedModel, step: Step, now: Circumstances) -> str:
+    """Why a call of ``step`` has no plan that holds."""
+    if step.captured is None:
+        return CHANGED if model.knows(now) else FIRST
+    return f"planned again, since {_news(model, step, now)}"
+
+
+def _news(model: FittedModel, step: Step, now: Circumstances) -> str:
+    if not step.executables:
+        return "another budget was set"
+    if any(each.provisional for each in step.executables) and not model.is_guess(step, now):
+        return "what happens between forward and backward, such as a loss outside the model, is measured now"
+    own = [each for each in step.executables if now.accumulating or not each.accumulates]
+    if not own:
+        return "gradients are no longer accumulated"
+    resident = model.resident_bytes(step, now)
+    short = min(resident + each.needs_bytes - each.plan.budget_bytes for each in own)
+    if short <= 0:
+        return "a backward retains its graph" if model.retains(now) else "more happens between forward and backward"
+    if now.flying_bytes:
+        what = ": another forward is in flight"
+    elif now.accumulating:
+        what = ": gradients are accumulated, or were not cleared before the forward"
+    else:
+        what = ""
+    return f"{format_bytes(short)} more are resident than the plans at hand have room for{what}"

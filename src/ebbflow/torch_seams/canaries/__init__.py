@@ -1,0 +1,36 @@
+"""What Ebbflow relies on of torch beyond its promises, each fact exercised by a small function.
+
+They run in the tests on every tested release, and at a user's first capture on any other (``versions.py``). A canary
+raises if its fact does not hold. All together take less than a second, need no CUDA and leave no trace: no random
+number is drawn from the user's generator, no mode and no gradient mode of the caller matters.
+
+A module here has the canaries of the module of the same name beside this folder; of smaller ones those of several, as
+its first line says.
+"""
+
+from __future__ import annotations
+
+from ebbflow.torch_seams.canaries import (
+    aot,
+    autograd,
+    dispatcher,
+    dynamo,
+    fake_tensors,
+    stance,
+    storages,
+    tracing,
+)
+from ebbflow.torch_seams.canaries.registry import CANARIES, run
+
+__all__ = [
+    "CANARIES",
+    "aot",
+    "autograd",
+    "dispatcher",
+    "dynamo",
+    "fake_tensors",
+    "run",
+    "stance",
+    "storages",
+    "tracing",
+]

@@ -1,0 +1,113 @@
+"""The canaries of ``autograd``, ``graphs`` and ``profiler``: how generated code and backwards run, and are recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbflow.torch_seams import autograd, graphs, profiler
+from ebbflow.torch_seams.canaries.registry import canary, expect
+
+__all__: list[str] = []
+
+
+@canary
+def boxed_code_empties_its_list() -> None:
+    """A graph with boxed code takes one list and holds no argument beyond its last use."""
+    module = torch.fx.symbolic_trace(lambda x: (x + 1) * 2)
+    graphs.boxed_codegen(module)
+    given = [torch.ones(2)]
+    expect(module.forward(given).sum().item() == 8, "boxed code computes something else")
+    expect(not given, "boxed code leaves its list as it was")
+
+
+class _Node(torch.autograd.Function):
+    tasks: list[int]
+
+    @staticmethod
+    def forward(ctx: object, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        _Node.tasks.append(autograd.current_graph_task_id())
+        return gradients[0] * 2
+
+
+@canary
+def backwards_have_numbers() -> None:
+    """-1 outside of any backward, inside of each another number. A Function's node is told by its class."""
+    _Node.tasks = []
+    value = torch.ones((), requires_grad=True)
+    output: Tensor = _Node.apply(value)  # type: ignore[assignment]
+    expect(autograd.is_function_node(output.grad_fn), "a Function's node is of another class")
+    expect(not autograd.is_function_node((value * 2).grad_fn), "any node counts as a Function's")
+    expect(not autograd.in_backward(), "a backward runs that nobody began")
+    torch.autograd.grad(output, value, retain_graph=True)
+    torch.autograd.grad(output, value)
+    expect(-1 not in _Node.tasks and len(set(_Node.tasks)) == 2, f"backwards have the numbers {_Node.tasks}")
+
+
+class _Saving(torch.autograd.Function):
+    kept: list[bool]
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value * 2)
+        return value * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _Saving.kept.append(autograd.keeps_graph())
+        return gradients[0] * 3
+
+
+@canary
+def retained_graphs_are_seen() -> None:
+    """A backward tells whether it retains its graph."""
+    _Saving.kept = []
+    value = torch.ones((), requires_grad=True)
+    output: Tensor = _Saving.apply(value)  # type: ignore[assignment]
+    torch.autograd.grad(output, value, retain_graph=True)
+    torch.autograd.grad(output, value)
+    expect(_Saving.kept == [True, False], f"backwards say that they retain their graph: {_Saving.kept}")
+
+
+@canary
+def saved_tensor_hooks_are_seen() -> None:
+    """Default hooks for saved tensors are told on and off."""
+    expect(not autograd.has_saved_tensor_hooks(), "hooks are on that nobody set")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        expect(autograd.has_saved_tensor_hooks(), "hooks are on and are not seen")
+    expect(not autograd.has_saved_tensor_hooks(), "hooks are seen that are off")
+
+
+@canary
+def ends_of_backwards_are_seen() -> None:
+    """``Tensor.backward`` goes through ``torch.autograd.backward``, looked up when it is called; ``grad`` likewise."""
+    ends: list[int] = []
+    value = torch.ones((), requires_grad=True)
+    with autograd.BackwardWatch(lambda: ends.append(1)):
+        (value * 2).backward()
+        torch.autograd.grad(value * 2, value)
+    (value * 2).backward()
+    expect(len(ends) == 2, f"{len(ends)} of two backwards' ends were seen")
+
+
+@canary
+def allocations_are_recorded() -> None:
+    """The profiler reports a block of the CPU allocator with its size when it is taken and when it is given back."""
+    if profiler.profiler_active():
+        return  # the user's own; a second one must not be started
+    record = profiler.AllocationProfile()
+    record.start()
+    try:
+        expect(profiler.profiler_active(), "a profiler runs and is not seen")
+        torch.empty(104_729, dtype=torch.uint8)
+    finally:
+        record.stop()
+    sizes = [size for _, _, size in record.events()]
+    expect(104_729 in sizes and -104_729 in sizes[sizes.index(104_729) :], f"recorded: {sizes}")
+    expect(not profiler.profiler_active(), "a stopped profiler is active")

@@ -1,0 +1,78 @@
+"""The canaries of ``fake_tensors``: results described without memory, and modes that are left."""
+
+from __future__ import annotations
+
+import torch
+
+from ebbflow.torch_seams import fake_tensors
+from ebbflow.torch_seams.canaries.registry import canary, expect
+
+__all__: list[str] = []
+
+_aten = torch.ops.aten
+
+
+@canary
+def fake_tensors_describe_results() -> None:
+    """Shapes, strides, dtype and device of an op's result without running it, with a real tensor among its inputs."""
+    mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fake = torch.empty(1 << 40, 2, dtype=torch.bfloat16)
+        result = fake.t() + torch.ones((), dtype=torch.bfloat16)
+    assert isinstance(result, fake_tensors.FakeTensor)
+    expect(tuple(result.shape) == (2, 1 << 40) and result.stride() == (1, 2), "shape or strides are others")
+    expect(result.dtype == torch.bfloat16, "the dtype is another")
+    expect(fake_tensors.fake_device(result) == torch.device("cpu"), "the device is another")
+    expect(fake_tensors.mode_of(result) is mode, "the mode is another")
+    expect(not fake_tensors.has_symbolic_sizes(result), "a size is a symbol")
+    expect(isinstance(mode.from_tensor(torch.ones(1)), fake_tensors.FakeTensor), "no fake tensor of a real one")
+
+
+@canary
+def fake_descriptions_can_be_corrected() -> None:
+    """Every op on fake tensors goes through ``_dispatch_impl`` unless its description is in the cache."""
+    seen: list[object] = []
+
+    def correct(described: fake_tensors.Dispatch) -> fake_tensors.Dispatch:
+        def dispatch(*args: object) -> object:
+            seen.append(args[1])
+            return described(*args)  # type: ignore[arg-type]
+
+        return dispatch
+
+    mode = fake_tensors.FakeTensorMode()
+    with mode:
+        fake = torch.empty(3)
+        with fake_tensors.described_by(correct):
+            for _ in range(2):
+                fake.exp()
+        fake.exp()
+    expect(seen == [_aten.exp.default], f"descriptions asked for: {seen}, not exp once")
+
+
+@canary
+def fake_tensors_refuse_what_data_decides() -> None:
+    """A value or a size that only data could tell raises one of ``LIMITS``, and the log of it has a known name."""
+    from torch._subclasses import fake_tensor
+
+    with fake_tensors.FakeTensorMode():
+        fake = torch.empty(3)
+        for question in (lambda: bool(fake.sum() > 0), fake.nonzero):
+            try:
+                question()
+            except fake_tensors.LIMITS:
+                continue
+            raise RuntimeError("an answer that depends on data was given")
+    with fake_tensors.FakeTensorMode(), fake_tensors.numbers_are(1):
+        expect(torch.empty(3).sum().item() == 1.0, "a number that nobody knows is not answered")
+        expect(bool(torch.empty(3).sum() > 0), "a truth that nobody knows is not answered")
+        expect((torch.tensor(4.0) + 1).item() == 5.0, "a fake number forgets its value")
+    with fake_tensors.quiet_log():
+        expect(fake_tensor.log.disabled, "what goes wrong on fake tensors is logged elsewhere")
+
+
+@canary
+def modes_can_be_left() -> None:
+    """Inside ``without_modes`` ops run on real memory, though a mode is active outside."""
+    with fake_tensors.FakeTensorMode(), fake_tensors.without_modes():
+        expect(torch.ones(2).sum().item() == 2, "a mode is active still")

@@ -1,0 +1,179 @@
+"""``docs/api.md``, made from the docstrings and signatures of the public names: ``python tests/docs/api_page.py``.
+
+1. A docstring has a first sentence, paragraphs, and sections whose names end the line with a colon, as Google's style
+   has them. Of a function the page shows the sentence and what each argument takes; of a class what an object has.
+2. reStructuredText's marks become Markdown's: a name in double backticks or in a role is in single ones.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ebbflow
+from ebbflow.engine.calls import Calls
+from ebbflow.engine.step import Step
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+WIDTH = 110
+
+TRAINING = ("fit", "set_budget", "unfit", "plan_of", "step_of", "calls_of", "measure")
+AHEAD = ("plan", "sweep", "max_batch", "doctor", "verify")
+RECORDS = ("Budget", "Case", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")
+RETURNED = {"Step": Step, "Calls": Calls}
+"""What functions return and nobody makes."""
+ONLY = {
+    "Program": ("name", "ops", "buffers", "context", "seconds", "fingerprint", "from_graph"),
+    "Step": ("phase", "plan", "verified_buffers", "measured_above_bytes", "forward_calls"),
+    "Calls": ("planned", "unplanned"),
+}
+"""Of classes that do more, what users may rely on."""
+WRITTEN = {
+    "ModelT": "torch.nn.Module",
+    "AnyOptimizer": "torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]",
+    "Interrupt": "ebbflow.planners.Interrupt",
+}
+"""Types as users know them."""
+
+TOP = """# API
+
+Every public name, from its docstring; `python tests/docs/api_page.py` writes this page. All are attributes of \
+`ebbflow` and imported when they are first used. The command line has the same words: \
+[planning before you rent](planning.md#the-command-line).
+"""
+
+
+def marked(text: str) -> str:
+    """Definition 2, on one line."""
+    text = re.sub(r":\w+:`~(?:\w+\.)*(\w+)`", r"`\1`", text)
+    text = re.sub(r":\w+:`([^`]+)`", r"`\1`", text)
+    return " ".join(text.replace("``", "`").split())
+
+
+def sections(value: object) -> dict[str, str]:
+    """The parts of a docstring by name; the first sentence is ``""``, the paragraphs after it ``"More"``."""
+    text = inspect.cleandoc(value.__doc__ or "")
+    head, *parts = re.split(r"^(Args|Attributes|Returns|Raises):\n", text, flags=re.MULTILINE)
+    sentence, _, more = head.partition("\n\n")
+    found = {"": marked(sentence), "More": "\n\n".join(marked(each) for each in more.strip().split("\n\n") if each)}
+    return found | dict(zip(parts[::2], map(textwrap.dedent, parts[1::2]), strict=True))
+
+
+def entries(section: str) -> Iterator[tuple[str, str]]:
+    """Name and meaning of each entry of a section."""
+    for each in re.split(r"\n(?=\S)", section.strip()):
+        name, _, meaning = each.partition(":")
+        if meaning:
+            yield name.strip(), marked(meaning)
+
+
+def default_of(value: object) -> str:
+    """A default as one would type it; of what has no such text, dots."""
+    plain = value is None or isinstance(value, str | int | float | tuple)
+    return repr(value).replace("'", '"') if plain else "..."
+
+
+def signature(name: str, function: Any) -> str:
+    """How it is called, arguments by name with their defaults."""
+    words: list[str] = []
+    kinds = inspect.Parameter
+    starred = False
+    for each in inspect.signature(function).parameters.values():
+        if each.name == "self" or each.name.startswith("_"):
+            continue
+        if each.kind is kinds.KEYWORD_ONLY and not starred:
+            words.append("*")
+        starred = starred or each.kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
+        mark = "*" if each.kind is kinds.VAR_POSITIONAL else ""
+        words.append(f"{mark}{each.name}" + ("" if each.default is kinds.empty else f"={default_of(each.default)}"))
+    text = f"ebbflow.{name}({', '.join(words)})"
+    return "\n".join(textwrap.wrap(text, WIDTH, subsequent_indent=" " * (len(name) + 9), break_long_words=False))
+
+
+def function_lines(name: str, function: Any) -> Iterator[str]:
+    """The entry of a function, or of a class that is called as one."""
+    parts = sections(function)
+    types = {each.name: each.annotation for each in inspect.signature(function).parameters.values()}
+    yield f"### {name}\n\n```\n{signature(name, function)}\n```\n\n{parts['']}\n"
+    if parts["More"]:
+        yield f"{parts['More']}\n"
+    lines = [f"- `{each}`{_type(types.get(each.lstrip('*')))}: {said}" for each, said in entries(parts.get("Args", ""))]
+    if lines:
+        yield "\n".join(lines) + "\n"
+    if parts.get("Returns"):
+        yield f"Returns: {marked(parts['Returns'])}\n"
+    raised = [f"`{each}` {said.rstrip('.')}" for each, said in entries(parts.get("Raises", ""))]
+    if raised:
+        yield f"Raises {'; '.join(raised)}.\n"
+    if isinstance(function, type) and parts.get("Attributes"):
+        yield (
+            "It has "
+            + "; ".join(f"`{each}`, {said.rstrip('.')}" for each, said in entries(parts["Attributes"]))
+            + ".\n"
+        )
+
+
+def _type(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else ""
+    for ours, written in WRITTEN.items():
+        text = re.sub(rf"\b{ours}\b", written, text)
+    return f" (`{text}`)" if text else ""
+
+
+def class_lines(name: str, kind: type[Any]) -> Iterator[str]:
+    """The entry of a class: what its objects have and do."""
+    parts, only = sections(kind), ONLY.get(name, ())
+    yield f"### {name}\n\n{parts['']}\n"
+    if parts["More"] and not only:
+        yield f"{parts['More']}\n"
+    if issubclass(kind, enum.Enum):
+        yield "\n".join(f"- `{each.name}`: {each.value}" for each in kind) + "\n"
+        return
+    had = dict(entries(parts.get("Attributes", "")))
+    lines = [f"- `{each}`: {said}" for each, said in had.items() if not only or each in only]
+    for each, value in vars(kind).items():
+        if each.startswith("_") or each in had or (only and each not in only) or not _documented(value):
+            continue
+        inner = _function_of(value)
+        called = ""
+        if inspect.isfunction(value) or isinstance(value, staticmethod | classmethod):
+            called = f"({', '.join(p for p in inspect.signature(inner).parameters if p not in ('self', 'cls'))})"
+        lines.append(f"- `{each}{called}`: {sections(inner)['']}")
+    yield "\n".join(lines) + "\n"
+
+
+def _function_of(value: Any) -> Any:
+    """What a property, a cached one, a method of a class or a plain one is made of."""
+    return getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)
+
+
+def _documented(value: object) -> bool:
+    inner = _function_of(value)
+    return bool(inspect.isfunction(inner) and inner.__doc__)
+
+
+def page() -> str:
+    """All of it."""
+    assert {*TRAINING, *AHEAD, *RECORDS, "errors"} == set(ebbflow.__all__), "a public name has no place here"
+    parts = [TOP, "## Training within a budget\n"]
+    for name in TRAINING:
+        parts += function_lines(name, getattr(ebbflow, name))
+    parts.append("## Ahead of time\n")
+    for name in AHEAD:
+        parts += function_lines(name, getattr(ebbflow, name))
+    parts.append("## What these take and return\n")
+    for name in RECORDS:
+        parts += class_lines(name, getattr(ebbflow, name))
+    for name, kind in RETURNED.items():
+        parts += class_lines(name, kind)
+    parts.append("## errors\n\nThe module of all exceptions: [errors by name](errors.md).\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

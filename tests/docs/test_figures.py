@@ -1,0 +1,82 @@
+"""Figures that a page tells in its prose are those of the output or of the results that it speaks of."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pages import ROOT, blocks, prose, read
+
+README = ROOT / "README.md"
+MIB = 2**20
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """What ``benchmarks/results/NAME.json`` holds."""
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    assert isinstance(found, list)
+    return found
+
+
+def found(pattern: str, text: str) -> tuple[str, ...]:
+    """The groups of ``pattern``, which ``text`` has to have."""
+    match = re.search(pattern, text)
+    assert match is not None, f"nothing is like {pattern}"
+    return match.groups()
+
+
+def test_what_the_readme_says_of_its_first_output() -> None:
+    [output] = [block.output for block in blocks(README) if block.language == "python"]
+    shown = [
+        *found(r"unplanned ([\d.]+) MiB", output),
+        *found(r"budget +([\d.]+) MiB", output),
+        *found(r"peak +([\d.]+) MiB", output),
+    ]
+    told = found(r"would take (\d+) MiB, has (\d+), and takes (\d+), .*?\. (\d+) operations run again", prose(README))
+    assert told == (*(str(round(float(each))) for each in shown), *found(r"reruns +(\d+) of", output))
+
+
+def test_what_the_readme_says_of_llama() -> None:
+    [command] = [block.text.strip() for block in blocks(README) if "llama" in block.text]
+    planning = read(ROOT / "docs" / "planning.md")
+    output = planning.partition(f"$ {command}\n")[2].partition("```")[0]
+    budget, unplanned, overhead, gap = found(
+        r"within (\d+) GiB instead of ([\d.]+), at ([\d.]+) % more time, within ([\d.]+) % of the proven least",
+        prose(README),
+    )
+    assert f"--budget {budget}GiB" in command
+    assert found(r"unplanned ([\d.]+) GiB", output)[0].startswith(unplanned)
+    assert found(r"overhead +([\d.]+) %", output)[0] == overhead
+    assert found(r"gap <?([\d.]+) %", output)[0] == gap
+    memory, usable = found(r"Of the card's (\d+) GiB it calls (\d+) usable", prose(README))
+    assert found(r"has (\d+)[\d.]* GiB, (\d+)[\d.]* GiB usable", output) == (memory, usable)
+
+
+def test_the_readmes_table_has_the_measured_figures() -> None:
+    measured = [row["columns"] for row in rows("path") if row["question"] == "frontier"]
+    of_gpt = {row["method"]: row for row in measured if row["case"] == "gpt-24L-d128-b8"}
+    named = {
+        "eager": "eager",
+        "Ebbflow at 50 %": "ebbflow 50%",
+        "`torch.utils.checkpoint` around every block": "checkpoint per block",
+        "Ebbflow at 9 %": "ebbflow 9%",
+    }
+    table = re.findall(r"^\| (.+?) \| ([\d.]+) MiB \| ([\d.]+) \|$", prose(README), re.MULTILINE)
+    assert [name for name, *_ in table] == list(named)
+    for name, peak, times in table:
+        row = of_gpt[named[name]]
+        assert f"{row['peak_bytes'] / MIB:.1f}" == peak
+        assert f"{row['cpu_ratio_median']:.2f}" == times
+
+
+def test_what_limits_say_of_torchs_own_operators() -> None:
+    [summary] = [row["columns"] for row in rows("opinfo") if row["question"] == "summary"]
+    told = found(
+        r"of the (\d+) operators with gradients .*?, (\d+) have .*?, (\d+) differs .*?, (\d+) are refused .*?"
+        r"(\d+) fail in eager itself",
+        prose(ROOT / "docs" / "limits.md"),
+    )
+    assert tuple(map(int, told)) == tuple(
+        summary[key] for key in ("ops", "equal", "differs", "refused", "fails_in_eager")
+    )
