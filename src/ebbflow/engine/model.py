@@ -48,6 +48,7 @@ from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
+from ebbflow.torch_seams.eager_answers import Answers
 from ebbflow.torch_seams.storages import StorageWatch, walk
 from ebbflow.units import Budget, format_bytes
 
@@ -210,7 +211,11 @@ class FittedModel:
         yield Step(self._capture(call.device, None), verify=self.verify)
 
     def _capture(self, device: str, changing: tuple[tuple[int, ...], ...] | None) -> Capture:
-        return Capture(device=device, name=self.plain_class.__name__, changing=changing)
+        known = Answers()
+        if changing is not None:  # A shared capture takes the branches that the others took.
+            each = [step.capture.answers for step in self._all_steps()]
+            known = Answers(set().union(*(one.compiled for one in each)), any(one.everywhere for one in each))
+        return Capture(device=device, name=self.plain_class.__name__, changing=changing, answers=known)
 
     def _count_capture(self, key: object) -> None:
         self._captures[key] = self._captures.get(key, 0) + 1

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ebbflow.torch_seams import (
     autograd,
+    branch_canaries,
     capture_canaries,
     dispatcher,
     fake_tensors,
@@ -26,7 +27,7 @@ from ebbflow.torch_seams import (
 )
 from ebbflow.torch_seams.canary import CANARIES, canary, expect, run
 
-__all__ = ["CANARIES", "capture_canaries", "run", "stance_canaries"]
+__all__ = ["CANARIES", "branch_canaries", "capture_canaries", "run", "stance_canaries"]
 
 _aten = torch.ops.aten
 
