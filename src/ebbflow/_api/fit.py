@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ebbflow._api.refusals import refuse_to_fit, require_module
+from ebbflow._api.refusals import refuse_foreign_optimizer, refuse_to_fit, require_module
 from ebbflow.engine.calls import Calls, watch_optimizers
-from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class
+from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class, set_class
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.step import Step
 from ebbflow.errors import UsageError
@@ -109,6 +109,7 @@ def fit(
             value=start,
         )
     refuse_to_fit(model)
+    refuse_foreign_optimizer(model, optimizer)
     FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
@@ -120,7 +121,7 @@ def fit(
         start=start,
         calls=Calls(fitted_with_gradients=any(each.grad is not None for each in model.parameters())),
     )
-    _swap_class(model, fitted_class(type(model)))
+    set_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)
     return model
 
@@ -180,7 +181,7 @@ def unfit(model: ModelT) -> ModelT:
     if fitted is None:
         raise UsageError("the model is not fitted")
     fitted.flights.disturb()
-    _swap_class(model, fitted.plain_class)
+    set_class(model, fitted.plain_class)
     return model
 
 
@@ -208,10 +209,6 @@ def _options(**given: Any) -> Options:
             value=options.optimizer,
         )
     return options
-
-
-def _swap_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    model.__class__ = kind
 
 
 def step_of(model: torch.nn.Module) -> Step | None:

@@ -8,7 +8,8 @@ are, unless somebody computes with them. So one decides by the role of the outpu
       and is computed from every larger output, or reads an argument of the call, labels say, that no larger output
       reads. The value of a batch of one and the scale of CLIP's logits do neither: they are no losses.
 2. Where there is a loss, every larger output is detached inside the captured step. What the caller gets in its place
-   requires a gradient as before, and raises if one arrives (:func:`guarded`). Other outputs of one element keep theirs.
+   requires a gradient as before, and raises if one arrives (:func:`guarded`). Other outputs of one element keep theirs,
+   and a parameter or an argument of the call that is handed through stays what it is.
 3. Where there is none, all outputs take gradients: right in any case, at the price of their size.
 4. The loss is *outside* if a larger output takes a gradient: user code computes it from that (:func:`loss_is_outside`).
 
@@ -111,7 +112,7 @@ def settle_roles(graph: fx.GraphModule) -> None:
     there_is_a_loss = named or any(_is_loss(each, larger) for each in candidates)
     for mark, output in zip(marks, larger, strict=True):
         value = output
-        if there_is_a_loss:
+        if there_is_a_loss and output.op != "placeholder":
             with graph.graph.inserting_before(mark):
                 value = graph.graph.call_method("detach", (output,))
             value.meta.update(mark.meta)
