@@ -67,6 +67,11 @@ class Call:
     every_output: bool = False
 
 
+def _arguments(call: Call) -> tuple[Any, ...]:
+    """What the compiled function is called with."""
+    return (call.module, call.forward, call.args, call.kwargs, call.every_output)
+
+
 class Capture:
     """A capture of one model; the :class:`~ebbflow.capture.trace.Partitioner` of its compiled function.
 
@@ -123,7 +128,7 @@ class Capture:
             CaptureError: if it is not one graph.
             InternalError: if the planned graphs were not what ran.
         """
-        arguments = (call.module, call.forward, call.args, call.kwargs, call.every_output)
+        arguments = _arguments(call)
         with departing(flight):
             if not self.made:
                 outputs, detached = self._first(call, arguments)
@@ -160,6 +165,11 @@ class Capture:
             if flight.ran:
                 raise
             raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
+
+    def changed_for(self, call: Call) -> str:
+        """What is another than when this was captured, for a call that it has just not served; may be empty."""
+        why = self._stance.why_not_compiled(self._compiled, *_arguments(call))
+        return why.replace("module.", "self.", 1)
 
     def at(self, sizes: Mapping[int, int]) -> Captured:
         """The step as a value, independent of any plan.
