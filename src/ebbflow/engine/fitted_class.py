@@ -69,7 +69,7 @@ def _made(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[
         names["training_step"] = _with_a_planned_call(training_step)
     names["__qualname__"] = plain.__qualname__
     own = type(plain)
-    meta = type(own.__name__, (_OfTheModelsClass, own), {})
+    meta: Any = type(own.__name__, (_OfTheModelsClass, own), {})
     try:
         announced = any("__init_subclass__" in vars(each) for each in plain.__mro__[:-1])
         return meta(plain.__name__, (_Unannounced, plain) if announced else (plain,), names)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import _utils
 
 from ebbflow.torch_seams.patches import Item, patched, wrapped
 
@@ -80,7 +81,7 @@ def _questions() -> list[Callable[[], bool]]:
         torch.compiler.is_dynamo_compiling,
         torch.compiler.is_exporting,
         torch._dynamo.external_utils.is_compiling,  # pyright: ignore[reportDeprecated]
-        torch._utils.is_compiling,  # pyright: ignore[reportDeprecated]
+        _utils.is_compiling,  # pyright: ignore[reportDeprecated]
     ]
 
 

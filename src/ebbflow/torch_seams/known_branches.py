@@ -64,7 +64,7 @@ def known_branches() -> Iterator[list[Condition]]:
     with ExitStack() as stack:
         for kind in (symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator):
             for each in (kind, *kind.__subclasses__()):
-                table = list(each.dispatch_table)
+                table: list[Any] = list(each.dispatch_table)
                 for code, name in enumerate(_names()):
                     if name is not None and table[code] is not None:
                         table[code] = functools.partial(_decide, table[code], name, thread, conditions)

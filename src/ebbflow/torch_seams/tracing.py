@@ -128,7 +128,7 @@ def _raise_own(below: Callable[..., Any]) -> Callable[..., Any]:
             theirs = variable.value(*values, **named)
         except Exception as error:
             theirs = error
-        ended = Unsupported(f"raises {type(theirs).__name__}")
+        ended: Any = Unsupported(f"raises {type(theirs).__name__}")
         ended._ebbflow_raised = theirs
         raise ended
 
