@@ -1,7 +1,7 @@
 """Code that asks whether it is compiled gets eager's answer while a step is captured.
 
 1. The *questions* are torch's: ``torch.compiler.is_compiling`` and its kin (:func:`_questions`). A *site* is where one
-   is asked: file and line of the code that calls it and of all that called that.
+   is asked: file and line of the code that calls it, and of what called that, to :data:`_FRAMES` in all.
 2. Every site gets eager's answer, ``False``, but for those that :class:`Answers` name, which get the compiler's. Code
    of torch's own always does: that is how torch is traced.
 3. Whether a device's stream is being captured is asked beside them, in code that is never reached where the compiler's
@@ -28,6 +28,7 @@ __all__ = ["Answers", "Site", "answered"]
 Site = tuple[tuple[str, int], ...]
 """Files and lines, innermost first (definition 1)."""
 
+_FRAMES = 3  # libraries ask through helpers of theirs, mostly one or two
 _TORCH = f"{Path(torch.__file__).parent}/"
 
 
@@ -99,7 +100,7 @@ def _answering(answers: Answers, below: Callable[..., Any]) -> Callable[..., Any
 
 def _site(tx: Any) -> Site:
     found: list[tuple[str, int]] = []
-    while tx is not None:
+    while tx is not None and len(found) < _FRAMES:
         found.append((tx.f_code.co_filename, tx.lineno))
         tx = tx.parent
     return tuple(found)
