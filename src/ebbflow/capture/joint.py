@@ -262,7 +262,8 @@ class _Reader:
 
 _INSTEAD = {
     "tensor_split(": "give tensor_split the places of its cuts as ints, in a tuple: tensor_split(x, (2, 4))",
-    "repeat_interleave(": "give repeat_interleave the size that comes out: repeat_interleave(..., output_size=n)",
+    "repeat_interleave(": "give repeat_interleave the size that comes out, if it is always the same "
+    "(repeat_interleave(..., output_size=n)); else repeat all rows equally often and mask (torch.where)",
 }
 
 

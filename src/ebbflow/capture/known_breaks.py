@@ -69,7 +69,7 @@ _BREAKS = (
     _Break(
         r"",
         "torch.combinations selects what it returns by a mask, so that its size looks as if it depended on data.",
-        "Index instead: i, j = torch.triu_indices(n, n, 1), and torch.stack([x[i], x[j]], 1) are the pairs of n",
+        "Index, do not mask: i, j = torch.triu_indices(n, n, 1), and torch.stack([x[i], x[j]], 1) are the pairs",
         line=r"\bcombinations\(",
     ),
     _Break(
