@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.planners.hybrid.choice import Choice
+from ebbflow.planners.hybrid.choice import Choice, schedule_of
 from ebbflow.step.arrays import Ints
 from ebbflow.step.machine import Link, Machine
 from ebbflow.step.program import Program
-from ebbflow.step.schedule import Compute, Schedule
+from ebbflow.step.schedule import Compute
 from ebbflow.step.simulate import simulate
 
-__all__ = ["Load", "rounded", "stage_bytes"]
+__all__ = ["Load", "looked_at", "rounded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class Load:
     tier: str
 
 
-def stage_bytes(program: Program, schedule: Schedule, links: Mapping[str, Link]) -> Ints:
-    """The most that is live in each stage of a schedule with first runs in captured order."""
+def looked_at(program: Program, choice: Choice, links: Mapping[str, Link]) -> tuple[Ints, float]:
+    """The most that is live in each stage of the schedule of a choice, and its overhead."""
+    schedule = schedule_of(program, choice)
     machine = Machine("any", "cpu", 0, {}, 1.0, 0.0, 1, dict(links))
+    timeline = simulate(program, schedule, machine)
     found = np.zeros(len(program.ops), np.int64)
-    if not len(found):
-        return found
-    stages = np.zeros(len(schedule.actions), np.int64)
     stage = 0
-    for index, action in enumerate(schedule.actions):
-        stages[index] = min(stage, len(found) - 1)
+    for action, most in zip(schedule.actions, timeline.peak_bytes.tolist(), strict=True):
+        at = min(stage, len(found) - 1)
+        if len(found) and most > found[at]:
+            found[at] = most
         stage += isinstance(action, Compute) and action.op == stage
-    np.maximum.at(found, stages, simulate(program, schedule, machine).peak_bytes)
-    return found
+    return found, timeline.seconds / program.seconds - 1.0 if program.seconds else 0.0
 
 
 def rounded(
