@@ -278,8 +278,8 @@ class LaneModel(CutModel):
         for transfers in self._transfers().values():
             after, before = (np.array([getattr(t, end) for t in transfers]) for end in ("after", "before"))
             seconds, columns = np.array([t.seconds for t in transfers]), np.array([t.column for t in transfers])
-            windows = {(p, k) for k in self.cuts for p in self._some(after[before == k].tolist())}
-            windows |= {(p, k) for p in self.cuts for k in self._some(before[after == p].tolist())}
+            windows = {(p, k) for k in self.cuts for p in self._some(after[before <= k].tolist())}
+            windows |= {(p, k) for p in self.cuts for k in self._some(before[after >= p].tolist())}
             for p, k in sorted(windows):
                 inside = np.flatnonzero((after >= p) & (before <= k) & (seconds > 0.0))
                 free = float(base[k] - base[p + 1])
