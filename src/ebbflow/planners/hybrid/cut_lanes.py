@@ -90,9 +90,9 @@ def lane_bounds(
 ) -> Iterator[LaneBound]:
     """Bounds of a program at a budget, cut by cut, each at least as high as the one before; none if nothing is over.
 
-    The first cut is solved in linear relaxation and then, unless its plan is as good, in whole numbers. The next is
-    placed at the stage that is fullest in the plan of the last: where that is over the budget or,
-    where it fits, much slower than the bound.
+    The first cut is solved in linear relaxation and then, unless that plan is as good as its bound, in whole numbers.
+    The next cut is placed at the fullest stage of the last plan, if that is over the budget or much slower than the
+    bound.
 
     Args:
         program: with costs.
