@@ -3,8 +3,8 @@
 1. *Tighten*: every load as late as its lane allows while nothing waits for it, every hold until its copy is written,
    both as far as the budget has room. Loads are timed backwards from what reads them, one after the other on a lane;
    one that is issued before the boundary and read after it is to arrive at the boundary, which waits for it.
-2. *Anneal*: drop a few reruns and loads, insert one, or put a load in a rerun's place or the other way round; repair with
-   noise, clean up around, tighten; keep by Metropolis' rule on the makespan, else undo.
+2. *Anneal*: drop a few reruns and loads, insert one, or put a load in a rerun's place or the other way round; repair
+   with noise, clean up around, tighten; keep by Metropolis' rule on the makespan, else undo.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from ebbflow.planners.hybrid.clock import makespan
-from ebbflow.planners.hybrid.moves import DONE, NOTHING, drop, evict_load, make, repair
+from ebbflow.planners.hybrid.moves import DONE, NOTHING, drop, evict_load, is_read, make, repair
 from ebbflow.planners.search.interval_kernels import (
     add_load,
     hold,
@@ -63,6 +63,8 @@ from ebbflow.planners.search.layout import (
     N_STAGE,
     OP_COST,
     OP_FORBID,
+    OP_IN,
+    OP_IN_END,
     OP_LIMIT,
     OP_OUT,
     OP_OUT_END,
@@ -75,8 +77,8 @@ __all__ = ["anneal_moves", "clean_up", "tighten"]
 
 STEPS = 60
 RUIN = 8
-CLEAN = 4
 INSERT, INSERT_LOAD, SWAP = 0.1, 0.15, 0.2  # shares of moves that begin so; the others drop a few rows first
+ALSO = 0.7  # of the swaps, with another one the other way round: a lane that is full takes nothing more
 DEAR = 8
 ROUNDS = 2
 MINUS = -1
@@ -106,17 +108,17 @@ def shift_loads(m: Words, budget: int) -> bool:
             made, _ = made_around(m, b, t - 1)
             last, _ = reads_around(m, b, t - 1)
             least = max(made, last) + 1
-            l = u
-            while l > least and m[clocks + l * C_COLUMNS + C_NOW] > begin:
-                l -= 1
-                if l + 1 == boundary:
+            stage = u
+            while stage > least and m[clocks + stage * C_COLUMNS + C_NOW] > begin:
+                stage -= 1
+                if stage + 1 == boundary:
                     begin = min(begin, m[clocks + boundary * C_COLUMNS + C_NOW] - m[b + B_IN])
             m[lane] = begin
-            if l < t and max_range(m, l, t - 1) + m[b + B_BYTES] > budget:
-                earliest, l = l, t
-                while l > earliest and value(m, l - 1) + m[b + B_BYTES] <= budget:
-                    l -= 1
-            if l != t and not (remove_load(m, b, t) and add_load(m, b, l)):
+            if stage < t and max_range(m, stage, t - 1) + m[b + B_BYTES] > budget:
+                earliest, stage = stage, t
+                while stage > earliest and value(m, stage - 1) + m[b + B_BYTES] <= budget:
+                    stage -= 1
+            if stage != t and not (remove_load(m, b, t) and add_load(m, b, stage)):
                 return False
             v = following
     return True
@@ -167,24 +169,69 @@ def tighten(m: Words, budget: int, rounds: int) -> None:
 
 
 @apart
-def try_drop(m: Words, v: int, budget: int) -> bool:
-    """Drop what is in row ``v`` if everything still fits and the step takes no longer; whether it was done."""
-    mark, before = m[H_JOURNAL], makespan(m)
-    if drop(m, m[v + N_OP], m[v + N_STAGE]) and m[m[H_TOP] + 1] <= budget and makespan(m) <= before:
-        return True
+def try_drop(m: Words, v: int, budget: int, before: int) -> int:
+    """Drop what is in row ``v`` if everything still fits and the step takes no longer than ``before``; what it takes.
+
+    -1 if it was not done.
+    """
+    mark = m[H_JOURNAL]
+    if drop(m, m[v + N_OP], m[v + N_STAGE]) and m[m[H_TOP] + 1] <= budget:
+        after = makespan(m)
+        if after <= before:
+            return after
     undo(m, mark)
-    return False
+    return -1
+
+
+@apart
+def looks_needless(m: Words, v: int, budget: int) -> bool:
+    """Whether what is in row ``v`` made anew could be held instead, but for what its run holds itself."""
+    what, t = m[v + N_OP], m[v + N_STAGE]
+    if what < 0:
+        made, _ = made_around(m, -what, t - 1)
+        last, _ = reads_around(m, -what, t - 1)
+        return max_range(m, max(made, last) + 1, t - 1) + m[B_BYTES - what] <= budget
+    row = at(what)
+    room = budget
+    for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+        if m[m[i] + B_PINNED] == 0:
+            room += m[m[i] + B_BYTES]
+    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+        b = m[i]
+        if m[b + B_PINNED] == 0:
+            _, q = made_around(m, b, t)
+            if is_read(m, b, t, q):
+                made, _ = made_around(m, b, t - 1)
+                last, _ = reads_around(m, b, t - 1)
+                if max_range(m, max(made, last) + 1, t - 1) + m[b + B_BYTES] > room:
+                    return False
+    return True
+
+
+@apart
+def sweep(m: Words, budget: int) -> None:
+    """Try to drop every row that looks needless, from a random one on."""
+    rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
+    first = int(draw(m) * rows)
+    known = makespan(m)
+    for k in range(rows):
+        v = m[H_NODES] + (first + k) % rows * N_COLUMNS
+        if m[v + N_OP] != -1 and looks_needless(m, v, budget):
+            after = try_drop(m, v, budget, known)
+            known = after if after >= 0 else known
 
 
 @apart
 def clean_up(m: Words, budget: int) -> int:
     """Try to drop every row once; how many were dropped. Final: the journal is emptied."""
-    done = int(NOTHING)
+    done, known = int(NOTHING), makespan(m)
     for v in range(m[H_HIGH] - N_COLUMNS, m[H_NODES] - 1, -N_COLUMNS):
         if m[v + N_OP] != -1:
             m[H_JOURNAL] = 0
-            if try_drop(m, v, budget):
+            after = try_drop(m, v, budget, known)
+            if after >= 0:
                 done += 1
+                known = after
     m[H_JOURNAL] = 0
     return done
 
@@ -281,11 +328,8 @@ def insert_load(m: Words) -> bool:
 
 
 @apart
-def swap(m: Words, budget: int, lane: float) -> bool:
-    """Put loads in the place of a random rerun, or a rerun in that of a load; false if that is impossible."""
-    v = pick_row(m)
-    if v < 0:
-        return False
+def swap(m: Words, v: int, budget: int, lane: float) -> bool:
+    """Put loads in the place of the rerun in row ``v``, or a rerun in that of a load; false if that is impossible."""
     o, t = m[v + N_OP], m[v + N_STAGE]
     if o < 0:
         b = -o
@@ -312,6 +356,23 @@ def swap(m: Words, budget: int, lane: float) -> bool:
 
 
 @apart
+def swap_pair(m: Words, budget: int, lane: float) -> bool:
+    """Swap a random row, and mostly one of the other kind as well; false if the first is impossible."""
+    v = pick_row(m)
+    if v < 0:
+        return False
+    is_load = m[v + N_OP] < 0
+    if not swap(m, v, budget, lane):
+        return False
+    if draw(m) < ALSO:
+        for _ in range(8):
+            v = pick_row(m)
+            if v >= 0 and (m[v + N_OP] < 0) != is_load:
+                return swap(m, v, budget, lane)
+    return True
+
+
+@apart
 def anneal_moves(m: Words, budget: int, first: int, last: int, total: int, hot: float) -> None:
     """Moves ``first..last-1`` of ``total`` (clause 2); the best is kept in the place of the best."""
     for move in range(first, last):
@@ -330,7 +391,7 @@ def anneal_moves(m: Words, budget: int, first: int, last: int, total: int, hot: 
         elif kind < INSERT + INSERT_LOAD:
             fine = insert_load(m)
         elif kind < INSERT + INSERT_LOAD + SWAP and reruns:
-            fine = swap(m, budget, lane)
+            fine = swap_pair(m, budget, lane)
         else:
             fine = ruin_rows(m, stamp)
         share = 0.6 if draw(m) < 0.3 else 0.0
@@ -338,10 +399,7 @@ def anneal_moves(m: Words, budget: int, first: int, last: int, total: int, hot: 
         if fine:
             fine = repair(m, budget, noise, draw(m), share, 1 << 62, lane, stamp, int(STEPS), int(NOTHING)) == DONE
         if fine:
-            for _ in range(CLEAN):
-                v = pick_row(m)
-                if v >= 0:
-                    try_drop(m, v, budget)
+            sweep(m, budget)
             tighten(m, budget, int(ROUNDS))
         if fine and makespan(m) <= limit:
             if makespan(m) < m[H_BEST_COST]:

@@ -1,6 +1,6 @@
 """Changes of the interval state with loads and holds that planners are made of, compiled.
 
-1. *Put* a rerun or a load: what it makes needless goes, loads that nobody reads any more and reruns that only served it.
+1. *Put* a rerun or a load: what it makes needless goes, loads that nobody reads any more and reruns that served it.
 2. *Drop* a rerun or a load: its buffer is held instead, and what only served it goes with it.
 3. *Evict* over an idle gap around stage ``t``: rerun right before the next use (with all that it needs, each input held
    longer, loaded, or made again in turn: a load needs nothing, so it ends a chain), or load in time for the next use,
@@ -30,7 +30,6 @@ from ebbflow.planners.search.interval_kernels import (
 from ebbflow.planners.search.jit import Words, apart, inner
 from ebbflow.planners.search.layout import (
     B_BYTES,
-    B_COLUMNS,
     B_COPIED,
     B_ESTIMATE,
     B_FORBID,
@@ -46,8 +45,6 @@ from ebbflow.planners.search.layout import (
     C_COLUMNS,
     C_NOW,
     H_BOUNDARY,
-    H_BUFFERS,
-    H_BUFFERS_END,
     H_CLOCKS,
     H_COST,
     H_JOURNAL,
@@ -147,7 +144,7 @@ def drop(m: Words, what: int, t: int) -> bool:
 @apart
 def drop_served(m: Words, b: int, t: int) -> bool:
     """Take away what a new production of ``b`` at ``t`` makes needless: the one before it, and a hold beyond it."""
-    p, q = made_around(m, b, t - 1)
+    p, _ = made_around(m, b, t - 1)
     if m[b + B_HOLD] >= t and not hold(m, b, int(MINUS)):
         return False
     if is_loaded(m, b, p):
@@ -187,21 +184,21 @@ def place(m: Words, b: int, first: int, u: int, budget: int) -> int:
     clocks, lane, boundary, size = m[H_CLOCKS], m[b + B_IN_LANE], m[H_BOUNDARY], m[b + B_BYTES]
     deadline = m[clocks + u * C_COLUMNS + C_NOW]
     best, least = u, -1
-    l = u
-    while l >= first:
-        if l < u and value(m, l) + size > budget:
+    stage = u
+    while stage >= first:
+        if stage < u and value(m, stage) + size > budget:
             break
-        row = clocks + l * C_COLUMNS
+        row = clocks + stage * C_COLUMNS
         end = max(m[row + C_NOW], m[row + lane], m[b + B_COPIED] if m[b + B_LOADS] >= 0 else 0) + m[b + B_IN]
-        if l < boundary <= u:
+        if stage < boundary <= u:
             deadline = min(deadline, m[clocks + boundary * C_COLUMNS + C_NOW])
             if end > deadline:
                 break
         if least < 0 or end < least:
-            best, least = l, end
+            best, least = stage, end
         if end <= deadline:
-            return l
-        l -= 1
+            return stage
+        stage -= 1
     return best
 
 
@@ -250,9 +247,9 @@ def make(m: Words, o: int, t: int, budget: int, small: int, limit: int, lane: fl
                 if m[b + B_TIER] >= 0:
                     moved = m[b + B_IN] if m[b + B_LOADS] >= 0 else m[b + B_IN] + m[b + B_OUT]
                     if not may_run or lane * moved < m[at(producer) + OP_ESTIMATE]:
-                        l = place(m, b, end + 1, t, budget)
-                        if may_load(m, b, l):
-                            if not put_load(m, b, l):
+                        stage = place(m, b, end + 1, t, budget)
+                        if may_load(m, b, stage):
+                            if not put_load(m, b, stage):
                                 return False
                             continue
                 if not may_run:
@@ -335,18 +332,22 @@ def evict_load(m: Words, b: int, u: int, t: int) -> bool:
         end = max(end, last)
         return hold(m, b, t - 1 if t - 1 > end else int(MINUS))
     fresh = m[b + B_LOADS] < 0
-    l = place(m, b, t + 1, u, 1 << 62)
-    if not may_load(m, b, l) or not put_load(m, b, l):
+    stage = place(m, b, t + 1, u, 1 << 62)
+    if not may_load(m, b, stage) or not put_load(m, b, stage):
         return False
     return not fresh or place_hold(m, b, t - 1)
 
 
 @apart
-def evict(m: Words, what: int, u: int, t: int, budget: int, share: float, limit: int, lane: float) -> float:
-    """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it)."""
+def evict(
+    m: Words, what: int, u: int, t: int, budget: int, share: float, limit: int, lane: float, before: int
+) -> float:
+    """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it).
+
+    ``before`` is the makespan without it.
+    """
     at_t = value(m, t)
     at_u = value(m, max(u, 0))
-    before = makespan(m)
     faint = 0.0
     if what < 0:
         if not evict_load(m, -what, u, t):
@@ -400,11 +401,12 @@ def lower(
     count = collect(m, t, value(m, t) - budget, noise, trust, lane, stamp)
     offers = m[H_OFFERS_AT]
     best, best_price = -1, 0.0
+    before = makespan(m)
     for k in range(offers, offers + 3 * count, 3):
         if best >= 0 and best_price * PRICE <= m[k]:
             break
         mark = m[H_JOURNAL]
-        price = evict(m, m[k + 1], m[k + 2], t, budget, share, limit, lane)
+        price = evict(m, m[k + 1], m[k + 2], t, budget, share, limit, lane, before)
         better = price >= 0.0 and (best < 0 or price < best_price)
         if better and (k + 3 == offers + 3 * count or price * PRICE <= m[k + 3]):
             return True
@@ -412,7 +414,7 @@ def lower(
         if better:
             best, best_price = k, price
     if best >= 0:
-        evict(m, m[best + 1], m[best + 2], t, budget, share, limit, lane)
+        evict(m, m[best + 1], m[best + 2], t, budget, share, limit, lane, before)
         return True
     return lighten(m, t)
 

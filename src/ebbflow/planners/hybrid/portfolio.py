@@ -20,7 +20,7 @@ from ebbflow.planners.hybrid import local_search
 from ebbflow.planners.hybrid.choice import Choice, choice_of
 from ebbflow.planners.hybrid.cut_lanes import lane_bounds
 from ebbflow.planners.hybrid.state import HybridState
-from ebbflow.planners.search.greedy import COLDEST, HEAT, HOTTEST, PROVEN, assert_within
+from ebbflow.planners.search.greedy import HEAT, HOTTEST, PROVEN, assert_within
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of
@@ -30,7 +30,8 @@ __all__ = ["hybrid", "moves_alone"]
 RUNS_PER_MOVE = 500  # walked per unit of effort in each phase, as in search.greedy
 FULL_EFFORT_OPS = 300  # as in auto; a move takes longer here
 LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
-ALONE = 16  # share of the effort for moves alone
+ALONE = 64  # share of the effort for moves alone
+COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
 ROUNDS = 4
 CLOSE = 1e-4  # gap at which rounds end
 

@@ -16,7 +16,7 @@ from ebbflow.planners.hybrid.choice import Choice, schedule_of
 from ebbflow.planners.search import interval_kernels as _runs
 from ebbflow.planners.search import layout as L
 from ebbflow.planners.search.interval_state import COST_RESOLUTION, IntervalState
-from ebbflow.planners.search.jit import Ints, Words
+from ebbflow.planners.search.jit import Ints
 from ebbflow.step.machine import Link
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule

@@ -8,8 +8,8 @@ named by their *address* in that array:
 3. A buffer is the address of its row (columns ``B_*``); lists of inputs, outputs and readers are ranges of words.
 4. A rerun is the address of its row (columns ``N_*``), from ``H_NODES`` on. So is a load, whose column ``N_OP`` is
    the negative address of its buffer; free rows have -1 there.
-5. Stage ``t`` has a row of clocks (columns ``C_*``) at ``H_CLOCKS + t * C_COLUMNS``: when it begins, and until when each
-   lane is taken then. They are walked by ``hybrid.clock`` alone, and right for stages before ``H_STALE``.
+5. Stage ``t`` has a row of clocks (columns ``C_*``) at ``H_CLOCKS + t * C_COLUMNS``: when it begins, and until when
+   each lane is taken then. They are walked by ``hybrid.clock`` alone, and right for stages before ``H_STALE``.
 """
 
 from __future__ import annotations
