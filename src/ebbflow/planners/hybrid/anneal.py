@@ -5,6 +5,8 @@
    one that is issued before the boundary and read after it is to arrive at the boundary, which waits for it.
 2. *Anneal*: drop a few reruns and loads, insert one, or put a load in a rerun's place or the other way round; repair
    with noise, clean up around, tighten; keep by Metropolis' rule on the makespan, else undo.
+3. *Exchange* pair by pair: for every rerun and every load, loads in the place of the one and a rerun in that of the
+   other; for a row with itself, only that. Where lanes are full, this is what chance seldom hits.
 """
 
 from __future__ import annotations
@@ -73,14 +75,15 @@ from ebbflow.planners.search.layout import (
 from ebbflow.planners.search.moves import draw
 from ebbflow.planners.search.segment_tree import max_range, value
 
-__all__ = ["anneal_moves", "clean_up", "tighten"]
+__all__ = ["anneal_moves", "clean_up", "exchange", "tighten"]
 
 STEPS = 60
-RUIN = 8
-INSERT, INSERT_LOAD, SWAP = 0.1, 0.15, 0.2  # shares of moves that begin so; the others drop a few rows first
+RUIN = 20
+INSERT, INSERT_LOAD, SWAP = 0.05, 0.1, 0.1  # shares of moves that begin so; the others drop a few rows first
 ALSO = 0.7  # of the swaps, with another one the other way round: a lane that is full takes nothing more
 DEAR = 8
 ROUNDS = 2
+FEW = 8  # evictions to repair an exchange
 MINUS = -1
 
 
@@ -311,7 +314,7 @@ def insert_run(m: Words, budget: int, lane: float) -> bool:
 
 
 @apart
-def insert_load(m: Words) -> bool:
+def insert_load(m: Words, budget: int) -> bool:
     """Load a random buffer for a later use; false if that is impossible."""
     count = (m[H_BUFFERS_END] - m[H_BUFFERS]) // B_COLUMNS
     for _ in range(16):
@@ -323,7 +326,7 @@ def insert_load(m: Words) -> bool:
         _, q = made_around(m, b, t)
         last, use = reads_around(m, b, t)
         if use < q and last < t:
-            return evict_load(m, b, use, t)
+            return evict_load(m, b, use, t, budget)
     return False
 
 
@@ -351,7 +354,7 @@ def swap(m: Words, v: int, budget: int, lane: float) -> bool:
             last, use = reads_around(m, b, t - 1)
             end = max(made, last)
             if use < q and end + 1 < use:
-                done = evict_load(m, b, use, end + 1) or done
+                done = evict_load(m, b, use, end + 1, budget) or done
     return done
 
 
@@ -373,6 +376,35 @@ def swap_pair(m: Words, budget: int, lane: float) -> bool:
 
 
 @apart
+def exchange(m: Words, budget: int, first: int, last: int) -> int:
+    """Pairs ``first..last-1`` of clause 3; how many made the step shorter. Each that does is final."""
+    rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
+    done = int(NOTHING)
+    for pair in range(first, min(last, rows * rows)):
+        v, w = m[H_NODES] + pair // rows * N_COLUMNS, m[H_NODES] + pair % rows * N_COLUMNS
+        what, other = m[v + N_OP], m[w + N_OP]
+        if what == -1 or other == -1 or (v != w and (what < 0 or other >= 0)) or m[H_WORK] > m[H_WORK_LIMIT]:
+            continue
+        m[H_JOURNAL] = 0
+        before = makespan(m)
+        stage = m[w + N_STAGE]
+        fine = swap(m, v, budget, 1.0)
+        if fine and v != w and m[w + N_OP] == other and m[w + N_STAGE] == stage:
+            fine = swap(m, w, budget, 1.0)
+        if fine and m[m[H_TOP] + 1] > budget:
+            fine = repair(m, budget, 0.0, 1.0, 0.0, before, 1.0, int(NOTHING), int(FEW), int(NOTHING)) == DONE
+        if fine and m[H_COST] < before:
+            sweep(m, budget)
+            tighten(m, budget, int(ROUNDS))
+        if fine and makespan(m) < before:
+            done += 1
+        else:
+            undo(m, int(NOTHING))
+    m[H_JOURNAL] = 0
+    return done
+
+
+@apart
 def anneal_moves(m: Words, budget: int, first: int, last: int, total: int, hot: float) -> None:
     """Moves ``first..last-1`` of ``total`` (clause 2); the best is kept in the place of the best."""
     for move in range(first, last):
@@ -389,7 +421,7 @@ def anneal_moves(m: Words, budget: int, first: int, last: int, total: int, hot: 
         if kind < INSERT and reruns:
             fine = insert_run(m, budget, lane)
         elif kind < INSERT + INSERT_LOAD:
-            fine = insert_load(m)
+            fine = insert_load(m, budget)
         elif kind < INSERT + INSERT_LOAD + SWAP and reruns:
             fine = swap_pair(m, budget, lane)
         else:

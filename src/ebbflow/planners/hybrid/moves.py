@@ -57,6 +57,7 @@ from ebbflow.planners.search.layout import (
     H_TOP,
     H_WORK,
     H_WORK_LIMIT,
+    OFFERS,
     N_IN_STAGE,
     N_OP,
     OP_COST,
@@ -80,6 +81,7 @@ UNFINISHED, DONE, FAILED = 0, 1, 2  # answers of repair
 NOTHING, PLUS, MINUS = 0, 1, -1  # passed as int(..): numba would compile a function anew for each literal argument
 FAINT = 0.01
 FORBIDDEN = 1e3
+TURNS = 3  # collections of offers for one eviction: where all of the first are dearer than thought, others may be better
 PRICE = float(1 << 20)
 
 
@@ -296,7 +298,7 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: flo
                         moved = float(m[b + B_IN] + m[b + B_OUT])
                         known = max(trust * m[b + B_ESTIMATE] + (1.0 - trust) * lane * moved, FAINT * moved)
                         if is_loaded(m, b, made) and last < made:  # loaded long before
-                            known = FAINT * moved
+                            known = max(trust * m[b + B_ESTIMATE], FAINT * moved)
                         known *= 1.0 - noise + 2.0 * noise * draw(m) if noise > 0.0 else 1.0
                         if m[b + B_FORBID] == stamp:
                             known *= FORBIDDEN
@@ -305,7 +307,8 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: flo
                     partly += size
                     partly_use = min(partly_use, use)
             elif made < t and m[b + B_HOLD] >= t and last < t and m[b + B_HOLD] < following:
-                count = offer(m, count, -b, int(MINUS), FAINT * m[b + B_OUT] / min(size, excess))
+                known = max(trust * m[b + B_ESTIMATE], FAINT * m[b + B_OUT])
+                count = offer(m, count, -b, int(MINUS), known / min(size, excess))
             elif made < t and last == t:
                 ending += size
         if not may_run:
@@ -324,15 +327,29 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: flo
 
 
 @apart
-def evict_load(m: Words, b: int, u: int, t: int) -> bool:
-    """Have ``b`` away at stage ``t``: loaded for its use at ``u``, or for -1 held less long."""
+def evict_load(m: Words, b: int, u: int, t: int, budget: int) -> bool:
+    """Have ``b`` away at stage ``t``: loaded for its use at ``u``, or for -1 held less long.
+
+    What is only held, or loaded long before, goes from all stages around that are over the budget as well: or each would
+    have a small price, and all together a large one.
+    """
     if u < 0:
-        end = m[b + B_PRODUCER]
         last, _ = reads_around(m, b, t)
-        end = max(end, last)
-        return hold(m, b, t - 1 if t - 1 > end else int(MINUS))
+        end = max(m[b + B_PRODUCER], last)
+        stage = t - 1
+        for s in range(t - 1, end, -1):
+            if value(m, s) > budget:
+                stage = s - 1
+        return hold(m, b, stage if stage > end else int(MINUS))
     fresh = m[b + B_LOADS] < 0
-    stage = place(m, b, t + 1, u, 1 << 62)
+    first = t + 1
+    made, _ = made_around(m, b, t)
+    last, _ = reads_around(m, b, t)
+    if last < made and is_loaded(m, b, made):
+        for s in range(t + 1, u):
+            if value(m, s) > budget:
+                first = s + 1
+    stage = place(m, b, first, u, 1 << 62)
     if not may_load(m, b, stage) or not put_load(m, b, stage):
         return False
     return not fresh or place_hold(m, b, t - 1)
@@ -350,7 +367,7 @@ def evict(
     at_u = value(m, max(u, 0))
     faint = 0.0
     if what < 0:
-        if not evict_load(m, -what, u, t):
+        if not evict_load(m, -what, u, t, budget):
             return -1.0
         faint = FAINT * (m[B_IN - what] + m[B_OUT - what])
     else:
@@ -398,23 +415,29 @@ def lower(
     m: Words, t: int, budget: int, noise: float, trust: float, share: float, limit: int, lane: float, stamp: int
 ) -> bool:
     """Bring stage ``t`` down by one eviction (clause 4); false if no offer gains anything."""
-    count = collect(m, t, value(m, t) - budget, noise, trust, lane, stamp)
     offers = m[H_OFFERS_AT]
-    best, best_price = -1, 0.0
+    best, best_stage, best_price = 0, -2, 0.0
     before = makespan(m)
-    for k in range(offers, offers + 3 * count, 3):
-        if best >= 0 and best_price * PRICE <= m[k]:
+    for turn in range(TURNS):
+        count = collect(m, t, value(m, t) - budget, noise, trust if turn == 0 else 1.0, lane, stamp)
+        done = False
+        for k in range(offers, offers + 3 * count, 3):
+            if best_stage > -2 and best_price * PRICE <= m[k]:
+                done = True
+                break
+            what, stage = m[k + 1], m[k + 2]
+            mark = m[H_JOURNAL]
+            price = evict(m, what, stage, t, budget, share, limit, lane, before)
+            better = price >= 0.0 and (best_stage == -2 or price < best_price)
+            if better and k + 3 < offers + 3 * count and price * PRICE <= m[k + 3]:
+                return True
+            undo(m, mark)
+            if better:
+                best, best_stage, best_price = what, stage, price
+        if done or count < OFFERS:
             break
-        mark = m[H_JOURNAL]
-        price = evict(m, m[k + 1], m[k + 2], t, budget, share, limit, lane, before)
-        better = price >= 0.0 and (best < 0 or price < best_price)
-        if better and (k + 3 == offers + 3 * count or price * PRICE <= m[k + 3]):
-            return True
-        undo(m, mark)
-        if better:
-            best, best_price = k, price
-    if best >= 0:
-        evict(m, m[best + 1], m[best + 2], t, budget, share, limit, lane, before)
+    if best_stage > -2:
+        evict(m, best, best_stage, t, budget, share, limit, lane, before)
         return True
     return lighten(m, t)
 

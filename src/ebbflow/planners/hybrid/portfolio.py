@@ -33,7 +33,7 @@ LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
 ALONE = 64  # share of the effort for moves alone
 COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
 ROUNDS = 4
-CLOSE = 1e-4  # gap at which rounds end
+CLOSE = 1e-3  # gap at which rounds end
 
 
 class _Found:
