@@ -57,9 +57,9 @@ from ebbflow.planners.search.layout import (
     H_TOP,
     H_WORK,
     H_WORK_LIMIT,
-    OFFERS,
     N_IN_STAGE,
     N_OP,
+    OFFERS,
     OP_COST,
     OP_ESTIMATE,
     OP_FORBID,
@@ -81,7 +81,9 @@ UNFINISHED, DONE, FAILED = 0, 1, 2  # answers of repair
 NOTHING, PLUS, MINUS = 0, 1, -1  # passed as int(..): numba would compile a function anew for each literal argument
 FAINT = 0.01
 FORBIDDEN = 1e3
-TURNS = 3  # collections of offers for one eviction: where all of the first are dearer than thought, others may be better
+TURNS = (
+    3  # collections of offers for one eviction: where all of the first are dearer than thought, others may be better
+)
 PRICE = float(1 << 20)
 
 
@@ -330,8 +332,8 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: flo
 def evict_load(m: Words, b: int, u: int, t: int, budget: int) -> bool:
     """Have ``b`` away at stage ``t``: loaded for its use at ``u``, or for -1 held less long.
 
-    What is only held, or loaded long before, goes from all stages around that are over the budget as well: or each would
-    have a small price, and all together a large one.
+    What is only held, or loaded long before, goes from all stages around that are over the budget as well: one by one,
+    each would have a small price, and all together a large one.
     """
     if u < 0:
         last, _ = reads_around(m, b, t)

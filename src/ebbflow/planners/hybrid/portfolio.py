@@ -30,7 +30,7 @@ __all__ = ["hybrid", "moves_alone"]
 RUNS_PER_MOVE = 500  # walked per unit of effort in each phase, as in search.greedy
 FULL_EFFORT_OPS = 300  # as in auto; a move takes longer here
 LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
-ALONE = 64  # share of the effort for moves alone
+ALONE, PROMISING = 64, 0.05  # share of the effort for moves alone, and overhead from which on it is not worth any
 COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
 ROUNDS = 4
 CLOSE = 1e-3  # gap at which rounds end
@@ -138,7 +138,7 @@ def _moves_alone(found: _Found) -> None:
     known = found.best
     found.best = []
     found.start_from(Choice(), moves_only=True)
-    if found.best:
+    if found.overhead <= PROMISING:
         found.anneal(found.best[0][1], found.problem.effort // ALONE, found.problem.seed, moves_only=True)
     found.best = sorted([*known, *found.best], key=lambda each: each[0])
 
