@@ -240,6 +240,27 @@ def test_a_load_may_be_under_way_at_the_next_cut() -> None:
     assert solved(program, 20, [3, 5], links) == (0.0, False)
 
 
+def test_a_copy_may_be_under_way_at_a_cut() -> None:
+    """It is issued before the first cut, where its buffer is kept, and there before the second, where it is not."""
+    program = single_runs(((), 4), IDLE, ((), 5), IDLE, IDLE, FULL, IDLE, IDLE, IDLE, IDLE, ((0,), 1))
+    assert solved(program, 20, [2, 5], host(4 / 4.0)) == (0.0, False)
+    exact = optimal_with_moves(program, 20, host(4 / 4.0))
+    assert exact is not None
+    assert exact[0] == 0.0
+
+
+def test_reruns_give_transfers_time() -> None:
+    """One result comes back by a rerun of four seconds; meanwhile another does by a load of five."""
+    program = single_runs(((), 4), ((), 4), IDLE, IDLE, IDLE, IDLE, IDLE, FULL, ((0,), 0), ((1,), 1))
+    again = replace(program.ops[0], rerunnable=True, seconds=4.0)
+    stays = replace(program.buffers[0], whole=False)
+    program = replace(program, ops=(again, *program.ops[1:]), buffers=(stays, *program.buffers[1:]))
+    exact = optimal_with_moves(program, 20, host(4 / 5.0))
+    assert exact is not None
+    assert exact[0] == pytest.approx(4 / 13)
+    assert solved(program, 20, [7], host(4 / 5.0)) == (pytest.approx(4 / 13, abs=LOST), False)
+
+
 def test_one_lane_for_both_ways_is_shared() -> None:
     """Between the two full stages one buffer comes back while another leaves, two seconds each in two ops' time."""
     program = single_runs(((), 4), IDLE, IDLE, FULL, ((), 4), ((0,), 0), FULL, IDLE, IDLE, ((4,), 0))

@@ -90,8 +90,9 @@ def lane_bounds(
 ) -> Iterator[LaneBound]:
     """Bounds of a program at a budget, cut by cut, each at least as high as the one before; none if nothing is over.
 
-    The next cut is placed at the stage that is fullest in the plan of the last: where that is over the budget or,
-    where it fits, much slower than the bound.
+    The first cut is solved in linear relaxation and then, unless that plan is as good as its bound, in whole numbers.
+    The next cut is placed at the fullest stage of the last plan, if that is over the budget or much slower than the
+    bound.
 
     Args:
         program: with costs.
@@ -104,28 +105,32 @@ def lane_bounds(
     order = CapturedOrder(program)
     choice, cuts = Choice(), list[int]()
     bound, left = 0.0, work
-    while len(cuts) < CUTS and left > 0 and bound < enough() and not interrupt:
-        if len(cuts) == len(program.ops) or (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
-            return
+    while len(cuts) < min(CUTS, len(program.ops)) and not (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
         taken, overhead = looked_at(program, choice, links)
         taken[cuts] = 0
-        stage = int(taken.argmax()) if len(taken) else 0
-        if not len(taken) or (taken[stage] <= above_budget_bytes and overhead - bound <= CLOSE):
+        stage = int(taken.argmax())
+        if taken[stage] <= above_budget_bytes and overhead - bound <= CLOSE:
             return
         cuts = sorted([*cuts, stage])
         model = LaneModel(program, above_budget_bytes, cuts, order, links)
         if model.may_merge:
             model.merge()
-        solved = model.solve(interrupt, left, enough())
-        left -= solved.work
-        bound = max(bound, solved.bound)
-        found = None
-        if solved.reruns is not None:
+        for whole in (False, True) if len(cuts) == 1 and len(program.ops) < LARGE_OPS else (True,):
+            if left <= 0 or bound >= enough() or interrupt:
+                return
+            solved = model.solve(interrupt, left, enough(), whole=whole)
+            left -= solved.work
+            bound = max(bound, solved.bound)
+            if solved.reruns is None:
+                yield LaneBound(bound, solved.infeasible, None, work - left)
+                return
             loads = [] if solved.values is None else model.loads(solved.values)
-            found = choice = rounded(program, links, cuts, solved.reruns, loads)
-        yield LaneBound(bound, solved.infeasible, found, work - left)
-        if found is None:
-            return
+            choice = rounded(program, links, cuts, solved.reruns, loads)
+            yield LaneBound(bound, solved.infeasible, choice, work - left)
+            if not whole:
+                taken, overhead = looked_at(program, choice, links)
+                if taken.max() <= above_budget_bytes and overhead - bound <= GAP / PERCENT:
+                    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +296,7 @@ class LaneModel(CutModel):
         distinct = sorted(set(ends))
         if len(self.program.ops) < LARGE_OPS or len(distinct) <= WINDOWS:
             return distinct
-        return [distinct[i] for i in np.linspace(0, len(distinct) - 1, WINDOWS).astype(int).tolist()]
+        return [distinct[i * (len(distinct) - 1) // (WINDOWS - 1)] for i in range(WINDOWS)]
 
     def _window(self, p: int, k: int, columns: NDArray[np.int64], seconds: NDArray[np.float64], free: float) -> None:
         first, last = (sum(c <= p for c in self.cuts), sum(c < k for c in self.cuts))
