@@ -34,7 +34,7 @@ LANES_SHARE = 2  # the cut relaxation with lanes takes half of what that without
 ALONE, PROMISING = 64, 0.05  # share of the effort for moves alone, and overhead from which on it is not worth any
 COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
 ROUNDS = 4
-CLOSE = 1e-3  # gap at which rounds end
+CLOSE, ENOUGH = 1e-3, 2e-4  # gaps at which rounds end, and at which the cut relaxation does
 
 
 class _Found:
@@ -119,8 +119,8 @@ def hybrid(problem: Problem, recompute: Answer) -> Answer:
     if recompute.schedule is not None and overhead_of(problem.program, recompute.schedule) <= PROVEN:
         return replace(recompute, bound_class=bound_class)
     found = _Found(problem)
-    infeasible = _start(found, recompute)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
+    infeasible = _start(found, recompute, effort)
     _anneal(found, effort)
     return _answer(found, recompute, bound_class, infeasible=infeasible, effort=effort)
 
@@ -144,7 +144,7 @@ def _moves_alone(found: _Found) -> None:
     found.best = sorted([*known, *found.best], key=lambda each: each[0])
 
 
-def _start(found: _Found, recompute: Answer) -> bool:
+def _start(found: _Found, recompute: Answer, effort: int) -> bool:
     """All start points; whether the budget is proven infeasible."""
     problem = found.problem
     seeds = [] if recompute.schedule is None else [recompute.schedule]
@@ -159,12 +159,14 @@ def _start(found: _Found, recompute: Answer) -> bool:
         problem.links,
         problem.interrupt,
         work=WORK * problem.effort // (LANES_SHARE * DEFAULT_EFFORT),
-        enough=lambda: found.overhead - PROVEN,
+        enough=lambda: found.overhead - ENOUGH,
     )
-    for each in rounds:
+    for turn, each in enumerate(rounds):
         found.bound, infeasible = max(found.bound, each.bound), each.infeasible
         if each.choice is not None:
             found.start_from(each.choice)
+        if turn == 0 and found.best and found.overhead - found.bound > ENOUGH:  # whole numbers take the solver long
+            found.anneal(found.best[0][1], effort // (ROUNDS + 1), problem.seed)
         found.tell("cut relaxation with lanes")
     if infeasible or problem.interrupt or found.overhead <= found.bound + PROVEN:
         return infeasible
