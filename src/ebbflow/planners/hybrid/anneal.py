@@ -41,6 +41,7 @@ from ebbflow.planners.search.layout import (
     B_TIER,
     C_COLUMNS,
     C_NOW,
+    H_BASE,
     H_BEST_COST,
     H_BOUNDARY,
     H_BUFFERS,
@@ -392,7 +393,9 @@ def exchange(m: Words, budget: int, first: int, last: int) -> int:
         if fine and v != w and m[w + N_OP] == other and m[w + N_STAGE] == stage:
             fine = swap(m, w, budget, 1.0)
         if fine and m[m[H_TOP] + 1] > budget:
-            fine = repair(m, budget, 0.0, 1.0, 0.0, before, 1.0, int(NOTHING), int(FEW), int(NOTHING)) == DONE
+            fine = (
+                repair(m, budget, 0.0, 1.0, 0.0, before - m[H_BASE], 1.0, int(NOTHING), int(FEW), int(NOTHING)) == DONE
+            )
         if fine and m[H_COST] < before:
             sweep(m, budget)
             tighten(m, budget, int(ROUNDS))
@@ -429,7 +432,8 @@ def anneal_moves(m: Words, budget: int, first: int, last: int, total: int, hot: 
         share = 0.6 if draw(m) < 0.3 else 0.0
         noise = 0.9 * draw(m)
         if fine:
-            fine = repair(m, budget, noise, draw(m), share, 1 << 62, lane, stamp, int(STEPS), int(NOTHING)) == DONE
+            slack = limit + max((limit - makespan(m)) // 2, 0) - m[H_BASE]
+            fine = repair(m, budget, noise, draw(m), share, slack, lane, stamp, int(STEPS), int(NOTHING)) == DONE
         if fine:
             sweep(m, budget)
             tighten(m, budget, int(ROUNDS))

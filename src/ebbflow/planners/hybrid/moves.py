@@ -44,6 +44,7 @@ from ebbflow.planners.search.layout import (
     B_TIER,
     C_COLUMNS,
     C_NOW,
+    H_BASE,
     H_BOUNDARY,
     H_CLOCKS,
     H_COST,
@@ -81,9 +82,8 @@ UNFINISHED, DONE, FAILED = 0, 1, 2  # answers of repair
 NOTHING, PLUS, MINUS = 0, 1, -1  # passed as int(..): numba would compile a function anew for each literal argument
 FAINT = 0.01
 FORBIDDEN = 1e3
-TURNS = (
-    3  # collections of offers for one eviction: where all of the first are dearer than thought, others may be better
-)
+MUCH = 0.3  # noise, beyond which the first offers will do
+TURNS = 3  # collections of offers for one eviction: where the first are all dearer than thought, others may be better
 PRICE = float(1 << 20)
 
 
@@ -436,7 +436,7 @@ def lower(
             undo(m, mark)
             if better:
                 best, best_stage, best_price = what, stage, price
-        if done or count < OFFERS:
+        if done or count < OFFERS or noise > MUCH:
             break
     if best_stage > -2:
         evict(m, best, best_stage, t, budget, share, limit, lane, before)
@@ -457,11 +457,14 @@ def repair(
     steps: int,
     final: int,
 ) -> int:
-    """Evict until every stage fits, at most ``steps`` times; ``final`` 1 makes each step final."""
+    """Evict until every stage fits, at most ``steps`` times; ``final`` 1 makes each step final.
+
+    It fails where reruns, or all that the makespan is longer than every op once, cost more than ``limit``.
+    """
     for _ in range(steps):
         if m[m[H_TOP] + 1] <= budget:
             return int(DONE)
-        if m[H_COST] > limit or m[H_WORK] > m[H_WORK_LIMIT]:
+        if m[H_COST] > limit or makespan(m) - m[H_BASE] > limit or m[H_WORK] > m[H_WORK_LIMIT]:
             return int(FAILED)
         if final == 1:
             m[H_JOURNAL] = 0

@@ -28,9 +28,9 @@ from ebbflow.step.simulate import overhead_of
 __all__ = ["hybrid", "moves_alone"]
 
 RUNS_PER_MOVE = 500  # walked per unit of effort in each phase, as in search.greedy
-FULL_EFFORT_OPS = 300  # as in auto; a move takes longer here
+FULL_EFFORT_OPS = 400  # as in auto; a move takes longer here
 LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
-LANES_SHARE = 2  # the cut relaxation with lanes takes half of what that without may, and about as long
+LANES_SHARE = 1  # of the solver's work is for the cut relaxation with lanes
 ALONE, PROMISING = 64, 0.05  # share of the effort for moves alone, and overhead from which on it is not worth any
 COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
 ROUNDS = 4
