@@ -28,12 +28,12 @@ from ebbflow.step.simulate import overhead_of
 __all__ = ["hybrid", "moves_alone"]
 
 RUNS_PER_MOVE = 500  # walked per unit of effort in each phase, as in search.greedy
-FULL_EFFORT_OPS = 400  # as in auto; a move takes longer here
+FULL_EFFORT_OPS = 750  # as in auto
 LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
 LANES_SHARE = 1  # of the solver's work is for the cut relaxation with lanes
 ALONE, PROMISING = 64, 0.05  # share of the effort for moves alone, and overhead from which on it is not worth any
 COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
-ROUNDS = 4
+ROUNDS, TURN = 6, 5  # of annealing at most; share of the effort for each
 CLOSE, ENOUGH = 1e-3, 2e-4  # gaps at which rounds end, and at which the cut relaxation does
 
 
@@ -166,7 +166,7 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
         if each.choice is not None:
             found.start_from(each.choice)
         if turn == 0 and found.best and found.overhead - found.bound > ENOUGH:  # whole numbers take the solver long
-            found.anneal(found.best[0][1], effort // (ROUNDS + 1), problem.seed)
+            found.anneal(found.best[0][1], effort // TURN, problem.seed)
         found.tell("cut relaxation with lanes")
     if infeasible or problem.interrupt or found.overhead <= found.bound + PROVEN:
         return infeasible
@@ -193,7 +193,7 @@ def _anneal(found: _Found, effort: int) -> None:
         found.tell("local search")
         starts = [choice for _, choice in found.best[: 2 if turn == 0 else 1]]
         for choice in starts:
-            found.anneal(choice, effort // (ROUNDS + 1), found.problem.seed + turn)
+            found.anneal(choice, effort // TURN, found.problem.seed + turn)
 
 
 def _answer(found: _Found, recompute: Answer, bound_class: str, *, infeasible: bool, effort: int) -> Answer:
