@@ -24,6 +24,7 @@ import torch
 
 from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
+from ebbflow.engine.hook_order import keep_order
 from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
 from ebbflow.engine.unused import note_arrived
@@ -117,6 +118,8 @@ class Flight:
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
         node.register_prehook(note_arrived)
+        if self.executable is not None:
+            node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.gradient_order))
         node.register_hook(refuse_second_derivative)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
