@@ -72,6 +72,12 @@ class Captured:
         return copy_positions(self.outputs, self.forward_output_count)
 
     @property
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors that live with the graph: user code made them from Python numbers while it was traced."""
+        names = [str(node.target) for node in self.graph.find_nodes(op="get_attr")]
+        return [getattr(self.graph.owning_module, name) for name in names]
+
+    @property
     def tangents(self) -> list[fx.Node]:
         """Placeholders that only the backward has, in order."""
         return [n for n in self.graph.nodes if n.op == "placeholder" and is_tangent(n)]

@@ -25,10 +25,12 @@ from ebbflow.capture.trace import without_model
 from ebbflow.engine.calls import ADVICE, PAST_THE_MODEL, Calls
 from ebbflow.engine.compiled import Call
 from ebbflow.engine.copies import copying
+from ebbflow.engine.flights import returned_tensors
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.spine import train
 from ebbflow.errors import UsageError
 from ebbflow.measurement.device import on_device_of
+from ebbflow.measurement.leftovers import leave, watches_of
 from ebbflow.measurement.resident import device_of, tensors_in
 from ebbflow.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
 
@@ -141,9 +143,12 @@ def _entry(forward: _Forward) -> _Forward:
         if _as_written():
             return forward(self, *args, **kwargs)
         if not torch.is_grad_enabled():
-            if not torch.compiler.is_compiling():
-                _count(self, _NO_GRADIENTS)
-            return forward(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return forward(self, *args, **kwargs)
+            _count(self, _NO_GRADIENTS)
+            outputs = forward(self, *args, **kwargs)
+            leave(watches_of(returned_tensors(outputs)))
+            return outputs
         # Where somebody else's compilation is running, what it traces ends here.
         return planned(self, forward, args, kwargs) if _traced() else _train(self, forward, args, kwargs)
 

@@ -30,7 +30,7 @@ from ebbflow.engine.tickets import ANY_FLIGHT
 from ebbflow.engine.unused import note_arrived
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
-from ebbflow.measurement.leftovers import leave
+from ebbflow.measurement.leftovers import leave, watches_of
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import is_function_node, saved_by
 from ebbflow.torch_seams.storages import StorageWatch
@@ -108,7 +108,7 @@ class Flight:
     def take_off(self, outputs: object) -> None:
         """The forward has returned ``outputs``: in the air until the backward begins or the graph is gone."""
         tensors = list(returned_tensors(outputs))
-        self.returned = [StorageWatch(each) for each in tensors if each.device.type == "cpu"]
+        self.returned = watches_of(tensors)
         node = _own_node(tensors)
         if node is None:
             leave(self.returned)

@@ -73,6 +73,7 @@ class Circumstances:
         inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
         resident_bytes: before the forward, what flights keep among them.
+        reached: keys of the storages that were counted as the model's, one by one.
         aloft: forwards in flight (``flights.aloft``).
         flying_bytes: what they keep.
         hooked: whether saved-tensor hooks are active, as in a checkpoint.
@@ -87,6 +88,7 @@ class Circumstances:
     inputs: tuple[StorageWatch, ...]
     device: str
     resident_bytes: int
+    reached: frozenset[int]
     aloft: tuple[Flight, ...]
     flying_bytes: int
     hooked: bool
@@ -178,6 +180,7 @@ class FittedModel:
             device=call.device,
             # On CUDA what is in the air is counted already.
             resident_bytes=resident + kept_bytes() if call.device == "cpu" else resident,
+            reached=frozenset(own) if call.device == "cpu" else frozenset(),
             aloft=tuple(flying),
             flying_bytes=sum(each.executable.leaves_bytes for each in flying if each.executable is not None),
             hooked=has_saved_tensor_hooks(),
@@ -388,7 +391,7 @@ class FittedModel:
 
     def resident_bytes(self, step: Step, now: Circumstances) -> int:
         """What is resident before a call of ``step``; the allocator of a card has its hidden inputs."""
-        return now.resident_bytes + (step.hidden_bytes if now.device == "cpu" else 0)
+        return now.resident_bytes + (step.hidden_bytes(now.reached) if now.device == "cpu" else 0)
 
     def _plans(self) -> Iterator[Plan]:
         return (plan for step in self._all_steps() for plan in step.plans())
