@@ -173,9 +173,12 @@ def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:
     if executable.proving == name and executable.checked is not None:
         backward = functools.partial(_proven, executable, executable.checked.backward, flight)
     if gauge is None or being_watched(executable.device) or retained:  # what is retained is in no plan
-        return backward(args)
-    gradients = _gauged(gauge, backward, args)
-    executable.measured(gauge)
+        gradients = backward(args)
+    else:
+        gradients = _gauged(gauge, backward, args)
+        executable.measured(gauge)
+    if flight is not None and flight.between is not None:
+        flight.between.returned()
     return gradients
 
 

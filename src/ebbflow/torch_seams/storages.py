@@ -8,7 +8,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
-__all__ = ["StorageWatch", "buffer_table", "has_memory", "held_in", "module_table", "parameter_table", "storage_key", "walk"]
+__all__ = [
+    "StorageWatch",
+    "buffer_table",
+    "has_memory",
+    "held_in",
+    "module_table",
+    "parameter_table",
+    "storage_key",
+    "walk",
+]
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size])
@@ -25,14 +34,16 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type]]:
-    """Per parameter whether it takes a gradient, whether all that do have one, bytes by key of all storages, classes.
+def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type], tuple[int, ...]]:
+    """Per parameter whether it takes a gradient, whether all that do have one, bytes by key of all storages, classes,
+    and numbers of the hooks on parameters, of which none is given twice.
 
     Parameters, their gradients and buffers, and what else modules hold (:func:`held_in`); each module once. Every
     planned step asks, so it is one plain loop over the tables: torch's own walks take several times as long.
     """
     seen = {id(module)}
     held: list[object] = []
+    hooks: list[int] = []
     waiting = [module]
     trained: list[bool] = []
     sizes: dict[int, int] = {}
@@ -45,6 +56,10 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type
             if parameter is None:
                 continue
             trained.append(parameter.requires_grad)
+            if parameter._backward_hooks:
+                hooks += parameter._backward_hooks
+            if parameter._post_accumulate_grad_hooks:
+                hooks += parameter._post_accumulate_grad_hooks
             storage = parameter.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
             if parameter.is_leaf and (gradient := parameter.grad) is not None:
@@ -64,7 +79,7 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type
     for tensor in _tensors(held, seen):
         storage = tensor.untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
-    return bytes(trained), accumulating, sizes, classes
+    return bytes(trained), accumulating, sizes, classes, tuple(hooks)
 
 
 def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -79,9 +94,7 @@ def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _attributes(module: torch.nn.Module) -> list[object]:
-    return [
-        value for name, value in vars(module).items() if type(value) not in _PLAIN and name not in _OF_EVERY_MODULE
-    ]
+    return [value for name, value in vars(module).items() if type(value) not in _PLAIN and name not in _OF_EVERY_MODULE]
 
 
 def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]:
