@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
+from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.engine.key import Slot
 from ebbflow.errors import BudgetError
 from ebbflow.faults import users_level
@@ -43,14 +44,12 @@ class AfterBackward:
         """At the most, as far as it is known."""
         return max(self._known.get((slot, hooks), [0]))
 
-    def learn(
-        self, slot: Slot, hooks: object, plan: Plan, peak_bytes: int, left_bytes: int, ignored_bytes: int
-    ) -> None:
+    def learn(self, slot: Slot, hooks: object, plan: Plan, peak_bytes: int, left_bytes: int) -> None:
         """A step took and left so many bytes above the level at which its backward graph returned."""
         taken = peak_bytes - max(left_bytes, 0)
-        self._known.setdefault((slot, hooks), []).append(taken if taken > ignored_bytes else 0)
+        self._known.setdefault((slot, hooks), []).append(taken if peak_bytes > SCALARS_BYTES else 0)
         total = plan.resident_bytes + end_bytes(plan.program) + peak_bytes
-        if total > plan.budget_bytes and peak_bytes > ignored_bytes:
+        if total > plan.budget_bytes and peak_bytes > SCALARS_BYTES:
             warnings.warn(
                 f"{_WHAT}, took {format_bytes(peak_bytes)} after the planned backward, so this step took "
                 f"{format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; from the next step on "

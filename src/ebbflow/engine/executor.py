@@ -195,8 +195,18 @@ def _proven(executable: Executable, backward: Callable[..., Any], flight: Flight
         gradients = backward(args)
     except BaseException as error:
         executable.proving = None
-        if isinstance(error, VerificationError) and flight is not None and flight.restore is not None:
-            flight.restore()
+        if isinstance(error, VerificationError):
+            if flight is not None and flight.restore is not None:
+                flight.restore()
+            if flight is not None and flight.hooked:
+                raise VerificationError(
+                    f"buffer {error.buffer} came back with other bits when {error.op} ran again, under saved-tensor "
+                    "hooks (torch.autograd.graph.saved_tensors_hooks) that give back other values than they were given "
+                    "(compression, quantization). No gradient of this step was handed out. Call the fitted model "
+                    "outside of them: a budget takes their place",
+                    buffer=error.buffer,
+                    op=error.op,
+                ) from error
         raise
     executable.proven()
     return gradients

@@ -414,12 +414,11 @@ class FittedModel:
     def _learn_loss(
         self, now: Circumstances, step: Step, peak_bytes: int, left_bytes: int, after_bytes: int, after_left_bytes: int
     ) -> None:
-        """What user code took between the two graphs of ``step``: a loss outside, or what is added to one inside; and
-        what was taken after them."""
+        """What user code took between the two graphs of ``step`` (a loss outside, or what is added) and after them."""
         plan = step.plan
         if plan is None:
             return
-        self._after.learn(now.slot, now.hooks, plan, after_bytes, after_left_bytes, SCALARS_BYTES)
+        self._after.learn(now.slot, now.hooks, plan, after_bytes, after_left_bytes)
         if self._between.has_loss_of(now.slot):
             return
         tangents = plan.program.late_bytes - plan.program.held_bytes

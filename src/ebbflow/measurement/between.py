@@ -1,5 +1,4 @@
-"""What user code takes between a step's two graphs: a loss outside the model, and its backward down to ours; and what
-hooks and autograd take from the return of the second graph to that of the backward.
+"""What user code takes between a step's two graphs (a loss outside, and its backward down to ours), and after them.
 
 On CUDA the allocator is asked. On CPU allocations have to be recorded from the forward's return to the backward's
 start, and a recording has to end outside of a backward (``cpu_allocations``): for that one step

@@ -1,7 +1,7 @@
 """What is resident at a step's start: the storages reachable from the roots that the user names.
 
-On CPU the allocator keeps no total, so the level is counted from roots: modules (parameters, buffers,
-gradients, tensors in attributes), optimizers (their state), tensors, and containers of these. On CUDA the allocator is asked.
+On CPU the allocator keeps no total, so the level is counted from roots: modules (parameters, buffers, gradients,
+tensors in attributes), optimizers (their state), tensors, and containers of these. On CUDA the allocator is asked.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ __all__ = [
     "module_table",
     "parameter_table",
     "storage_key",
+    "version_of",
     "walk",
 ]
 
@@ -35,8 +36,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type], tuple[int, ...]]:
-    """Per parameter whether it takes a gradient, whether all that do have one, bytes by key of all storages, classes,
-    and numbers of the hooks on parameters, of which none is given twice.
+    """Per parameter whether it takes a gradient, whether all have one, bytes by key of storages, classes, hooks.
+
+    Hooks on parameters have numbers, of which none is given twice.
 
     Parameters, their gradients and buffers, and what else modules hold (:func:`held_in`); each module once. Every
     planned step asks, so it is one plain loop over the tables: torch's own walks take several times as long.
@@ -139,6 +141,11 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().device.type == "cpu"
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to."""
+    return tensor._version
 
 
 class StorageWatch:
