@@ -131,10 +131,7 @@ def accumulated_hooks_that_share(run: Run) -> None:
     _late(run, put)
 
 
-@situation(share=1.3, over=(0,))
-def hook_copies_a_gradient(run: Run) -> None:
-    """Some rows of a table of 3 MiB are trained: the mask takes a copy of its gradient after the planned backward."""
-
+def _masked_table(run: Run) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -151,6 +148,18 @@ def hook_copies_a_gradient(run: Run) -> None:
     model = Table()
     model.table.weight.register_hook(masked)
     run.train(model, lambda m, i: _loss(m, run.tokens(i, most=12000)))
+
+
+@situation(share=1.03)
+def hook_copies_a_gradient(run: Run) -> None:
+    """Some rows of a table of 3 MiB are trained: the mask takes a copy of its gradient after the planned backward."""
+    _masked_table(run)
+
+
+@situation(share=0.9, over=(0,), refused=Refusal("BudgetError", "after the planned backward"))
+def hook_copies_more_than_there_is(run: Run) -> None:
+    """The graphs have room, the hook behind them has none: the second step is refused."""
+    _masked_table(run)
 
 
 @situation(captures=-1)

@@ -148,8 +148,8 @@ class _Reader:
         if not isinstance(value, torch.Tensor):
             raise _refusal(
                 next(iter(node.users), node),
-                "runs a part of the step as a graph of its own (torch.cond, while_loop, scan and their like), whose ops "
-                "cannot be planned one by one",
+                "runs a part of the step as a graph of its own (torch.cond, while_loop, scan and their like), whose "
+                "ops cannot be planned one by one",
                 "choose by value (torch.where) instead of by branch, write a loop of a fixed length in Python, or put "
                 "it outside of the fitted model",
             )
