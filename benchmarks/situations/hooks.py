@@ -96,6 +96,72 @@ def hook_outside_late(run: Run, put: Any) -> None:
     _late(run, put)
 
 
+def _noisy(note: list[str]) -> Any:
+    def put(m: Any) -> list[Any]:
+        def hook(name: str) -> Any:
+            return lambda grad: (note.append(name), grad + torch.randn_like(grad) * 0.01)[1]
+
+        return [p.register_hook(hook(name)) for name, p in m.named_parameters()]
+
+    return put
+
+
+@situation(captures=-1)
+def hooks_that_draw(run: Run) -> None:
+    """Noise on gradients, as in private training: which parameter gets which draw is the order of the hooks."""
+    order: list[str] = []
+    _late(run, _noisy(order))
+    run.see("order", order)
+
+
+@situation(captures=-1)
+def accumulated_hooks_that_share(run: Run) -> None:
+    """A budget of norm that all gradients share, first come, first served."""
+
+    def put(m: Any) -> list[Any]:
+        left = [1.0]
+
+        def hook(p: Any) -> None:
+            norm = float(p.grad.norm())
+            p.grad.mul_(left[0])
+            left[0] = left[0] * 0.9 + norm * 0.001
+
+        return [p.register_post_accumulate_grad_hook(hook) for p in m.parameters()]
+
+    _late(run, put)
+
+
+def _masked_table(run: Run) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(12000, 64), nn.Linear(64, 64)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.out(self.table(tokens)).square().mean()
+
+    def masked(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad[:6000] = 0
+        return grad
+
+    model = Table()
+    model.table.weight.register_hook(masked)
+    run.train(model, lambda m, i: _loss(m, run.tokens(i, most=12000)))
+
+
+@situation(share=1.03)
+def hook_copies_a_gradient(run: Run) -> None:
+    """Some rows of a table of 3 MiB are trained: the mask takes a copy of its gradient after the planned backward."""
+    _masked_table(run)
+
+
+@situation(share=0.9, over=(0,), refused=Refusal("BudgetError", "after the planned backward"))
+def hook_copies_more_than_there_is(run: Run) -> None:
+    """The graphs have room, the hook behind them has none: the second step is refused."""
+    _masked_table(run)
+
+
 @situation(captures=-1)
 def hook_that_only_looks(run: Run) -> None:
     """Activation statistics for a logger."""

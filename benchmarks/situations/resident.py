@@ -214,3 +214,32 @@ def gradients_there_at_the_start(run: Run) -> None:
         return _loss(m, run.x(i))
 
     run.train(Chain(), step, zero=False)
+
+
+@situation(share=0.9, captures=-1)
+def tables_per_length(run: Run) -> None:
+    """A table for each length of inputs, kept in a dictionary of the model: a step reads one, all are resident."""
+
+    class Tables(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[int, torch.Tensor] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) not in self.tables:
+                self.tables[len(x)] = torch.arange(float(x.numel())).view_as(x).cos()
+            return self.features(x * self.tables[len(x)]).square().mean()
+
+    run.train(Tables(), lambda m, i: _loss(m, run.x(i, 1024 - 128 * (i % 3), 64)), steps=6)
+
+
+@situation(share=0.85)
+def constant_from_a_list(run: Run) -> None:
+    """``torch.tensor(a_list)`` in the forward: the capture holds it, 31 KiB, from then on."""
+    numbers = torch.randn(8000, generator=torch.Generator().manual_seed(1)).tolist()
+
+    class Listed(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.features(x + torch.tensor(numbers)[:64]).square().mean()
+
+    run.train(Listed(), lambda m, i: _loss(m, run.x(i, 128, 64)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,3 +193,41 @@ def test_what_hides_its_size_is_refused_with_what_is_planned(refused: Body, plan
     model.body = refused
     model(torch.ones(3, 4)).backward()
     assert all(torch.equal(a, each.grad) for a, each in zip(mine, model.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def seeds(m: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)  # the line
+    return nn.functional.dropout(m.linear(x)).sum()
+
+
+def notes_gradients(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = m.linear(x)
+    if x.requires_grad:
+        x.register_hook(lambda g: m.seen.append(g.norm()))  # the line
+    return x.sum()
+
+
+def branches(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (m.linear(x),)).sum()  # the line
+
+
+@pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        (seeds, "before the call"),
+        (notes_gradients, "outside of the forward"),
+        (branches, "torch.where"),
+    ],
+)
+def test_what_would_work_is_said(body: Body, remedy: str) -> None:
+    model = Model(body)
+    model.seen = []  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match=re.escape(remedy)) as refused:
+        ebbflow.fit(model, "1GiB", effort=50)(torch.randn(2, 4))
+    assert "is_compiling" not in str(refused.value)  # a guard would drop what it guards from the step
+
+
+def test_a_batch_norm_that_counts_is_named_wherever_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4, momentum=None)))
+    with pytest.raises(CaptureError, match=re.escape("momentum=0.1")):
+        ebbflow.fit(model, "1GiB", effort=50)(torch.randn(2, 4))

@@ -11,6 +11,7 @@ from torch import nn
 
 import ebbflow
 from ebbflow.errors import UsageError
+from ebbflow.torch_seams.fake_tensors import FakeTensor, FakeTensorMode
 from ebbflow.zoo import mlp_chain
 
 ANY = 2**40
@@ -264,3 +265,14 @@ def test_the_doctor_judges_a_budget() -> None:
     assert (small.budget_bytes, small.overhead) == (plain.floor_bytes - 1, None)
     with pytest.raises(UsageError, match="top"):
         ebbflow.doctor(case.model, case.args, top=0)
+
+
+def test_tracing_and_fake_tensors_train_nothing() -> None:
+    """``torch.fx`` and a user's ``FakeTensorMode`` get the model as it is written, and no call is planned."""
+    model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1GiB", effort=50)
+    assert len(torch.fx.symbolic_trace(model).graph.nodes) == 4
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(model(torch.randn(2, 4)), FakeTensor)
+    assert ebbflow.calls_of(model).planned == 0
+    model(torch.randn(2, 4)).sum().backward()
+    assert ebbflow.calls_of(model).planned == 1

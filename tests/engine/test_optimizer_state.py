@@ -152,3 +152,33 @@ def test_plan_and_fit_reserve_the_same() -> None:
     assert fitted.reserve_bytes == plan.reserve_bytes
     assert fitted.resident_bytes == plan.resident_bytes
     assert plan.reserve_bytes > 2 * sum(p.nbytes for p in case.model.parameters())
+
+
+def test_an_optimizer_that_keeps_all_with_one_parameter_is_known_once_it_has_stepped() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ebbflow.errors.UsageError, match="one optimizer step before fit"):
+        future_state_bytes(optimizer)
+    optimizer.step(closure)
+    assert future_state_bytes(optimizer) == 0
+
+
+def test_a_second_step_on_the_same_gradients_is_no_training_past_the_model() -> None:
+    model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1GiB", effort=50)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.step()
+    assert ebbflow.calls_of(model).unplanned == {}
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.add_(1.0)
+    with pytest.warns(UserWarning, match="no planned call"):
+        optimizer.step()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
+import ebbflow
 from ebbflow.measurement.resident import device_of, resident_bytes
+from ebbflow.torch_seams.fake_tensors import FakeTensorMode
+from ebbflow.torch_seams.storages import walk
 
 
 def test_a_tensor_counts_its_whole_storage() -> None:
@@ -52,3 +57,57 @@ def test_nothing_is_nothing() -> None:
     assert resident_bytes([None, 3, torch.empty(0)]) == 0
     assert device_of([None]) == "cpu"
     assert device_of([nn.Linear(1, 1)]) == "cpu"
+
+
+@dataclasses.dataclass
+class Cache:
+    key: torch.Tensor
+
+
+def test_what_modules_hold_otherwise_counts() -> None:
+    """Attributes, containers of containers, dataclasses, modules in lists: whether a step reads them or not."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    model[0].tables = {7: torch.zeros(10), 8: [torch.zeros(20)], 9: {"x": (Cache(torch.zeros(30)),)}}  # type: ignore[assignment]
+    model.table = torch.zeros(40)
+    model.teacher = [nn.Linear(5, 5, bias=False)]  # type: ignore[assignment]
+    model.teacher[0].weight.grad = torch.zeros(5, 5)  # type: ignore[index]
+    model.words = list(range(1000))  # type: ignore[assignment]
+    held = 4 * (10 + 20 + 30 + 40 + 25 + 25)
+    assert resident_bytes([model]) == 64 + held
+    assert sum(walk(model)[2].values()) == 64 + held
+
+
+def test_what_has_no_memory_does_not_count() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with FakeTensorMode():
+        model.fake = torch.zeros(10)
+    model.meta = torch.zeros(10, device="meta")
+    model.itself = [model]  # type: ignore[assignment]
+    assert resident_bytes([model]) == sum(walk(model)[2].values()) == 64
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.numbers = nn.Linear(64, 64, bias=False), [0.5] * 2048
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * torch.tensor(self.numbers)[:64]).square()
+
+
+def test_outputs_without_gradients_and_constants_count() -> None:
+    model = ebbflow.fit(Holding(), "1GiB", effort=100)
+    x = torch.randn(32, 64)
+    with torch.no_grad():
+        kept = [model(x) for _ in range(3)]
+    model(x).sum().backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.resident_bytes == 64 * 64 * 4 + x.nbytes + 2048 * 4 + sum(each.nbytes for each in kept)
+    model.zero_grad()
+    del kept[:2]
+    ebbflow.set_budget(model, "2GiB")  # planned anew
+    model(x).sum().backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.resident_bytes == 64 * 64 * 4 + x.nbytes + 2048 * 4 + kept[0].nbytes

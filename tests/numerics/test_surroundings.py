@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ebbflow
 from ebbflow.errors import CaptureError
@@ -274,3 +275,15 @@ def test_a_gradient_scaler_scales_and_skips_as_in_eager(pair: Pair) -> None:
     assert min(scales[0]) < max(scales[0]), "no step was skipped"
     for p, q in zip(*(m.parameters() for m in pair), strict=True):
         assert torch.equal(p, q)
+
+
+def test_hooks_that_change_saved_values_are_blamed_by_name() -> None:
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU()))).double()
+    ebbflow.fit(model, "60%", effort=100)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t if t.dtype != torch.float64 or isinstance(t, nn.Parameter) else t.float(),
+        lambda t: t if t.dtype != torch.float32 else t.double(),
+    ):
+        loss = model(torch.randn(256, 64, dtype=torch.float64)).square().mean()
+    with pytest.raises(ebbflow.errors.VerificationError, match="saved-tensor hooks"):
+        loss.backward()

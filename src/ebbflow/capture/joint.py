@@ -73,6 +73,12 @@ class Captured:
         return copy_positions(self.outputs, self.forward_output_count)
 
     @property
+    def constants(self) -> list[torch.Tensor]:
+        """Tensors that live with the graph: user code made them from Python numbers while it was traced."""
+        names = [str(node.target) for node in self.graph.find_nodes(op="get_attr")]
+        return [getattr(self.graph.owning_module, name) for name in names]
+
+    @property
     def tangents(self) -> list[fx.Node]:
         """Placeholders that only the backward has, in order."""
         return [n for n in self.graph.nodes if n.op == "placeholder" and is_tangent(n)]
@@ -141,7 +147,13 @@ class _Reader:
         """A tensor that the user's code made from Python numbers while it was traced; it lives with the graph."""
         value = getattr(self.graph.owning_module, str(node.target))
         if not isinstance(value, torch.Tensor):
-            raise CaptureError(f"the captured step holds {node.target}, a {type(value).__name__} and no tensor")
+            raise _refusal(
+                next(iter(node.users), node),
+                "runs a part of the step as a graph of its own (torch.cond, while_loop, scan and their like), whose "
+                "ops cannot be planned one by one",
+                "choose by value (torch.where) instead of by branch, write a loop of a fixed length in Python, or put "
+                "it outside of the fitted model",
+            )
         node.meta.setdefault("val", value)
         self.text[node] = f"constant{len(self.text)}"
         self.resident_storages[storage_key(node.meta["val"])] = node

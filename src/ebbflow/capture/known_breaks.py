@@ -33,6 +33,10 @@ class _Break:
     line: str = ""
 
 
+_COUNTS_BATCHES = (
+    "A batch norm with momentum=None reads how many batches it has seen, a number in a tensor.",
+    "Give it a number (momentum=0.1)",
+)
 _BREAKS = (
     _Break(
         r"modified by an inplace operation",
@@ -41,9 +45,29 @@ _BREAKS = (
     ),
     _Break(
         r"[Dd]ata-dependent|Could not guard|item\(\)",
-        "A batch norm with momentum=None reads how many batches it has seen, a number in a tensor.",
-        "Give it a number (momentum=0.1)",
+        *_COUNTS_BATCHES,
         line=r"num_batches_tracked",
+    ),
+    _Break(
+        r"kl_divergence|'generator'",
+        "torch.distributions looks for the formula of two kinds of distributions when it first meets them, in a way "
+        "that cannot be traced, and remembers it from then on.",
+        "Call kl_divergence once on distributions of these kinds before the model is called",
+        line=r"kl_divergence",
+    ),
+    _Break(
+        r"seed",
+        "It seeds torch's random numbers while it runs.",
+        "Seed before the call of the model (torch.manual_seed), which draws what it would have drawn",
+        line=r"torch\.(random\.)?(manual_seed|seed)\(|torch\.cuda\.(manual_seed|seed)",
+    ),
+    _Break(
+        r"",
+        "A hook that it puts on a tensor (register_hook) does something that is no part of one graph: it changes a "
+        "list, an attribute or another object of Python.",
+        "Let the hook do no more than compute the gradient that it returns, or put it on what the call returns or on a "
+        "parameter, outside of the forward",
+        line=r"register_hook\(",
     ),
     _Break(
         r"fork_rng|is_compiling|data-dependent|Data-dependent|get_state|context manager",
@@ -116,7 +140,15 @@ def known_break(said: str, line: str, module: torch.nn.Module) -> tuple[str, str
     for each in _BREAKS:
         if re.search(each.words, said) and re.search(each.line, line):
             return each.reason, each.remedy
+    # The line is the user's; that of a batch norm in a Sequential is torch's.
+    if re.search(r"[Dd]ata-dependent|Could not guard|item\(\)", said) and any(map(_counts_batches, module.modules())):
+        return _COUNTS_BATCHES
     return None
+
+
+def _counts_batches(module: torch.nn.Module) -> bool:
+    statistics = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+    return statistics and module.training and module.momentum is None and module.num_batches_tracked is not None
 
 
 def _layerdrop(module: torch.nn.Module) -> tuple[str, str]:

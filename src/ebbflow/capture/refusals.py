@@ -42,8 +42,8 @@ _TELLS_DATA = re.compile(rf"data-dependent expression|{'|'.join(sorted(_DATA_DEP
 _COMPILER = {"BackendCompilerFailed", "InternalTorchDynamoError"}
 
 _PLAN_WHOLE = (
-    "Ebbflow plans whole steps only: take the statement out of the model's forward, or guard it with "
-    "`if not torch.compiler.is_compiling():`"
+    "Ebbflow plans whole steps only: take the statement out of the model's forward, or do it before the call and give "
+    "the forward what comes of it"
 )
 _BACKWARD_HOOK = (
     "A captured step runs no hooks between its submodules in the backward: put the hook on the fitted model itself, or "

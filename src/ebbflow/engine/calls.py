@@ -11,7 +11,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ebbflow.errors import UsageError
 from ebbflow.faults import users_level
+from ebbflow.torch_seams.storages import StorageWatch, version_of
 
 __all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "watch_optimizers"]
 
@@ -80,12 +81,19 @@ class _OfOptimizer:
     Attributes:
         trains: whether it trains a parameter of it.
         planned: planned calls at its last step.
+        used: the first gradient that its last step used, and how often that had been written to.
     """
 
     def __init__(self, trains: bool, calls: Calls) -> None:
         self.trains = trains
         self.planned = -1 if calls.fitted_with_gradients else 0
         self.warned = False
+        self.used: tuple[StorageWatch, int] | None = None
+
+    def uses_again(self, gradient: torch.Tensor) -> bool:
+        """Whether the last step used ``gradient`` as it is now. It is the one to compare the next with."""
+        before, self.used = self.used, (StorageWatch(gradient), version_of(gradient))
+        return before is not None and (before[0].key, before[1]) == (self.used[0].key, self.used[1])
 
 
 _Fitted = Callable[[], Iterable[tuple[torch.nn.Module, Calls]]]
@@ -147,7 +155,9 @@ def _look(models: list[tuple[torch.nn.Module, Calls]], optimizer: Callable[[], t
 
 def _look_at(seen: _OfOptimizer, optimizer: torch.optim.Optimizer, model: torch.nn.Module, calls: Calls) -> None:
     before, seen.planned = seen.planned, calls.planned
-    if calls.planned > before or not _has_gradients(optimizer, model):
+    first = next(_gradients(optimizer, model), None)
+    again = first is not None and not first.is_sparse and seen.uses_again(first)
+    if calls.planned > before or again or not _has_gradients(optimizer, model):
         return
     calls.count_unplanned(PAST_THE_MODEL)
     if not calls.planned:
@@ -184,8 +194,11 @@ def _trains(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:
 
 def _has_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:
     """Whether it would train ``model``: zeros, as ``zero_grad(set_to_none=False)`` leaves them, train nothing."""
-    own = {id(each) for each in model.parameters()}
-    gradients = (each.grad for each in _own_parameters(optimizer) if id(each) in own)
     return any(
-        each is not None and bool((each.coalesce().values() if each.is_sparse else each).any()) for each in gradients
+        bool((each.coalesce().values() if each.is_sparse else each).any()) for each in _gradients(optimizer, model)
     )
+
+
+def _gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    own = {id(each) for each in model.parameters()}
+    return (each.grad for each in _own_parameters(optimizer) if id(each) in own and each.grad is not None)

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from torch import fx
 
 from ebbflow.capture.joint import Captured
+from ebbflow.engine.hook_order import gradient_order
 from ebbflow.engine.retained import Retained, retained_above_bytes
 from ebbflow.engine.unused import UnusedOutputs
 from ebbflow.errors import BudgetExceeded
@@ -89,6 +90,7 @@ class Executable:
         leaves_bytes: kept while its flight is in the air, or by the gradients that its backward has made since.
         accumulates: whether it is for a step of which all gradients are added to others.
         provisional: whether it was planned for the least memory because something was not known yet.
+        gradient_order: per tensor that goes in, when its gradient reaches it (``hook_order``).
         unused: drops gradients that no used output depends on.
         always: whether every step is proven.
         phase: definitions 1 to 5.
@@ -129,6 +131,7 @@ class Executable:
             self.fingerprints = Fingerprints(captured.program)
             self.checked = _callables(*with_fingerprints(lowered.forward, lowered.backward, self.fingerprints))
         self.unused = UnusedOutputs(captured)
+        self.gradient_order = gradient_order(captured)
         self.plain = _callables(*_graphs(lowered))
         self.adopt(plan)
         _alive[self.number] = self

@@ -173,9 +173,12 @@ def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:
     if executable.proving == name and executable.checked is not None:
         backward = functools.partial(_proven, executable, executable.checked.backward, flight)
     if gauge is None or being_watched(executable.device) or retained:  # what is retained is in no plan
-        return backward(args)
-    gradients = _gauged(gauge, backward, args)
-    executable.measured(gauge)
+        gradients = backward(args)
+    else:
+        gradients = _gauged(gauge, backward, args)
+        executable.measured(gauge)
+    if flight is not None and flight.between is not None:
+        flight.between.returned()
     return gradients
 
 
@@ -192,8 +195,18 @@ def _proven(executable: Executable, backward: Callable[..., Any], flight: Flight
         gradients = backward(args)
     except BaseException as error:
         executable.proving = None
-        if isinstance(error, VerificationError) and flight is not None and flight.restore is not None:
-            flight.restore()
+        if isinstance(error, VerificationError):
+            if flight is not None and flight.restore is not None:
+                flight.restore()
+            if flight is not None and flight.hooked:
+                raise VerificationError(
+                    f"buffer {error.buffer} came back with other bits when {error.op} ran again, under saved-tensor "
+                    "hooks (torch.autograd.graph.saved_tensors_hooks) that give back other values than they were given "
+                    "(compression, quantization). No gradient of this step was handed out. Call the fitted model "
+                    "outside of them: a budget takes their place",
+                    buffer=error.buffer,
+                    op=error.op,
+                ) from error
         raise
     executable.proven()
     return gradients

@@ -30,6 +30,7 @@ from ebbflow.engine.model import FittedModel
 from ebbflow.engine.spine import train
 from ebbflow.errors import UsageError
 from ebbflow.measurement.device import on_device_of
+from ebbflow.measurement.leftovers import leave, watches_of
 from ebbflow.measurement.resident import device_of, tensors_in
 from ebbflow.torch_seams.graphs import own_names_of
 from ebbflow.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
@@ -185,8 +186,10 @@ def _entry(forward: _Forward) -> _Forward:
         if not torch.is_grad_enabled():
             outputs = forward(self, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                switched_on = any(each.grad_fn is not None for each in returned_tensors(outputs))
+                returned = list(returned_tensors(outputs))
+                switched_on = any(each.grad_fn is not None for each in returned)
                 _count(self, SWITCHED_ON if switched_on else _NO_GRADIENTS)
+                leave(watches_of(returned))
             return outputs
         # Where somebody else's compilation is running, what it traces ends here.
         return planned(self, forward, args, kwargs) if _traced() else _train(self, forward, args, kwargs)

@@ -24,12 +24,13 @@ import torch
 
 from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
+from ebbflow.engine.hook_order import keep_order
 from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
 from ebbflow.engine.unused import note_arrived
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
-from ebbflow.measurement.leftovers import leave
+from ebbflow.measurement.leftovers import leave, watches_of
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import is_function_node, saved_by
 from ebbflow.torch_seams.storages import StorageWatch
@@ -107,7 +108,7 @@ class Flight:
     def take_off(self, outputs: object) -> None:
         """The forward has returned ``outputs``: in the air until the backward begins or the graph is gone."""
         tensors = list(returned_tensors(outputs))
-        self.returned = [StorageWatch(each) for each in tensors if each.device.type == "cpu"]
+        self.returned = watches_of(tensors)
         node = _own_node(tensors)
         if node is None:
             leave(self.returned)
@@ -117,6 +118,8 @@ class Flight:
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
         node.register_prehook(note_arrived)
+        if self.executable is not None:
+            node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.gradient_order))
         node.register_hook(refuse_second_derivative)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))

@@ -25,6 +25,7 @@ import torch
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.cost.attach import costs_of
 from ebbflow.cost.cache import device_context
+from ebbflow.engine.after import AfterBackward, budget_with_room, end_bytes
 from ebbflow.engine.between import Between, Knowledge, learn_flight
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.compiled import Call, Capture
@@ -75,10 +76,12 @@ class Circumstances:
         inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
         resident_bytes: before the forward, what flights keep among them.
+        reached: keys of the storages that were counted as the model's, one by one.
         aloft: forwards in flight (``flights.aloft``).
         flying_bytes: what they keep.
         hooked: whether saved-tensor hooks are active, as in a checkpoint.
         repeated: whether a backward is running, so that this is a checkpoint's repetition of a forward.
+        hooks: on parameters.
     """
 
     slot: Slot
@@ -89,10 +92,12 @@ class Circumstances:
     inputs: tuple[StorageWatch, ...]
     device: str
     resident_bytes: int
+    reached: frozenset[int]
     aloft: tuple[Flight, ...]
     flying_bytes: int
     hooked: bool
     repeated: bool
+    hooks: tuple[int, ...]
 
     @property
     def key(self) -> object:
@@ -142,6 +147,7 @@ class FittedModel:
     not_captured: set[object] = field(default_factory=set[object])
     _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
     _between: Knowledge = field(default_factory=Knowledge)
+    _after: AfterBackward = field(default_factory=AfterBackward)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _in_a_row: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
@@ -163,7 +169,7 @@ class FittedModel:
         """What surrounds ``call``."""
         inputs = watched_in([call.args, call.kwargs]) if call.device == "cpu" else []
         others = {**kept_inputs(), **{each.key: each.bytes for each in inputs}}
-        trained, accumulating, own, classes = walk(call.module)
+        trained, accumulating, own, classes, hooks = walk(call.module)
         resident = start_bytes(own, self.optimizer, others, call.device)
         flying = aloft(self.flights)
         modes = (modes_of(call.module, call.device, trained), self._code.of(classes))
@@ -181,10 +187,12 @@ class FittedModel:
             device=call.device,
             # On CUDA what is in the air is counted already.
             resident_bytes=resident + kept_bytes() if call.device == "cpu" else resident,
+            reached=frozenset(own) if call.device == "cpu" else frozenset(),
             aloft=tuple(flying),
             flying_bytes=sum(each.executable.leaves_bytes for each in flying if each.executable is not None),
             hooked=has_saved_tensor_hooks(),
             repeated=in_backward(),
+            hooks=hooks,
         )
 
     def warn_of_flights(self, now: Circumstances) -> None:
@@ -283,10 +291,14 @@ class FittedModel:
             return
         if now.flying_bytes:
             learn_flight(flight, [each for each in now.aloft if each.number in each.home.in_the_air])
-        elif not self._between.has_loss_of(now.slot) and not being_watched(now.device):
-            learn = functools.partial(self._learn_loss, now.slot, step)
+        elif not self._is_measured(now) and not being_watched(now.device):
+            learn = functools.partial(self._learn_loss, now, step)
             flight.between = BetweenGauge(now.device, learn)
             flight.between.begin()
+
+    def _is_measured(self, now: Circumstances) -> bool:
+        """Whether it is known what user code takes outside of the two graphs."""
+        return self._between.has_loss_of(now.slot) and self._after.is_known(now.slot, now.hooks)
 
     def _all_steps(self) -> Iterator[Step]:
         return (step for steps in self._steps.values() for step in steps)
@@ -306,10 +318,12 @@ class FittedModel:
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
         known = not self.is_guess(step, now)
+        after = self._after.bytes(now.slot, now.hooks)
         fitting = [
             each
             for each in step.executables
             if _holds(each, resident, between, retained)
+            and (not after or resident + end_bytes(each.plan.program) + after <= each.plan.budget_bytes)
             and not (each.provisional and known)
             and (now.accumulating or not each.accumulates)
             and not (each.moves and now.checkpointed)
@@ -350,8 +364,10 @@ class FittedModel:
             options = replace(options, planner="least_memory")
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
         seeds += start_here(self.start, program)
-        make = functools.partial(make_plan, budget=self.budget, reserve_bytes=reserve, seeds=seeds)
         between = self._between.of(now.slot)
+        after = self._after.bytes(now.slot, now.hooks)
+        budget = budget_with_room(self.budget, _with(program, between), resident, after)
+        make = functools.partial(make_plan, budget=budget, reserve_bytes=reserve, seeds=seeds)
         try:
             plan = make(_with(program, between), resident_bytes=resident, options=options)
         except BudgetError as error:
@@ -420,22 +436,27 @@ class FittedModel:
 
     def resident_bytes(self, step: Step, now: Circumstances) -> int:
         """What is resident before a call of ``step``; the allocator of a card has its hidden inputs."""
-        return now.resident_bytes + (step.hidden_bytes if now.device == "cpu" else 0)
+        return now.resident_bytes + (step.hidden_bytes(now.reached) if now.device == "cpu" else 0)
 
     def _plans(self) -> Iterator[Plan]:
         return (plan for step in self._all_steps() for plan in step.plans())
 
     # -- what is learned from a first step ------------------------------------------------------------------
 
-    def _learn_loss(self, slot: Slot, step: Step, peak_bytes: int, left_bytes: int) -> None:
-        """What user code took between the two graphs of ``step``: a loss outside, or what is added to one inside."""
+    def _learn_loss(
+        self, now: Circumstances, step: Step, peak_bytes: int, left_bytes: int, after_bytes: int, after_left_bytes: int
+    ) -> None:
+        """What user code took between the two graphs of ``step`` (a loss outside, or what is added) and after them."""
         plan = step.plan
         if plan is None:
+            return
+        self._after.learn(now.slot, now.hooks, plan, after_bytes, after_left_bytes)
+        if self._between.has_loss_of(now.slot):
             return
         tangents = plan.program.late_bytes - plan.program.held_bytes
         if peak_bytes - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
             peak_bytes = left_bytes = 0
-        self._between.learn_loss(slot, peak_bytes, max(left_bytes - tangents, 0))
+        self._between.learn_loss(now.slot, peak_bytes, max(left_bytes - tangents, 0))
         total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
         if total > plan.budget_bytes:
             warnings.warn(

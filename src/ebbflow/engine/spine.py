@@ -34,7 +34,7 @@ from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import own_faults
-from ebbflow.measurement.leftovers import forget_dead
+from ebbflow.measurement.leftovers import forget_dead, leave, watches_of
 from ebbflow.measurement.resident import tensors_in
 from ebbflow.planners import Progress
 from ebbflow.planners.narration import narrated
@@ -80,7 +80,9 @@ def train(model: FittedModel, call: Call) -> Any:
 def _as_it_is(model: FittedModel, call: Call) -> Any:
     """``call`` as eager runs it: it has nothing to train, so that nothing is kept and nothing needs a plan."""
     model.calls.count_unplanned(NOTHING_TO_TRAIN)
-    return call.forward(call.module, *call.args, **call.kwargs)
+    outputs = call.forward(call.module, *call.args, **call.kwargs)
+    leave(watches_of(returned_tensors(outputs)))
+    return outputs
 
 
 def _takes_gradients(call: Call, now: Circumstances) -> bool:
@@ -149,6 +151,7 @@ def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
         if step.captured is None:
             step.captured = step.capture.at(asked.sizes)
         step.look_at_inputs(asked.inputs, call)
+        leave(watches_of(step.captured.constants))
         asked.inputs.clear()
     else:
         raise AssertionError("a step without a plan ran")

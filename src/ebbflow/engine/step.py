@@ -11,7 +11,7 @@ which does not and needs less. A plan with the copies will do then too, if it ho
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -162,10 +162,11 @@ class Step:
         """Those of ``hidden`` that live."""
         return [each for each in (reference() for reference in self.hidden) if each is not None]
 
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of ``hidden`` and of their gradients."""
-        return sum(storages_in(self.hidden_inputs).values()) if self.hidden else 0
+    def hidden_bytes(self, reached: Container[int]) -> int:
+        """Bytes of ``hidden`` and of their gradients, without the storages that have been ``reached`` by now."""
+        if not self.hidden:
+            return 0
+        return sum(size for key, size in storages_in(self.hidden_inputs).items() if key not in reached)
 
     def forget_plans(self) -> None:
         """Plan anew at the next call: what was asked for has changed."""

@@ -1,4 +1,4 @@
-"""What user code takes between a step's two graphs: a loss outside the model, and its backward down to ours.
+"""What user code takes between a step's two graphs (a loss outside, and its backward down to ours), and after them.
 
 On CUDA the allocator is asked. On CPU allocations have to be recorded from the forward's return to the backward's
 start, and a recording has to end outside of a backward (``cpu_allocations``): for that one step
@@ -20,25 +20,29 @@ __all__ = ["BetweenGauge"]
 # Blocks of these sizes, each taken and given back at once, mark the backward's start: few bytes, and nobody else's.
 _MARK_BYTES = (61, 53, 59, 47)
 _MARK = [signed for size in _MARK_BYTES for signed in (size, -size)]
+_END_BYTES = (47, 59, 53, 61)  # likewise, of the backward graph's return
+_END = [signed for size in _END_BYTES for signed in (size, -size)]
 
 
 class BetweenGauge:
-    """Measures one step's user code between :meth:`begin` and :meth:`mark`.
+    """Measures one step's user code between :meth:`begin` and :meth:`mark`, and from :meth:`returned` to :meth:`end`.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        done: called with the peak and with what was left at the backward's start, bytes above the level that the
-            forward left; on CPU after the backward.
+        done: called after the backward with the peak and with what was left at the backward's start, bytes above the
+            level that the forward left; and with the same at the backward's end, above the level at which the backward
+            graph returned.
     """
 
-    def __init__(self, device: str, done: Callable[[int, int], None]) -> None:
+    def __init__(self, device: str, done: Callable[[int, int, int, int], None]) -> None:
         self._cuda = device == "cuda"
         self._done = done
         self._level = 0
         self._thread = threading.get_ident()  # a profiler has to be stopped where it was started
         self._recorder: AllocationRecorder | None = None
         self._watch = BackwardWatch(self.end)
-        self._marked = False
+        self._marked = self._returned = False
+        self._before = (0, 0)
         self.open = False
 
     def begin(self) -> None:
@@ -51,7 +55,7 @@ class BetweenGauge:
         else:
             self._recorder = AllocationRecorder()
             self._recorder.start()
-            self._watch.open()
+        self._watch.open()
         self.open = True
 
     def mark(self) -> None:
@@ -60,11 +64,25 @@ class BetweenGauge:
             return
         self._marked = True
         if self._cuda:
-            self.open = False
-            self._done(torch.cuda.max_memory_allocated() - self._level, torch.cuda.memory_allocated() - self._level)
+            self._before = self._on_cuda()
         else:
             for size in _MARK_BYTES:
                 torch.empty(size, dtype=torch.uint8)
+
+    def returned(self) -> None:
+        """The backward graph has returned."""
+        if not self.open or self._returned:
+            return
+        self._returned = True
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._level = torch.cuda.memory_allocated()
+        else:
+            for size in _END_BYTES:
+                torch.empty(size, dtype=torch.uint8)
+
+    def _on_cuda(self) -> tuple[int, int]:
+        return torch.cuda.max_memory_allocated() - self._level, torch.cuda.memory_allocated() - self._level
 
     def end(self) -> None:
         """The backward has returned, or the step is given up. Inside of a backward, its end is waited for."""
@@ -73,13 +91,23 @@ class BetweenGauge:
         self.open = False
         self._watch.close()
         if self._recorder is None:
+            if self._returned:
+                self._done(*self._before, *self._on_cuda())
             return
         events = [event.bytes for event in self._recorder.stop()]
-        starts = range(len(events) - len(_MARK) + 1)
-        marks = (start for start in starts if events[start : start + len(_MARK)] == _MARK)
-        if self._marked and (mark := next(marks, None)) is not None:
-            level = peak = 0
-            for size in events[:mark]:
-                level += size
-                peak = max(peak, level)
-            self._done(peak, level)
+        start, end = _find(events, _MARK), _find(events, _END)
+        if self._returned and 0 <= start < end:
+            self._done(*_peak_and_level(events[:start]), *_peak_and_level(events[end + len(_END) :]))
+
+
+def _find(events: list[int], mark: list[int]) -> int:
+    starts = range(len(events) - len(mark) + 1)
+    return next((start for start in starts if events[start : start + len(mark)] == mark), -1)
+
+
+def _peak_and_level(events: list[int]) -> tuple[int, int]:
+    level = peak = 0
+    for size in events:
+        level += size
+        peak = max(peak, level)
+    return peak, level

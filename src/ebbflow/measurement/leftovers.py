@@ -1,8 +1,8 @@
 """What still lives of what fitted models have returned, on CPU, where the allocator keeps no total.
 
-``out = model(x); out["loss"].backward()`` in a loop keeps ``out`` alive through the next forward; so do logged losses
-and hidden states that somebody collects. They are resident for every later step of any fitted model. Nothing is kept
-alive here.
+``out = model(x); out["loss"].backward()`` in a loop keeps ``out`` alive through the next forward; so do logged losses,
+hidden states and outputs of a validation that somebody collects. They are resident for every later step of any fitted
+model, and so are constants that captures hold. Nothing is kept alive here.
 
 Every call asks, and thousands of losses may be collected: so each question looks again at a few only, and takes the
 others as alive. Too much may be counted that way, never too little; :func:`forget_dead` looks at all.
@@ -13,9 +13,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
-from ebbflow.torch_seams.storages import StorageWatch
+import torch
 
-__all__ = ["forget_dead", "leave", "left_bytes"]
+from ebbflow.torch_seams.storages import StorageWatch, has_memory
+
+__all__ = ["forget_dead", "leave", "left_bytes", "watches_of"]
 
 LOOKED_AT = 32  # of what is left, the longest not looked at, per question
 
@@ -24,8 +26,13 @@ _watches: dict[int, StorageWatch] = {}  # looked at longest ago comes first
 _total_bytes = 0
 
 
+def watches_of(tensors: Iterable[torch.Tensor]) -> list[StorageWatch]:
+    """Watches of those that take the CPU's memory."""
+    return [StorageWatch(each) for each in tensors if has_memory(each)]
+
+
 def leave(watches: Iterable[StorageWatch]) -> None:
-    """A step has ended; ``watches`` are of what its forward returned."""
+    """``watches`` are of what lives on: a step that has ended returned it, or a call without gradients."""
     global _total_bytes
     alive = [each for each in watches if each.alive]
     with _lock:

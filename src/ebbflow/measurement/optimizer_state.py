@@ -41,7 +41,12 @@ def future_state_bytes(optimizer: torch.optim.Optimizer) -> int:
                 continue
             key = (position, tuple(parameter.shape), parameter.dtype, parameter.device)
             if key not in sizes:
-                sizes[key] = _state_bytes(type(optimizer), options, parameter)
+                try:
+                    sizes[key] = _state_bytes(type(optimizer), options, parameter)
+                except UsageError:
+                    if not any(optimizer.state.values()):
+                        raise
+                    return total  # it has stepped, and keeps what it needs with other parameters (LBFGS: one)
             total += sizes[key]
     return total
 

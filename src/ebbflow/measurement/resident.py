@@ -1,7 +1,7 @@
 """What is resident at a step's start: the storages reachable from the roots that the user names.
 
-On CPU the allocator keeps no total, so the level is counted from roots: modules (parameters, buffers,
-gradients), optimizers (their state), tensors, and containers of these. On CUDA the allocator is asked.
+On CPU the allocator keeps no total, so the level is counted from roots: modules (parameters, buffers, gradients,
+tensors in attributes), optimizers (their state), tensors, and containers of these. On CUDA the allocator is asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from ebbflow.measurement.leftovers import left_bytes
-from ebbflow.torch_seams.storages import StorageWatch, buffer_table, module_table, parameter_table, storage_key
+from ebbflow.torch_seams.storages import (
+    StorageWatch,
+    buffer_table,
+    held_in,
+    module_table,
+    parameter_table,
+    storage_key,
+)
 
 __all__ = ["device_of", "hidden_in", "resident_bytes", "start_bytes", "storages_in", "tensors_in", "watched_in"]
 
@@ -39,7 +46,7 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, their gradients and buffers; each module once. Every planned step asks: torch's walk takes thrice."""
+    """Parameters, their gradients and buffers, each module once, and what else its modules hold."""
     seen = {id(module)}
     open_modules = [module]
     while open_modules:
@@ -54,6 +61,7 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 open_modules.append(child)
+    yield from held_in(module)
 
 
 def storages_in(roots: Iterable[object]) -> dict[int, int]:
@@ -100,8 +108,7 @@ def start_bytes(
 def hidden_in(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> list[weakref.ref[torch.Tensor]]:
     """Inputs of a captured step that no walk over its model and arguments finds.
 
-    A field of a dataclass, an attribute that is neither parameter nor buffer, another model in a list: the capture has
-    them among its inputs, whatever holds them.
+    What an object, a closure or a global holds: the capture has them among its inputs, whatever holds them.
     """
     found = storages_in([model, arguments])
     tensors = [each for each in inputs if isinstance(each, torch.Tensor)]

@@ -27,6 +27,7 @@ __all__ = [
     "joint_graph_settings",
     "mutated_inputs",
     "output_position_of",
+    "sequence_number",
     "two_graph_backend",
 ]
 
@@ -116,6 +117,11 @@ def boxed(function: Boxed) -> Boxed:
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder of the joint graph belongs to the backward; AOTAutograd names it so."""
     return str(node.target).startswith("tangents")
+
+
+def sequence_number(node: fx.Node) -> int:
+    """Of the node of autograd that was made last when this one of the joint graph was, or with which it runs."""
+    return int(node.meta.get("seq_nr", -1))
 
 
 def description_of(node: fx.Node) -> object | None:

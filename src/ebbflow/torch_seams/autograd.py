@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import MethodType, TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
 __all__ = [
     "BackwardWatch",
+    "accumulate_in_order",
     "active_transform",
     "current_graph_task_id",
     "has_saved_tensor_hooks",
@@ -27,6 +28,7 @@ __all__ = [
     "saved_by",
 ]
 
+_LEAF = 2**64 - 1  # the sequence number of AccumulateGrad
 _ENTRIES = ("backward", "grad")  # of torch.autograd; Tensor.backward calls the first
 
 
@@ -74,6 +76,25 @@ def saved_by(node: Any) -> tuple[Any, ...]:
 def is_function_node(node: object) -> bool:
     """Whether a node of autograd's graph belongs to a ``torch.autograd.Function``, as AOTAutograd's steps do."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def accumulate_in_order(node: Any, order: Sequence[int]) -> None:
+    """Let the leaves behind ``node``, which is about to run, get their gradients in this order.
+
+    Autograd's queue gives out first what has the highest sequence number; all leaves have the highest there is, and of
+    equal ones its heap takes any. None of the others' comes near. A node has an entry of ``next_functions`` for every
+    tensor that went in.
+
+    Args:
+        node: of a ``torch.autograd.Function``.
+        order: per tensor that went in, its place.
+    """
+    behind = node.next_functions
+    if len(behind) != len(order):
+        return  # not the graph that is known
+    for (leaf, _), place in zip(behind, order, strict=True):
+        if leaf is not None and hasattr(leaf, "variable"):
+            leaf._set_sequence_nr(_LEAF - place)
 
 
 class BackwardWatch(AbstractContextManager["BackwardWatch"]):

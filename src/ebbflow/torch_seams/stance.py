@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import _guards
+from torch.fx import _symbolic_trace
 
 from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
@@ -35,10 +36,17 @@ def tracing_here() -> bool:
 
 
 def exporting_here() -> bool:
-    """Whether this thread exports a model or traces it for ``torch.jit``: nothing is trained then."""
+    """Whether this thread exports a model, traces it for ``torch.jit`` or ``torch.fx``, or calls it on fake tensors.
+
+    Nothing is trained then.
+    """
     if torch.compiler.is_exporting():  # in some thread
         return tracing_here() or _guards.detect_fake_mode() is not None
-    return bool(torch.jit.is_tracing())  # pyright: ignore[reportPrivateImportUsage]
+    if _symbolic_trace._is_fx_tracing_flag:
+        return not tracing_here()
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None and not tracing_here()
 
 
 _COMPILATION = re.compile(r"^(None|[\d/]+): ")

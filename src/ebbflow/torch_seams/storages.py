@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
-__all__ = ["StorageWatch", "buffer_table", "module_table", "parameter_table", "storage_key", "walk"]
+__all__ = [
+    "StorageWatch",
+    "buffer_table",
+    "has_memory",
+    "held_in",
+    "module_table",
+    "parameter_table",
+    "storage_key",
+    "version_of",
+    "walk",
+]
+
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size])
+_DEPTH = 4  # of containers in containers
+_MANY, _SAMPLE = 256, 16
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -18,13 +35,17 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type]]:
-    """Per parameter whether it takes a gradient, whether all that do have one, bytes by key of all storages, classes.
+def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type], tuple[int, ...]]:
+    """Per parameter whether it takes a gradient, whether all have one, bytes by key of storages, classes, hooks.
 
-    Parameters, their gradients and buffers; each module once. Every planned step asks, so it is one plain loop over
-    the tables: torch's own walks take several times as long.
+    Hooks on parameters have numbers, of which none is given twice.
+
+    Parameters, their gradients and buffers, and what else modules hold (:func:`held_in`); each module once. Every
+    planned step asks, so it is one plain loop over the tables: torch's own walks take several times as long.
     """
     seen = {id(module)}
+    held: list[object] = []
+    hooks: list[int] = []
     waiting = [module]
     trained: list[bool] = []
     sizes: dict[int, int] = {}
@@ -37,6 +58,10 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type
             if parameter is None:
                 continue
             trained.append(parameter.requires_grad)
+            if parameter._backward_hooks:
+                hooks += parameter._backward_hooks
+            if parameter._post_accumulate_grad_hooks:
+                hooks += parameter._post_accumulate_grad_hooks
             storage = parameter.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
             if parameter.is_leaf and (gradient := parameter.grad) is not None:
@@ -52,7 +77,75 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 waiting.append(child)
-    return bytes(trained), accumulating, sizes, classes
+        held += _attributes(each)
+    for tensor in _tensors(held, seen):
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    return bytes(trained), accumulating, sizes, classes, tuple(hooks)
+
+
+def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that ``module`` and its children hold otherwise than as parameters and buffers, on the CPU.
+
+    In attributes, in containers and dataclasses in attributes, and all of modules that are there. Of many elements the
+    first few say whether there are tensors among them.
+    """
+    modules = list(module.modules())
+    held = [value for each in modules for value in _attributes(each)]
+    return _tensors(held, {id(each) for each in modules})
+
+
+def _attributes(module: torch.nn.Module) -> list[object]:
+    return [value for name, value in vars(module).items() if type(value) not in _PLAIN and name not in _OF_EVERY_MODULE]
+
+
+def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors in ``values`` that have memory, to a depth; ``seen`` are ids of modules that are walked already."""
+    waiting = [(value, _DEPTH) for value in values]
+    while waiting:
+        value, depth = waiting.pop()
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, torch.Tensor):
+            if has_memory(value):
+                yield value
+            if value.is_leaf and value.grad is not None:
+                waiting.append((value.grad, 0))
+        elif isinstance(value, torch.nn.Module):
+            if id(value) not in seen:
+                seen.add(id(value))
+                tables = (value._parameters, value._buffers, value._modules)
+                waiting += ((each, depth) for table in tables for each in table.values())
+                waiting += ((each, depth) for each in _attributes(value))
+        elif depth:
+            waiting += ((each, depth - 1) for each in _elements(value))
+
+
+def _elements(value: object) -> Collection[object]:
+    """What a container or a dataclass holds."""
+    elements: Collection[object] = ()
+    if isinstance(value, Mapping):
+        elements = value.values()
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        elements = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        elements = vars(value).values() if hasattr(value, "__dict__") else ()
+    if len(elements) > _MANY and all(type(each) in _PLAIN for each, _ in zip(elements, range(_SAMPLE), strict=False)):
+        return ()
+    return list(elements)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` takes memory of the CPU: no fake one does, nor one that stands for others in a transform."""
+    try:
+        return tensor.untyped_storage().device.type == "cpu"
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to."""
+    return tensor._version
 
 
 class StorageWatch:

@@ -88,8 +88,8 @@ def moves_of(plan: Plan) -> list[str]:
         )
     timeline = plan.timeline
     lines.append(
-        f"{format_seconds(timeline.transfer_seconds)} of transfers predicted, {format_seconds(timeline.waited_seconds)} "
-        f"waited for, {format_percent(timeline.hidden_share)} hidden"
+        f"{format_seconds(timeline.transfer_seconds)} of transfers predicted, "
+        f"{format_seconds(timeline.waited_seconds)} waited for, {format_percent(timeline.hidden_share)} hidden"
     )
     return lines
 

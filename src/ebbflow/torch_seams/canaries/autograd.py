@@ -65,6 +65,20 @@ class _Saving(torch.autograd.Function):
 
 
 @canary
+def leaves_get_their_gradients_in_the_order_asked_for() -> None:
+    """Of what is ready, autograd runs the node of the highest sequence number next; that of a leaf can be set."""
+    order: list[int] = []
+    leaves = [torch.ones(1, requires_grad=True) for _ in range(6)]
+    for number, leaf in enumerate(leaves):
+        leaf.register_hook(lambda _, number=number: order.append(number))
+    output = torch.stack(leaves)
+    expect(len(output.grad_fn.next_functions) == len(leaves), "a node has other entries than tensors went in")  # type: ignore[union-attr]
+    autograd.accumulate_in_order(output.grad_fn, [3, 0, 5, 1, 4, 2])
+    output.sum().backward()
+    expect(order == [1, 3, 5, 0, 4, 2], f"gradients came in the order {order}")
+
+
+@canary
 def retained_graphs_are_seen() -> None:
     """A backward tells whether it retains its graph."""
     _Saving.kept = []
