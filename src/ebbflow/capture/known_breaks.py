@@ -147,8 +147,9 @@ def known_break(said: str, line: str, module: torch.nn.Module) -> tuple[str, str
 
 
 def _counts_batches(module: torch.nn.Module) -> bool:
-    statistics = isinstance(module, torch.nn.modules.batchnorm._NormBase)
-    return statistics and module.training and module.momentum is None and module.num_batches_tracked is not None
+    """Whether ``module`` is a batch norm whose momentum is how many batches it has seen."""
+    counts = getattr(module, "momentum", 0.0) is None and module.training
+    return counts and getattr(module, "num_batches_tracked", None) is not None
 
 
 def _layerdrop(module: torch.nn.Module) -> tuple[str, str]:
