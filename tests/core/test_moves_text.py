@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from test_moves import MACHINE, MOVED, PROGRAM
+from test_move_rules import MACHINE, MOVED, PROGRAM
 
 from ebbflow.report.text.plan import moves_of
 from ebbflow.step.plan import Plan, Status

@@ -78,6 +78,7 @@ def test_a_plan_that_moves_is_no_slower_than_one_that_recomputes(tmp_path: Path)
     assert "tiers: disk" in moving.bound_class
 
 
+@pytest.mark.filterwarnings("ignore:code outside the model took")
 def test_a_loss_outside_is_learned_under_plans_that_move(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
