@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -81,12 +82,14 @@ class FakeDevice:
         without: edges that are left out.
         cached: whether the current stream is looked up once only.
         pinnable: bytes that may be pinned.
+        may_wait: whether the host may wait for an event. What it does then is no part of definition 3.
     """
 
     seed: int = 0
     without: Collection[Edge] = ()
     cached: bool = False
     pinnable: int = 1 << 40
+    may_wait: bool = False
     operations: list[Operation] = field(default_factory=list[Operation])
     now: Stream = field(default_factory=lambda: Stream("compute"))
     allocated: list[Stream] = field(default_factory=list[Stream])
@@ -97,6 +100,8 @@ class FakeDevice:
     _all: list[Any] = field(default_factory=list[Any])
     live: int = 0
     used: set[Edge] = field(default_factory=set[Edge])
+    _done: int = 0
+    _lock: Any = field(default_factory=threading.RLock)
 
     # -- as the port -----------------------------------------------------------------------------------------
 
@@ -133,11 +138,16 @@ class FakeDevice:
         )
 
     def finish(self, event: Event) -> None:
-        """Not used by the tier."""
-        raise AssertionError("the host waits for the device")
+        """Run what comes before it, as late as that may be."""
+        if not self.may_wait:
+            raise AssertionError("the host waits for the device")
+        with self._lock:
+            self._execute(event.after)
 
     def seconds(self, begin: Event, end: Event) -> float:
         """Operations in between."""
+        if self.may_wait:
+            self.finish(end)
         assert begin.timed
         assert end.timed
         return float((end.after & ~begin.after).bit_count())
@@ -216,9 +226,10 @@ class FakeDevice:
         writes: tuple[range, ...],
         work: Callable[[], None],
     ) -> None:
-        number = len(self.operations)
-        self.operations.append(Operation(stream, what, stream.last, reads, writes, work))
-        stream.last |= 1 << number
+        with self._lock:
+            number = len(self.operations)
+            self.operations.append(Operation(stream, what, stream.last, reads, writes, work))
+            stream.last |= 1 << number
 
     def run(self) -> None:
         """Definitions 1 and 3.
@@ -226,14 +237,19 @@ class FakeDevice:
         Raises:
             Race: if there is one.
         """
-        self._refuse_races()
+        if not self.may_wait:
+            self._refuse_races()
+        with self._lock:
+            self._execute((1 << len(self.operations)) - 1)
+
+    def _execute(self, wanted: int) -> None:
         rng = random.Random(self.seed)
-        done, waiting = 0, set(range(len(self.operations)))
+        waiting = {n for n in range(len(self.operations)) if wanted >> n & 1 and not self._done >> n & 1}
         while waiting:
-            ready = [n for n in sorted(waiting) if not self.operations[n].before & ~done]
+            ready = [n for n in sorted(waiting) if not self.operations[n].before & ~self._done]
             number = rng.choice(ready)
             self.operations[number].work()
-            done |= 1 << number
+            self._done |= 1 << number
             waiting.discard(number)
 
     def _refuse_races(self) -> None:

@@ -5,7 +5,7 @@ What Ebbflow knows about the model lives outside it in a :class:`~ebbflow.engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.step import Step
 from ebbflow.errors import PlanMismatch, UsageError
+from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.resident import device_of
 from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
@@ -25,10 +26,12 @@ from ebbflow.planners.narration import aloud
 from ebbflow.planning.cache import PlanCache
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.planning.shape_plans import Buckets
+from ebbflow.step.machine import Machine
 from ebbflow.step.plan import Plan
 from ebbflow.tiers import parse_tiers
 from ebbflow.transfers.links import this_machine
 from ebbflow.transfers.tiers import open_tiers
+from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget
 
 __all__ = ["calls_of", "fit", "plan_of", "set_budget", "step_of", "unfit"]
@@ -136,7 +139,7 @@ def fit(
             PlanningOptions.of(options),
             cache=PlanCache(),
             buckets=Buckets(),
-            machine=this_machine(opened) if given is None else None,
+            machine=_machine_at_hand(model, opened) if given is None else None,
             tiers=tuple(opened) if given is None else (),
         ),
         optimizer=optimizer,
@@ -149,6 +152,11 @@ def fit(
     _swap_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)
     return model
+
+
+def _machine_at_hand(model: torch.nn.Module, tiers: Mapping[str, Way]) -> Machine | None:
+    with on_device_of([model]):
+        return this_machine(tiers, device_of([model]))
 
 
 def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:

@@ -81,21 +81,21 @@ class Region:
             chunk = memoryview(zeros)[: min(_CHUNK_BYTES, self.size - offset)]
             _write(self._file, chunk, offset)
 
-    def write(self, offset: int, tensor: torch.Tensor) -> None:
-        """Copy the storage of ``tensor`` to ``offset``.
+    def write(self, offset: int, tensor: torch.Tensor, size: int | None = None) -> None:
+        """Copy the storage of ``tensor``, or its first ``size`` bytes, to ``offset``.
 
         Raises:
             OSError: if it cannot be written.
         """
-        _write(self._file, _memory_of(tensor), offset)
+        _write(self._file, _memory_of(tensor)[:size], offset)
 
-    def read(self, offset: int, tensor: torch.Tensor) -> None:
-        """Fill the storage of ``tensor`` from ``offset`` on.
+    def read(self, offset: int, tensor: torch.Tensor, size: int | None = None) -> None:
+        """Fill the storage of ``tensor``, or its first ``size`` bytes, from ``offset`` on.
 
         Raises:
             OSError: if it cannot be read, or ends too early.
         """
-        _read(self._file, _memory_of(tensor), offset)
+        _read(self._file, _memory_of(tensor)[:size], offset)
 
     def failure(self, what: str, why: str) -> TierError:
         """What to raise where a copy failed."""

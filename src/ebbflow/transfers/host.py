@@ -50,10 +50,15 @@ class Slab:
         self.last: dict[Any, Any] = {}  # by side stream, the end of its last copy
         self.fences: tuple[Any, ...] = ()
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of its bytes."""
+        assert self._memory is not None, "the slab is closed"
+        return self._memory
+
     def place(self, slot: Slot) -> torch.Tensor:
         """The bytes of a slot."""
-        assert self._memory is not None, "the slab is closed"
-        return bytes_of(self._memory, slot.offset, slot.bytes)
+        return bytes_of(self.memory, slot.offset, slot.bytes)
 
     def end(self) -> None:
         """Definition 3: the step is over."""

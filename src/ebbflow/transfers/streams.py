@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-__all__ = ["CUDA", "CudaStreams", "Edge", "Streams", "bytes_of"]
+__all__ = ["CUDA", "CudaStreams", "Edge", "Streams", "bytes_of", "card"]
 
 
 class Edge(enum.Enum):
@@ -120,6 +120,13 @@ class CudaStreams:
 
 CUDA = CudaStreams()
 """Of this process."""
+
+
+def card() -> tuple[torch.device, str, str, int]:
+    """The current one: device, name, compute capability, bytes of its memory."""
+    index = torch.cuda.current_device()
+    facts = torch.cuda.get_device_properties(index)
+    return torch.device("cuda", index), facts.name, f"{facts.major}.{facts.minor}", facts.total_memory
 
 
 def bytes_of(tensor: torch.Tensor, begin: int = 0, size: int | None = None) -> torch.Tensor:
