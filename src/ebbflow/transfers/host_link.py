@@ -3,7 +3,7 @@
 1. A *probe* is :data:`_COPIES` pieces one way, between two events of that way's side stream; then both ways at once.
    The link is duplex if both at once take less than three quarters of what they take in turn.
 2. The latency is what a small copy takes besides its bytes, one after the other. What computing loses meanwhile is
-   seen by a product on the stream that computes, with and without copies under way.
+   seen by sums on the stream that computes, with and without copies under way: both need the device's memory.
 3. Where a card has no room for the probe, its link is that of the catalogue's machine that is most like it.
 """
 
@@ -62,14 +62,15 @@ class _Probe:
     def compute_share(self) -> float:
         """Definition 2, the second half."""
         streams = self.streams
-        matrix = torch.zeros(1024, 1024, device=self.device)
-        result = torch.empty_like(matrix)
+        # No product: cuBLAS would keep a workspace for this stream.
+        one = torch.zeros(_PIECE_BYTES // 4, device=self.device)
+        other = torch.zeros_like(one)
 
         def compute() -> float:
             now = streams.current(self.device)
             begin = streams.record(now, timed=True)
             for _ in range(8):
-                torch.mm(matrix, matrix, out=result)
+                other.add_(one)
             return streams.seconds(begin, streams.record(now, timed=True))
 
         compute()
