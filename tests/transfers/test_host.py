@@ -364,6 +364,21 @@ def test_a_buffer_is_let_go_as_soon_as_its_copy_is_joined() -> None:
     device.run()
 
 
+def test_a_copy_that_cannot_be_issued_does_not_keep_its_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(FakeDevice())
+    arena = bench.arena()
+    tensor = bench.made(0, 1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(bench.device, "copy", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        arena.offload(0, tensor)
+    arena.close()
+    assert len(bench.tier._free) == 1
+
+
 # -- the host's memory -------------------------------------------------------------------------------------------
 
 

@@ -77,9 +77,9 @@ def fit(
         seed: of every random choice; plans are reproducible for one effort and seed.
         start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
             plan starts from that one's schedule too.
-        tiers: slower memory that tensors may be moved to and fetched from: ``"disk"``, a directory below your cache
-            directory, ``"disk:PATH"``, or a list. ``None``: what does not fit is recomputed. By default those of a plan
-            that is given.
+        tiers: slower memory that tensors may be moved to and fetched from: ``"host"`` for a model on a CUDA device,
+            ``"disk"``, a directory below your cache directory, ``"disk:PATH"``, or a list. ``None``: what does not fit
+            is recomputed. By default those of a plan that is given.
         verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
             ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
             every buffer that comes back once more.

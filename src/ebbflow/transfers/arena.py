@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,13 +47,19 @@ class _Regions:
             self.close()
             raise
 
-    def begin(self) -> None:
-        """A job will use them."""
+    @contextmanager
+    def used(self) -> Generator[Callable[[], None], None, None]:
+        """A copy is issued inside; gives what it calls once it uses them no more."""
         with self._lock:
             self._under_way += 1
+        try:
+            yield self._end
+        except BaseException:
+            self._end()  # it was not issued
+            raise
 
-    def end(self) -> None:
-        """It does no more. Called by its lane's thread."""
+    def _end(self) -> None:
+        """A copy uses them no more. Called by its lane's thread."""
         with self._lock:
             self._under_way -= 1
             unused = self._closed and not self._under_way
@@ -121,8 +127,8 @@ class Arena:
             )
         self._wait(self._in[index])  # definition 3
         self._in[index] = None
-        self._regions.begin()
-        self._out[index] = self._tiers[slot.tier].send(region, slot, tensor, self._regions.end, timed=self._timed)
+        with self._regions.used() as end:
+            self._out[index] = self._tiers[slot.tier].send(region, slot, tensor, end, timed=self._timed)
         self.traffic.out_bytes += slot.bytes
 
     def settle(self, index: int, tensor: torch.Tensor) -> None:
@@ -143,9 +149,8 @@ class Arena:
         if tensor.untyped_storage().nbytes() != slot.bytes:
             raise InternalError(f"{slot.name} comes back with other bytes than the {slot.bytes} of its slot")
 
-        self._regions.begin()
-        tier, end = self._tiers[slot.tier], self._regions.end
-        self._in[index] = tier.fetch(region, slot, tensor, out, end, timed=self._timed)
+        with self._regions.used() as end:
+            self._in[index] = self._tiers[slot.tier].fetch(region, slot, tensor, out, end, timed=self._timed)
         self.traffic.in_bytes += slot.bytes
         return tensor
 
