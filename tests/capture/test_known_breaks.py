@@ -140,3 +140,55 @@ def test_sparse_gradients_are_refused_by_name(body: Body) -> None:
     with pytest.raises(CaptureError, match=r"sparse_coo.*sparse=False") as raised:
         ebbflow.fit(Model(body), "1GiB")(torch.ones(3, 4))
     assert raised.value.source == line_of(body)
+
+
+PLACES, TIMES = torch.tensor([1, 2]), torch.tensor([1, 2, 1])
+
+
+def cut(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor_split(m.linear(x), PLACES)[1].sum()  # the line
+
+
+def cut_by_numbers(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor_split(m.linear(x), (1, 2))[1].sum()
+
+
+def repeated(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).repeat_interleave(TIMES, dim=0).square().sum()  # the line
+
+
+def repeated_to_a_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.linear(x).repeat_interleave(TIMES, dim=0, output_size=4).square().sum()
+
+
+def combined(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.combinations(m.linear(x)[0]).square().sum()  # the line
+
+
+def combined_by_index(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.linear(x)[0]
+    i, j = torch.triu_indices(4, 4, 1)
+    return torch.stack([h[i], h[j]], 1).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("refused", "planned", "advice"),
+    [
+        (cut, cut_by_numbers, "tensor_split(x, (2, 4))"),
+        (repeated, repeated_to_a_size, "output_size=n"),
+        (combined, combined_by_index, "torch.triu_indices(n, n, 1)"),
+    ],
+)
+def test_what_hides_its_size_is_refused_with_what_is_planned(refused: Body, planned: Body, advice: str) -> None:
+    model = ebbflow.fit(Model(refused), "1GiB")
+    with pytest.raises(CaptureError) as raised:
+        model(torch.ones(3, 4))
+    assert advice in raised.value.remedy
+    assert raised.value.source == line_of(refused)
+    model.body = planned
+    model(torch.ones(3, 4)).backward()
+    mine = [each.grad for each in model.parameters()]
+    ebbflow.unfit(model).zero_grad()
+    model.body = refused
+    model(torch.ones(3, 4)).backward()
+    assert all(torch.equal(a, each.grad) for a, each in zip(mine, model.parameters(), strict=True))  # type: ignore[arg-type]

@@ -25,6 +25,8 @@ class Model(nn.Module):
         super().__init__()
         self.trunk, self.logits, self.value = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 1)
         self.scale = nn.Parameter(torch.tensor(0.5))
+        self.weights: torch.Tensor
+        self.register_buffer("weights", torch.ones(3))
         self.body = body
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -40,6 +42,7 @@ LOSSES: dict[str, Body] = {
     "first": lambda m, h, y: (ce(m, h, y), m.logits(h)),
     "last, of the logits": lambda m, h, y: (lambda z: (z, F.cross_entropy(z, y)))(m.logits(h)),
     "of all that is returned": lambda m, h, y: (lambda z: (z, h, (z.square().sum() + h.sum())))(m.logits(h)),
+    "weighted": lambda m, h, y: (lambda z: (F.cross_entropy(z, z.argmax(-1), m.weights), z))(m.logits(h)),
     "reads labels": lambda m, h, y: (m.logits(h).softmax(-1), ce(m, h, y)),
     "named": lambda m, h, y: {"loss": m.value(h), "logits": m.logits(h)},
     "named field": lambda m, h, y: Pair(h.sum(), m.logits(h)),
@@ -51,6 +54,8 @@ NO_LOSSES: dict[str, Body] = {
     "value of a batch of one": lambda m, h, y: (m.logits(h), m.value(h)),
     "value, squeezed": lambda m, h, y: (m.logits(h), m.value(h).squeeze()),
     "value beside its features": lambda m, h, y: (m.value(h), h),
+    "value beside its features, squeezed": lambda m, h, y: (m.value(h).squeeze(), h),
+    "mean value beside its features": lambda m, h, y: (h, m.value(h).mean()),
     "named value": lambda m, h, y: {"value": m.value(h).squeeze(), "hidden": h},
     "scale of logits": lambda m, h, y: (h, m.logits(h), m.scale.exp()),
     "the scale itself": lambda m, h, y: (h, m.scale),

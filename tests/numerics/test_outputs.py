@@ -252,3 +252,33 @@ def test_a_view_of_a_result_may_be_returned(returned: str) -> None:
     with pytest.warns(UserWarning, match="another forward of this model is in flight"):
         model(x.flip(0)[:2])
     del kept
+
+
+class HandsThrough(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        made = self.layer(x) * self.scale
+        return {"loss": made.square().mean(), "w": self.layer.weight, "x": x, "scale": self.scale, "made": made}
+
+
+@pytest.mark.parametrize("gradients", ["loss", "all"])
+@pytest.mark.parametrize("takes", [False, True])
+def test_what_is_handed_through_is_what_it_was(gradients: Any, takes: bool) -> None:
+    model = HandsThrough()
+    plain = copy.deepcopy(model)
+    ebbflow.fit(model, "1GiB", gradients=gradients)
+    for _ in range(2):
+        rows = torch.randn(3, 4, requires_grad=takes)
+        other = rows.detach().clone().requires_grad_(takes)
+        mine, theirs = model(rows), plain(other)
+        assert mine["w"] is model.layer.weight
+        assert mine["x"] is rows
+        assert mine["scale"] is model.scale
+        for outputs in (mine, theirs):
+            (outputs["loss"] + outputs["w"].square().sum()).backward()
+        assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
+        assert not takes or torch.equal(rows.grad, other.grad)  # type: ignore[arg-type]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.engine import model as fitted_module
+from ebbflow.errors import CaptureError
 from ebbflow.zoo import mlp_chain
 
 
@@ -101,6 +105,68 @@ def test_attribute_that_changes_in_every_call_is_warned_about() -> None:
     for _ in range(2):  # more than Dynamo's limit of recompilations
         assert_same(fitted, plain, torch.ones(4, 8))
     assert fitted.calls == 10
+
+
+def steps(model: Any) -> None:
+    model.log.append(1)
+
+
+def names(model: Any) -> None:
+    model.log[str(len(model.log))] = 1
+
+
+def numbers(model: Any) -> None:
+    model.log.add(len(model.log))
+
+
+def count(model: Any) -> None:
+    model.log += 1
+
+
+def recent(model: Any) -> None:
+    model.log.append(1)
+    if len(model.log) > 2:
+        model.log.pop(0)
+
+
+class Logging(nn.Module):
+    def __init__(self, log: Any, note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.log, self.note = log, note
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.note(self)
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Logging has been captured")
+@pytest.mark.parametrize(("empty", "note"), [([], steps), ({}, names), (set(), numbers), (0, count), ([], recent)])
+def test_what_grows_in_every_call_settles_or_is_refused_by_name(
+    empty: Any, note: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fitted_module, "_MOST_IN_A_ROW", 3)
+    model = Logging(copy.copy(empty), note)
+    plain = copy.deepcopy(model)
+    ebbflow.fit(model, "1GiB")
+
+    def step(each: nn.Module) -> list[torch.Tensor]:
+        loss = each(torch.ones(4, 8))
+        return [loss, *torch.autograd.grad(loss, list(each.parameters()))]
+
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(step(model), step(plain), strict=True))
+        assert model.log == plain.log
+    if note is recent:
+        for _ in range(3):
+            step(model)
+    else:
+        with pytest.raises(CaptureError, match=r"captured 3 times.*captured where .*self\.log.*register_buffer"):
+            step(model)
+        assert model.log == plain.log
+        model.log = copy.copy(empty)  # what is known still serves
+        step(model)
+    assert not ebbflow.calls_of(model).unplanned
 
 
 def test_mode_of_a_submodule() -> None:

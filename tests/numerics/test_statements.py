@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import ebbflow
+from eager_steps import assert_trains_as_eager
 
 WIDTH = 8
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -31,29 +31,6 @@ class Model(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.body(self, *args)
-
-
-def history(model: nn.Module, arguments: Callable[[], tuple[Any, ...]], steps: int = 3) -> list[torch.Tensor | None]:
-    """Losses and gradients of a few steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(2)
-    found: list[torch.Tensor | None] = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(*arguments())
-        loss.backward()
-        found += [loss.detach().clone(), *(p.grad if p.grad is None else p.grad.clone() for p in model.parameters())]
-        optimizer.step()
-    return [*found, torch.get_rng_state()]
-
-
-def assert_trains_as_eager(model: nn.Module, arguments: Callable[[], tuple[Any, ...]] = lambda: (X,)) -> nn.Module:
-    expected = history(copy.deepcopy(model), arguments)
-    found = history(ebbflow.fit(model, "1GiB"), arguments)
-    assert ebbflow.plan_of(model) is not None, "no step was planned"
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]
-    return model
 
 
 def energy(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +106,7 @@ BODIES: dict[str, Body] = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_statement_is_planned_with_eagers_bits(name: str) -> None:
-    assert_trains_as_eager(Model(BODIES[name]))
+    assert_trains_as_eager(Model(BODIES[name]), lambda: (X,))
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -1,4 +1,4 @@
-"""Where buffers may be moved, no plan is worse than recomputing alone or moving alone, and each says what it assumes."""
+"""Where buffers may be moved, no plan is worse than recomputing or moving alone, and each says what it assumes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_never_slower_than_recomputing_or_moving_alone(rate: float, results: int
         assert overhead <= overhead_of(program, alone.schedule, card) + 1e-9
     if moved is not None:
         assert overhead <= overhead_of(program, moved, card) + 1e-9
-    assert answer.bound is not None and answer.bound <= overhead + 1e-9
+    assert answer.bound is not None
+    assert answer.bound <= overhead + 1e-9
     assert "tiers: host" in answer.bound_class
 
 

@@ -6,13 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.planners.base import Interrupt
+from ebbflow.planners.hybrid import local_search
 from ebbflow.planners.hybrid.choice import Choice, schedule_of
+from ebbflow.planners.hybrid.floor import floor_with_tiers
 from ebbflow.planners.hybrid.state import HybridState
 from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.step.legality import check
 from ebbflow.step.machine import Link, Machine
 from ebbflow.step.program import Program
 from ebbflow.step.simulate import simulate
+from ebbflow.step.unplanned import unplanned_bytes
 from strategies import programs, reruns
 
 
@@ -70,6 +74,30 @@ def test_bytes_and_makespan_are_the_simulators(situation: tuple[Program, Machine
     for choice in choices:  # the state goes from one to the next
         state.load_choice(choice)
         _hold_against_the_simulator(state, machine)
+
+
+@given(situation=situations(), share=st.sampled_from([0.3, 0.6, 0.9]), moves_only=st.booleans())
+def test_searches_keep_to_the_simulator(
+    situation: tuple[Program, Machine, list[Choice]], share: float, moves_only: bool
+):
+    program, machine, choices = situation
+    state = HybridState(program, machine.links)
+    floor, _ = floor_with_tiers(program, machine.links)
+    budget = int(floor + share * (unplanned_bytes(program) - floor))
+    for choice in (Choice(), choices[0]):
+        state.load_choice(choice)
+        local_search.repair(state, budget, Interrupt(), moves_only=moves_only)
+        _hold_against_the_simulator(state, machine)
+        if state.peak_bytes > budget:
+            continue
+        local_search.tighten(state, budget)
+        local_search.clean_up(state, budget)
+        tight = state.overhead
+        local_search.anneal(state, budget, 20, 1, Interrupt(), moves_only=moves_only)
+        local_search.exchange(state, budget, Interrupt())
+        _hold_against_the_simulator(state, machine)
+        assert state.peak_bytes <= budget
+        assert state.overhead <= tight
 
 
 @given(situation=situations())

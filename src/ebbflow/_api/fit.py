@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ebbflow._api.refusals import refuse_to_fit, require_module
+from ebbflow._api.refusals import refuse_foreign_optimizer, refuse_to_fit, require_module
 from ebbflow.engine.calls import Calls, watch_optimizers
-from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class
+from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class, set_class
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.step import Step
 from ebbflow.errors import PlanMismatch, UsageError
@@ -123,6 +123,7 @@ def fit(
             value=start,
         )
     refuse_to_fit(model)
+    refuse_foreign_optimizer(model, optimizer)
     named = parse_tiers(list(given.tiers) if given is not None and tiers is None else tiers)
     opened = open_tiers(named, device_of([model]))
     if given is not None and (missing := set(given.tiers).difference(opened)):
@@ -149,7 +150,7 @@ def fit(
         tiers=opened,
         calls=Calls(fitted_with_gradients=any(each.grad is not None for each in model.parameters())),
     )
-    _swap_class(model, fitted_class(type(model)))
+    set_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)
     return model
 
@@ -204,7 +205,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted = _fitted(model, "unfit")
     del FITTED[model]
     fitted.flights.disturb()
-    _swap_class(model, fitted.plain_class)
+    set_class(model, fitted.plain_class)
     return model
 
 
@@ -232,10 +233,6 @@ def _options(**given: Any) -> Options:
             value=options.optimizer,
         )
     return options
-
-
-def _swap_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    model.__class__ = kind
 
 
 def step_of(model: torch.nn.Module) -> Step | None:

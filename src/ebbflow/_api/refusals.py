@@ -5,7 +5,9 @@ A step is planned for one device that holds the whole model. So these are refuse
 2. modules whose weights are moved in and out by hooks (accelerate's and diffusers' offloading): the bytes move behind
    the plan's back;
 3. models whose parameters and buffers are on several devices;
-4. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
+4. modules that have no forward, but a ``__call__`` of their own;
+5. an optimizer that trains another model: parameters that were replaced after it was made, or somebody else's;
+6. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ebbflow.names import did_you_mean
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import FakeTensor
 
-__all__ = ["refuse_to_fit", "refuse_to_plan", "require_call", "require_module"]
+__all__ = ["refuse_foreign_optimizer", "refuse_to_fit", "refuse_to_plan", "require_call", "require_module"]
 
 _SUPPORTED = ("cpu", "cuda")
 _MOVING_HOOKS = ("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook")
@@ -63,13 +65,14 @@ def require_call(args: object, kwargs: object) -> None:
 
 
 def refuse_to_fit(model: torch.nn.Module) -> None:
-    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4).
+    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4 and 6).
 
     Raises:
         UsageError: naming what stands in the way and what to do.
     """
     _refuse_scripts(model)
     _refuse_hooks(model)
+    _refuse_own_call(model)
     for name, tensor in _tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise _refusal(
@@ -88,6 +91,25 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
                 "(model.to_empty(device=...) and its weights), or use ebbflow.plan, which needs no memory"
             )
         _refuse_device(name, tensor)
+
+
+def refuse_foreign_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse an optimizer that trains no parameter of a model that has some to train (definition 5).
+
+    Raises:
+        UsageError: saying whose parameters to give it.
+    """
+    trained = {id(each) for each in model.parameters() if each.requires_grad}
+    if optimizer is None or not trained:
+        return
+    if trained.isdisjoint(id(each) for group in optimizer.param_groups for each in group["params"]):
+        raise UsageError(
+            f"the optimizer ({type(optimizer).__name__}) holds no parameter of this {type(model).__name__}: it is "
+            "another model's, or was made before the model's parameters were replaced (load_state_dict(assign=True), "
+            "weights tied or put in anew). Make it of model.parameters(), then fit",
+            argument="optimizer",
+            value=optimizer,
+        )
 
 
 def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
@@ -158,6 +180,16 @@ def _hooks(hook: object) -> Iterator[object]:
     inner = getattr(hook, "hooks", ())
     for each in cast("Sequence[object]", inner) if isinstance(inner, tuple | list) else ():
         yield from _hooks(each)
+
+
+def _refuse_own_call(model: torch.nn.Module) -> None:
+    kind = type(model)
+    own_call = kind.__call__ is not torch.nn.Module.__call__
+    if own_call and kind.forward is torch.nn.Module.forward and "forward" not in model.__dict__:
+        raise _refusal(
+            f"{kind.__name__} has a __call__ of its own and no forward, which is what Ebbflow plans; rename its "
+            "__call__ to forward, and call the model as before"
+        )
 
 
 def _refuse_many_devices(model: torch.nn.Module) -> None:

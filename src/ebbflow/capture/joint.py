@@ -28,6 +28,7 @@ from ebbflow.errors import CaptureError, InternalError
 from ebbflow.step.program import COPY_BACK, Buffer, Op, Program
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.aot import description_of, is_tangent, mutated_inputs
+from ebbflow.torch_seams.graphs import stack_trace_of
 from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["Captured", "read_joint"]
@@ -155,7 +156,8 @@ class _Reader:
             raise _refusal(
                 node,
                 "returns a tensor whose size depends on data",
-                "Ebbflow plans fixed sizes only: mask instead of selecting (torch.where), or pad outside the model",
+                _instead(node)
+                or "Ebbflow plans fixed sizes only: mask instead of selecting (torch.where), or pad outside the model",
             )
         keys = [storage_key(v) for v in values if v is not None]
         known = [k in self.buffer_of_storage or k in self.resident_storages for k in keys]
@@ -168,8 +170,9 @@ class _Reader:
                     node,
                     "reads a number out of a tensor (item(), tolist(), int(), a slice by a tensor), so that the step "
                     "depends on data",
-                    "give such numbers to the forward as Python ints, or compute with the tensor; keep all rows and "
-                    "mask (torch.where) instead of cutting out as many as the data say",
+                    _instead(node)
+                    or "give such numbers to the forward as Python ints, or compute with the tensor; keep all rows "
+                    "and mask (torch.where) instead of cutting out as many as the data say",
                 )
             raise _refusal(
                 node,
@@ -256,6 +259,19 @@ class _Reader:
         )
         self.op_nodes.append(node)
         self.calls.append(call)
+
+
+_INSTEAD = {
+    "tensor_split(": "give tensor_split the places of its cuts as ints, in a tuple: tensor_split(x, (2, 4))",
+    "repeat_interleave(": "give repeat_interleave the size that comes out, if it is always the same "
+    "(repeat_interleave(..., output_size=n)); else repeat all rows equally often and mask (torch.where)",
+}
+
+
+def _instead(node: fx.Node) -> str:
+    """What to write in the user's line, where one argument is all that is in the way."""
+    code = stack_trace_of(node).rpartition('  File "')[2]
+    return next((remedy for call, remedy in _INSTEAD.items() if call in code), "")
 
 
 def _refusal(node: fx.Node, what: str, remedy: str) -> CaptureError:

@@ -67,6 +67,12 @@ _BREAKS = (
         line=r"generator|Generator|manual_seed",
     ),
     _Break(
+        r"",
+        "torch.combinations selects what it returns by a mask, so that its size looks as if it depended on data.",
+        "Index, do not mask: i, j = torch.triu_indices(n, n, 1), and torch.stack([x[i], x[j]], 1) are the pairs",
+        line=r"\bcombinations\(",
+    ),
+    _Break(
         r"returning intermediate with requires_grad_",
         "It returns or keeps a tensor on which it called requires_grad_(), whose own gradient would be lost.",
         "Return it detached (detach()), or make it outside of the forward and give it as an argument",

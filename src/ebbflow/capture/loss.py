@@ -5,10 +5,12 @@ are, unless somebody computes with them. So one decides by the role of the outpu
 1. A *loss* is an output of one element that takes a gradient and
    a. is called ``loss``, as a mapping's key or a named tuple's field; or
    b. has no dimensions, is at a place without a name or under one that speaks of a loss (:data:`_SPEAKS_OF_A_LOSS`),
-      and is computed from every larger output, or reads an argument of the call, labels say, that no larger output
-      reads. The value of a batch of one and the scale of CLIP's logits do neither: they are no losses.
+      and is computed from every larger output and from no parameter besides, or reads an argument of the call, labels
+      say, that no larger output reads. What a value head makes of a batch of one and the scale of CLIP's logits do
+      neither: they are no losses.
 2. Where there is a loss, every larger output is detached inside the captured step. What the caller gets in its place
-   requires a gradient as before, and raises if one arrives (:func:`guarded`). Other outputs of one element keep theirs.
+   requires a gradient as before, and raises if one arrives (:func:`guarded`). Other outputs of one element keep theirs,
+   and a parameter or an argument of the call that is handed through stays what it is.
 3. Where there is none, all outputs take gradients: right in any case, at the price of their size.
 4. The loss is *outside* if a larger output takes a gradient: user code computes it from that (:func:`loss_is_outside`).
 
@@ -111,7 +113,7 @@ def settle_roles(graph: fx.GraphModule) -> None:
     there_is_a_loss = named or any(_is_loss(each, larger) for each in candidates)
     for mark, output in zip(marks, larger, strict=True):
         value = output
-        if there_is_a_loss:
+        if there_is_a_loss and output.op != "placeholder":
             with graph.graph.inserting_before(mark):
                 value = graph.graph.call_method("detach", (output,))
             value.meta.update(mark.meta)
@@ -122,10 +124,13 @@ def settle_roles(graph: fx.GraphModule) -> None:
 
 def _is_loss(output: fx.Node, larger: Sequence[fx.Node]) -> bool:
     """Definition 1b, but for the name."""
-    read = _read_by([output])
-    if read.issuperset(larger):
+    read, by_larger = _read_by([output]), _read_by(larger)
+    own = [node for node in read - by_larger if node.op == "placeholder"]
+    if any(is_argument(node) for node in own):
         return True
-    return any(is_argument(node) for node in read - _read_by(larger))
+    return read.issuperset(larger) and not any(
+        getattr(node.meta["example_value"], "requires_grad", False) for node in own
+    )
 
 
 def _read_by(roots: Sequence[fx.Node]) -> set[fx.Node]:

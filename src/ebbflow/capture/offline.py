@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
+from ebbflow.capture.branches import on_eagers_branches
 from ebbflow.capture.cuda.kernels import rename_stand_ins
 from ebbflow.capture.joint import Captured, read_joint
-from ebbflow.capture.trace import compile_step, forward_of, translated_errors
+from ebbflow.capture.trace import compile_step, forget_step, forward_of, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.eager_answers import Answers
 from ebbflow.torch_seams.fake_tensors import FakeTensor, FakeTensorMode, mode_of
 from ebbflow.torch_seams.stance import OwnStance
 from ebbflow.torch_seams.storages import buffer_table, parameter_table
@@ -85,16 +87,23 @@ def capture(
     model, args, kwargs, mode = _as_fake(model, args, dict(kwargs))
     target = None if cuda is None else "cuda"
     reader = _Reader(name=name, granularity_bytes=granularity_bytes, context=context, target=target)
-    step = compile_step(reader, elsewhere=cuda is not None)
+    answers = Answers()
     plain = forward = forward_of(model)
     if loss is not None:
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return loss(plain(module, *args, **kwargs))
 
-    errors = translated_errors(model, args, kwargs, here=here, cuda=cuda)
-    with mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
-        OwnStance().compiling(step, model, forward, args, kwargs, every_output)
+    def attempt() -> None:
+        step = compile_step(reader, elsewhere=cuda is not None)
+        errors = translated_errors(model, args, kwargs, answers=answers, here=here, cuda=cuda)
+        try:
+            with mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
+                OwnStance().compiling(step, model, forward, args, kwargs, every_output)
+        finally:
+            forget_step(step)
+
+    on_eagers_branches(attempt, answers)
     if reader.joint is None:
         raise CaptureError(
             "the call was not captured: nothing in it takes a gradient",

@@ -42,8 +42,10 @@ from ebbflow.torch_seams.dynamo import (
     raised_by_the_model,
     without_the_compilers_words,
 )
+from ebbflow.torch_seams.eager_answers import Answers, answered
 from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
 from ebbflow.torch_seams.graphs import data_dependent_guard_type
+from ebbflow.torch_seams.known_branches import Condition, known_branches
 from ebbflow.torch_seams.tracing import corrected_tracing
 from ebbflow.torch_seams.versions import require_supported_torch
 
@@ -194,15 +196,19 @@ def translated_errors(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
+    answers: Answers,
     here: bool = True,
     cuda: tuple[int, int] | None = None,
-) -> Iterator[None]:
+) -> Iterator[list[Condition]]:
     """Turn Dynamo's errors into ours or the user's own. Nothing of the user's is run for it.
+
+    Gives the conditions on its sizes under which the step is what is captured, besides torch's own guards.
 
     Args:
         module: whose call is captured.
         args: positional arguments of the call.
         kwargs: keyword arguments.
+        answers: what code of the model is told that asks whether it is compiled.
         here: whether the step is for this machine, so that its kernels may be asked (``capture/rules/layouts.py``).
         cuda: compute capability of the CUDA device for which CPU tensors are traced (``capture/cuda/kernels.py``).
 
@@ -213,8 +219,8 @@ def translated_errors(
         Exception: the user's own, unchanged, where the model itself raises.
     """
     try:
-        with quiet_log(), capture_settings(here, cuda):
-            yield
+        with quiet_log(), capture_settings(here, cuda), answered(answers), known_branches() as conditions:
+            yield conditions
     except (capture_error_type(), *_data_dependent()) as error:
         ours = ours_inside(error)
         if ours is not None:

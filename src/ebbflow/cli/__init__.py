@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import ebbflow
+from ebbflow.cli.calibrate import calibrate
 from ebbflow.cli.compare import compare
 from ebbflow.cli.demo import demo
 from ebbflow.cli.doctor import doctor
@@ -60,6 +61,7 @@ app.command(short_help="Plan a training step under a budget, without running it.
 app.command(short_help="Hold several planners' plans of one step against each other.")(compare)
 app.command(short_help="Find the largest batch whose training step fits a budget.")(max_batch)
 app.command(short_help="Tell what takes a step's memory, and what would lower it.")(doctor)
+app.command(short_help="Measure this machine and its disks, for later plans.")(calibrate)
 
 
 def _show_version(wanted: bool) -> None:

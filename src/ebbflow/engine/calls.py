@@ -21,15 +21,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ebbflow.errors import UsageError
 from ebbflow.faults import users_level
 
-__all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "Calls", "watch_optimizers"]
+__all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "watch_optimizers"]
 
 NOTHING_TO_TRAIN = "nothing to train: no parameter or argument takes a gradient"
+SWITCHED_ON = "gradients switched on inside of a call under torch.no_grad"
 PAST_THE_MODEL = "optimizer steps on gradients of no planned call"
 
 ADVICE = (
     "Ebbflow plans calls of the model that was fitted: model(...), or self(...) in a method of its own such as a "
     "training_step. Call it that way, or fit the part that is called: ebbflow.unfit(model), then "
     "ebbflow.fit(model.part, budget)"
+)
+
+_CALL_WITH_GRADIENTS = (
+    "The model was called under torch.no_grad() and switches gradients on itself (torch.enable_grad()), and a call "
+    "without gradients is not planned. Call it with gradients on, and put no_grad around what needs none"
+)
+_OWN_CALL = (
+    "{} has a __call__ of its own that goes past its forward, which is what Ebbflow plans: move what __call__ does to "
+    "forward, and call the model as before"
 )
 
 
@@ -143,16 +153,24 @@ def _look_at(seen: _OfOptimizer, optimizer: torch.optim.Optimizer, model: torch.
     if not calls.planned:
         raise UsageError(
             f"an optimizer is about to train {type(model).__name__} with gradients of which no planned call has made "
-            f"any, so nothing kept them within the budget; no weight has been changed. {ADVICE}",
+            f"any, so nothing kept them within the budget; no weight has been changed. {_advice(model, calls)}",
             argument="model",
         )
     if not seen.warned:
         seen.warned = True
         warnings.warn(
             f"an optimizer trains {type(model).__name__} with gradients that no planned call has made since its last "
-            f"step: what made them was not kept within the budget. {ADVICE}",
+            f"step: what made them was not kept within the budget. {_advice(model, calls)}",
             stacklevel=users_level(),
         )
+
+
+def _advice(model: torch.nn.Module, calls: Calls) -> str:
+    """How the call of ``model`` would be planned."""
+    if SWITCHED_ON in calls.unplanned:
+        return _CALL_WITH_GRADIENTS
+    own_call = not calls.planned and type(model).__call__ is not torch.nn.Module.__call__
+    return _OWN_CALL.format(type(model).__name__) if own_call else ADVICE
 
 
 def _own_parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

@@ -20,16 +20,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.capture.branches import on_eagers_branches
 from ebbflow.capture.joint import Captured, accumulating, read_joint
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
 from ebbflow.capture.trace import capture_settings, compile_step, forget_step, translated_errors
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.executor import departing, run_backward, run_forward, run_nothing
+from ebbflow.engine.executor import NothingToTrain, Unplanned, departing, run_backward, run_forward, run_nothing
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.torch_seams.aot import boxed
 from ebbflow.torch_seams.dynamo import sizes_as_symbols
+from ebbflow.torch_seams.eager_answers import Answers
+from ebbflow.torch_seams.known_branches import Condition
 from ebbflow.torch_seams.stance import NotCompiled, OwnStance
 from ebbflow.torch_seams.trees import tree_leaves
 
@@ -64,6 +67,11 @@ class Call:
     every_output: bool = False
 
 
+def _arguments(call: Call) -> tuple[Any, ...]:
+    """What the compiled function is called with."""
+    return (call.module, call.forward, call.args, call.kwargs, call.every_output)
+
+
 class Capture:
     """A capture of one model; the :class:`~ebbflow.capture.trace.Partitioner` of its compiled function.
 
@@ -72,22 +80,38 @@ class Capture:
         name: of the case.
         changing: of a symbolic capture, per tensor argument in the order of ``pytree``, the dimensions that are
             symbols; ``None`` for a capture of one signature.
+        answers: of a symbolic capture, what those of one signature gave to code that asks whether it is compiled.
 
     Attributes:
         made: whether the joint graph is at hand.
+        answers: what code is told that asks whether it is compiled (``capture.branches``).
     """
 
-    def __init__(self, *, device: str, name: str, changing: Sequence[tuple[int, ...]] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        device: str,
+        name: str,
+        changing: Sequence[tuple[int, ...]] | None = None,
+        answers: Answers | None = None,
+    ) -> None:
         self.device = device
         self.made = False
+        self.answers = answers or Answers()
         self._name = name
         self._changing = changing
-        self._compiled = compile_step(self, symbolic=changing is not None)
         self._stance = OwnStance()
+        self._conditions: Sequence[Condition] = ()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is captured."""
         self._joint: fx.GraphModule | None = None
         self._output_count = 0
         self._captured: Captured | None = None
-        weakref.finalize(self, forget_step, self._compiled).atexit = False
+        self._compiled = compile_step(self, symbolic=self.symbolic)
+        self._forget = weakref.finalize(self, forget_step, self._compiled)
+        self._forget.atexit = False
 
     @property
     def symbolic(self) -> bool:
@@ -104,17 +128,34 @@ class Capture:
             CaptureError: if it is not one graph.
             InternalError: if the planned graphs were not what ran.
         """
-        arguments = (call.module, call.forward, call.args, call.kwargs, call.every_output)
+        arguments = _arguments(call)
         with departing(flight):
             if not self.made:
-                with translated_errors(call.module, call.args, call.kwargs):
-                    with self._marked((call.args, call.kwargs)):
-                        outputs, detached = self._stance.compiling(self._compiled, *arguments)
+                outputs, detached = self._first(call, arguments)
             else:
                 outputs, detached = self._guarded(arguments, flight)
         if not flight.ran:
             raise InternalError("the planned step did not run: this torch build bypassed the compiled function")
         return outputs, detached
+
+    def _first(self, call: Call, arguments: tuple[Any, ...]) -> Any:
+        """The call that is captured, which ends once the joint graph is at hand, or once it is known that none is."""
+
+        def attempt() -> Unplanned | NothingToTrain:
+            try:
+                with translated_errors(call.module, call.args, call.kwargs, answers=self.answers) as self._conditions:
+                    with self._marked((call.args, call.kwargs)):
+                        self._stance.compiling(self._compiled, *arguments)
+            except (Unplanned, NothingToTrain) as found:
+                return found
+            except Exception:
+                self.made = False
+                self._forget()
+                self._begin()
+                raise
+            raise InternalError("a step ran while it was captured")
+
+        raise attempt() if self.symbolic else on_eagers_branches(attempt, self.answers)
 
     def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:
         # A capture holds one program: Dynamo must not compile another one into it behind our back.
@@ -124,6 +165,11 @@ class Capture:
             if flight.ran:
                 raise
             raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
+
+    def changed_for(self, call: Call) -> str:
+        """What is another than when this was captured, for a call that it has just not served; may be empty."""
+        why = self._stance.why_not_compiled(self._compiled, *_arguments(call))
+        return why.replace("module.", "self.", 1)
 
     def at(self, sizes: Mapping[int, int]) -> Captured:
         """The step as a value, independent of any plan.
@@ -142,7 +188,7 @@ class Capture:
             return self._captured
         names = [node.name for node in self._joint.graph.find_nodes(op="placeholder")]
         with capture_settings(here=True):
-            return self._read(at_sizes(self._joint, {names[i]: size for i, size in sizes.items()}))
+            return self._read(at_sizes(self._joint, {names[i]: size for i, size in sizes.items()}, self._conditions))
 
     def accumulating(self, captured: Captured, positions: frozenset[int]) -> Captured:
         """``captured`` where these primals have gradients already (``capture.joint``)."""

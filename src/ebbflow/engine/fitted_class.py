@@ -22,17 +22,19 @@ from typing import Any
 import torch
 
 from ebbflow.capture.trace import without_model
-from ebbflow.engine.calls import ADVICE, PAST_THE_MODEL, Calls
+from ebbflow.engine.calls import ADVICE, PAST_THE_MODEL, SWITCHED_ON, Calls
 from ebbflow.engine.compiled import Call
 from ebbflow.engine.copies import copying
+from ebbflow.engine.flights import returned_tensors
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.spine import train
 from ebbflow.errors import UsageError
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.resident import device_of, tensors_in
+from ebbflow.torch_seams.graphs import own_names_of
 from ebbflow.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
 
-__all__ = ["FITTED", "calls_of_fitted", "fitted_class"]
+__all__ = ["FITTED", "calls_of_fitted", "fitted_class", "set_class"]
 
 FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
 """All fitted models."""
@@ -56,18 +58,21 @@ def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
 def _made(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
     names: dict[str, Any] = {
         "forward": _ForwardOfModel(plain),
+        "__class__": _ClassOfModel(),
         "_ebbflow_plain": plain,
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
         **copying(plain, FITTED.__contains__),
+        **own_names_of(plain),
     }
     if training_step is not None:
         names["training_step"] = _with_a_planned_call(training_step)
     names["__qualname__"] = plain.__qualname__
     own = type(plain)
-    meta = type(own.__name__, (_OfTheModelsClass, own), {})
+    meta: Any = type(own.__name__, (_OfTheModelsClass, own), {})
     try:
-        return meta(plain.__name__, (_Unannounced, plain), names)
+        announced = any("__init_subclass__" in vars(each) for each in plain.__mro__[:-1])
+        return meta(plain.__name__, (_Unannounced, plain) if announced else (plain,), names)
     except Exception as error:
         raise UsageError(
             f"{plain.__name__} lets no class be derived from it ({type(error).__name__}: {error}), and a fitted "
@@ -98,6 +103,32 @@ class _OfTheModelsClass(type):
         super().__delattr__(name) if plain is None else delattr(plain, name)
 
 
+def set_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+    """Give ``model`` this very class."""
+    vars(object)["__class__"].__set__(model, kind)
+
+
+def _is_generated(kind: type) -> bool:
+    """Whether it is a generated class, or derived from one."""
+    return any("_ebbflow_plain" in vars(each) for each in kind.__mro__)
+
+
+class _ClassOfModel:
+    """Definition 4."""
+
+    def __get__(self, model: torch.nn.Module | None, kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+        return kind
+
+    def __set__(self, model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+        fitted = FITTED.get(model)
+        # Of what is derived from the generated class, as parametrizations are, the forward is still the planned one.
+        if fitted is None or not issubclass(kind, torch.nn.Module) or _is_generated(kind):
+            set_class(model, kind)
+            return
+        set_class(model, fitted_class(kind))
+        fitted.plain_class = kind
+
+
 class _ForwardOfModel:
     """Definition 2.
 
@@ -118,8 +149,11 @@ class _ForwardOfModel:
             return self._of_class
         own = model.__dict__.get("forward")
         if own is None:
+            if not _traced():
+                return types.MethodType(self._of_class, model)
             # Dynamo, which traces this too, cannot make a method.
-            return functools.partial(self._of_class, model) if _traced() else types.MethodType(self._of_class, model)
+            bound = _BoundToGraph if isinstance(model, torch.fx.GraphModule) else functools.partial
+            return bound(self._of_class, model)
         if isinstance(own, types.MethodType) and own.__self__ is model:
             return types.MethodType(_entry(own.__func__), model)
         return functools.wraps(own)(functools.partial(_entry(without_model(own)), model))
@@ -132,6 +166,14 @@ class _ForwardOfModel:
             raise AttributeError("forward")
 
 
+class _BoundToGraph(functools.partial[Any]):
+    """A function with its first argument, of which Dynamo wants the code as it would have a method's."""
+
+    @property
+    def __code__(self) -> types.CodeType:
+        return self.func.__code__  # type: ignore[no-any-return]
+
+
 def _entry(forward: _Forward) -> _Forward:
     """``forward``, which takes the model first, with its training calls planned (definition 3)."""
     planned = _planned()
@@ -141,9 +183,11 @@ def _entry(forward: _Forward) -> _Forward:
         if _as_written():
             return forward(self, *args, **kwargs)
         if not torch.is_grad_enabled():
+            outputs = forward(self, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                _count(self, _NO_GRADIENTS)
-            return forward(self, *args, **kwargs)
+                switched_on = any(each.grad_fn is not None for each in returned_tensors(outputs))
+                _count(self, SWITCHED_ON if switched_on else _NO_GRADIENTS)
+            return outputs
         # Where somebody else's compilation is running, what it traces ends here.
         return planned(self, forward, args, kwargs) if _traced() else _train(self, forward, args, kwargs)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -48,6 +48,7 @@ from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
+from ebbflow.torch_seams.eager_answers import Answers
 from ebbflow.torch_seams.storages import StorageWatch, walk
 from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget, format_bytes
@@ -57,6 +58,7 @@ __all__ = ["Circumstances", "FittedModel"]
 _MOST_STEPS = 256  # captured steps kept of one model: 5 to 20 MiB each of the process' own memory, not of the budget
 _MOST_OF_A_KEY = 8
 _numbers = itertools.count(1)
+_MOST_IN_A_ROW = 16  # captures of one key of which none served a second call, after which the next is refused
 _MANY_CAPTURES = 8  # captures of one key after which it is said that something changes at every call
 
 
@@ -141,6 +143,7 @@ class FittedModel:
     _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
     _between: Knowledge = field(default_factory=Knowledge)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
+    _in_a_row: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
     _kinds: Kinds = field(default_factory=Kinds)
     _code: Code = field(default_factory=Code)
@@ -209,7 +212,7 @@ class FittedModel:
             if shared is not None:
                 yield Step(shared, verify=self.verify, tiers=self.tiers)
                 self._kinds.failed(shared)
-        self._count_capture(now.key)
+        self._count_capture(now.key, functools.partial(known[-1].capture.changed_for, call) if known else str)
         yield Step(self._capture(call.device, None), verify=self.verify, tiers=self.tiers)
 
     def knows(self, now: Circumstances) -> bool:
@@ -221,17 +224,33 @@ class FittedModel:
         return self._between.retained(now.slot) is not None
 
     def _capture(self, device: str, changing: tuple[tuple[int, ...], ...] | None) -> Capture:
-        return Capture(device=device, name=self.plain_class.__name__, changing=changing)
+        known = Answers()
+        if changing is not None:  # A shared capture takes the branches that the others took.
+            each = [step.capture.answers for step in self._all_steps()]
+            known = Answers(set().union(*(one.compiled for one in each)), any(one.everywhere for one in each))
+        return Capture(device=device, name=self.plain_class.__name__, changing=changing, answers=known)
 
-    def _count_capture(self, key: object) -> None:
-        self._captures[key] = self._captures.get(key, 0) + 1
-        if self._captures[key] == _MANY_CAPTURES:
-            warnings.warn(
-                f"{self.plain_class.__name__} has been captured {_MANY_CAPTURES} times for the same inputs: "
-                "something that its step depends on changes between calls (an attribute that counts steps, say). "
-                "Each capture takes seconds; keep counters in tensors (register_buffer)",
-                stacklevel=users_level(),
-            )
+    def _count_capture(self, key: object, changed: Callable[[], str]) -> None:
+        self._captures[key] = count = self._captures.get(key, 0) + 1
+        self._in_a_row[key] = in_a_row = self._in_a_row.get(key, 0) + 1
+        if count != _MANY_CAPTURES and in_a_row <= _MOST_IN_A_ROW:
+            return
+        what = changed()
+        reason = (
+            f"{self.plain_class.__name__} has been captured {count - (in_a_row > _MOST_IN_A_ROW)} times for the same "
+            "inputs: something that its step depends on changes between calls (a number that counts steps, a list or a "
+            "dictionary that grows)"
+        ) + (f". It was captured where {what}, which this call is not" if what else "")
+        remedy = (
+            "keep counters in tensors (register_buffer), and append to lists outside of the forward, where its "
+            "outputs are at hand"
+        )
+        if in_a_row > _MOST_IN_A_ROW:
+            raise CaptureError(f"{reason}. Each of the last {_MOST_IN_A_ROW} calls took seconds", remedy=remedy)
+        warnings.warn(
+            f"{reason}. Each capture takes seconds, and after {_MOST_IN_A_ROW} in a row calls are refused; {remedy}",
+            stacklevel=users_level(),
+        )
 
     def keep(self, step: Step, now: Circumstances) -> None:
         """``step`` is captured, or ran once more."""
@@ -244,6 +263,7 @@ class FittedModel:
         oldest = next(iter(self._steps))
         del self._steps[oldest]
         self._captures.pop(oldest, None)
+        self._in_a_row.pop(oldest, None)
         if not self._forgot:
             self._forgot = True
             warnings.warn(
@@ -257,6 +277,8 @@ class FittedModel:
         """The forward of ``step`` has returned."""
         self.keep(step, now)
         self.last = step
+        if step.forward_calls > 1:
+            self._in_a_row[now.key] = 0
         if now.checkpointed:
             return
         if now.flying_bytes:

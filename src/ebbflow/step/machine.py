@@ -12,15 +12,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 from ebbflow.errors import UsageError
+from ebbflow.files import cache_directory, keep, kept
 from ebbflow.names import did_you_mean
 
-__all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "machine_named"]
+__all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "keep_machine", "machine_named"]
 
 _LEAST_RATE = 1e-3  # per second; with MOST_SECONDS (``program``) in mind, what a file says stays finite when added up
 _MOST_DELAY = 1e9
+_MEASURED_SCHEMA = "ebbflow-machine/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ def is_elsewhere(machine: Machine | None) -> bool:
 
 
 def machine_named(name: str) -> Machine:
-    """The catalogue's machine ``name``.
+    """The catalogue's machine ``name``; ``cpu`` is as it was measured here, if it was (``ebbflow calibrate``).
 
     Raises:
         UsageError: if there is none, listing those there are.
@@ -214,4 +217,27 @@ def machine_named(name: str) -> Machine:
             value=name,
             accepted=tuple(machines),
         )
-    return machines[name]
+    return (_measured() or machines[name]) if name == "cpu" else machines[name]
+
+
+def keep_machine(machine: Machine) -> Path | None:
+    """Keep what was measured of the machine at hand; the file, or ``None`` if it cannot be written."""
+    path = _measured_path()
+    data = {"schema": _MEASURED_SCHEMA, "machine": machine.to_json()}
+    return path if keep(path, path.with_name(".lock"), lambda: data) else None
+
+
+def _measured() -> Machine | None:
+    """What was measured of the machine at hand; ``None`` if nothing was, or its file is no good."""
+    data = kept(_measured_path())
+    try:
+        if data is None or data["schema"] != _MEASURED_SCHEMA:
+            return None
+        machine = Machine.from_json(data["machine"])
+    except (LookupError, ValueError, TypeError, AttributeError):
+        return None
+    return machine if machine.name == "cpu" and not machine.links else None
+
+
+def _measured_path() -> Path:
+    return cache_directory() / "machine" / "cpu.json"

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import reset_code
 
 from ebbflow.torch_seams.fake_tensors import LIMITS
 from ebbflow.torch_seams.patches import Item, Setting, patched, wrapped
+from ebbflow.torch_seams.tracing import raised_in_trace
 
 __all__ = [
     "NO_FRAMES",
@@ -61,13 +62,15 @@ _COMPILERS_WORDS = re.compile(r"\n*from user code:\n.*|\n*Set TORCHDYNAMO_VERBOS
 def raised_by_the_model(error: BaseException) -> Exception | None:
     """The exception that the traced code itself would raise, made anew; ``None`` if torch does not say.
 
-    Nothing is run for it. Relied on: an exception that no frame of the code catches is wrapped, with its arguments in
-    the text; an assertion with a constant message is one of values that are known; a kernel that refuses its arguments
-    fails likewise on fake tensors, and what it raised stands in the chain; so does what binding arguments to a function
-    raises.
+    Nothing is run for it but, of an exception's class, what makes it (``tracing``). Relied on: an exception that no
+    frame of the code catches is wrapped, with its arguments in the text; an assertion with a constant message is one of
+    values that are known; a kernel that refuses its arguments fails likewise on fake tensors, and what it raised stands
+    in the chain; so does what binding arguments to a function raises.
     """
     from torch._dynamo.exc import ObservedException, TorchDynamoException, observed_exception_map
 
+    if (theirs := raised_in_trace(error)) is not None:
+        return theirs
     chain: list[BaseException] = [error]
     while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
         chain.append(following)

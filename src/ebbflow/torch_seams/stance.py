@@ -6,9 +6,11 @@ process. Here both are facts of a thread.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,6 +39,10 @@ def exporting_here() -> bool:
     if torch.compiler.is_exporting():  # in some thread
         return tracing_here() or _guards.detect_fake_mode() is not None
     return bool(torch.jit.is_tracing())  # pyright: ignore[reportPrivateImportUsage]
+
+
+_COMPILATION = re.compile(r"^(None|[\d/]+): ")
+_LONG = 160  # of a guard's text
 
 
 class NotCompiled(RuntimeError):
@@ -82,6 +88,19 @@ class OwnStance:
         """
         return self._under(_refusing, function, args)
 
+    def why_not_compiled(self, function: Callable[..., Any], *args: Any) -> str:
+        """The guard that keeps compiled code from this call, and the user's line that it comes from, if Dynamo says.
+
+        To be called where :meth:`only_compiled` has just raised.
+        """
+        try:
+            self._under(_explaining, function, args)
+        except NotCompiled as error:
+            guard, _, line = str(error).strip().partition("\n")[0].partition("  #")
+            guard, line = (each.strip()[:_LONG] for each in (_COMPILATION.sub("", guard), line.partition("  #")[0]))
+            return f"{guard} ({line})" if line else guard
+        return ""
+
     def _under(self, stance: Callable[[Any], Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         before, _here.stance = _here.stance, stance
         try:
@@ -124,6 +143,22 @@ def _refusing(callback: Any) -> Callable[..., Any]:
 
     def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotCompiled("no compiled code has guards that hold for this call")
+
+    refuse._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
+    return refuse
+
+
+def _explaining(callback: Any) -> Callable[..., Any]:
+    """Like :func:`_refusing`, with the guards that failed as the reason."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.guards import get_guard_fail_reason_helper
+
+    def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        reasons: list[str] = []
+        for entry in _debug_get_cache_entry_list(frame.f_code):
+            with suppress(Exception):  # of an entry whose guards are gone nobody can say more
+                reasons.append(get_guard_fail_reason_helper(entry.guard_manager, frame.f_locals, None, None))
+        raise NotCompiled("; ".join(reasons))
 
     refuse._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
     return refuse

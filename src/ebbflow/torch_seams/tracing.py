@@ -6,6 +6,8 @@
    from such a tensor as an output; here only the tensor itself is refused, whose own gradient would be lost.
 3. A comparison of ``torch.rand`` with a number that lies outside of [0, 1) has one outcome, whatever is drawn.
 4. ``checkpoint_sequential`` is its loop over ``checkpoint``, which Dynamo knows.
+5. Dynamo traces no exception that has an ``__init__`` of its own. Where one is made of constants to be raised, and
+   nothing of the user's could catch it or end before it does, it is made for real: the trace ends in it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.utils import checkpoint as checkpoints
 
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
 
-__all__ = ["PYTHON_DRAWS", "corrected_tracing", "traced_by_dynamo_as"]
+__all__ = ["PYTHON_DRAWS", "corrected_tracing", "raised_in_trace", "traced_by_dynamo_as"]
 
 PYTHON_DRAWS = "a number is drawn by Python's random module"
 """The text of the refusal of definition 1."""
@@ -63,7 +65,7 @@ def _example(value: Any) -> Any:
 
 @contextmanager
 def corrected_tracing() -> Iterator[None]:
-    """While open, captures of this thread trace definitions 1 to 4 so."""
+    """While open, captures of this thread trace definitions 1 to 5 so."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables import misc, user_defined
@@ -76,6 +78,9 @@ def corrected_tracing() -> Iterator[None]:
         if hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
             place = Attribute(OutputGraph, "_check_requires_grad_intermediate_outputs")
             stack.enter_context(wrapped(place, _refuse_leaves, this_thread=True))
+        if hasattr(user_defined, "UserDefinedExceptionClassVariable"):
+            place = Attribute(user_defined.UserDefinedExceptionClassVariable, "call_function")
+            stack.enter_context(wrapped(place, _raise_own, this_thread=True))
         for sign in _OUTCOMES:
             decide = functools.partial(_decided, sign)
             stack.enter_context(wrapped(Item(symbolic_convert.compare_op_handlers, sign), decide, this_thread=True))
@@ -99,6 +104,60 @@ def _refuse_leaves(below: Callable[..., Any]) -> Callable[..., Any]:
         return below(graph, outputs, tx) if leaves & returned else None
 
     return check
+
+
+def raised_in_trace(error: BaseException) -> Exception | None:
+    """The exception of the user's own in which a trace ended (definition 5), if ``error`` says that it did."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(theirs := getattr(found, "_ebbflow_raised", None), Exception):
+            return theirs
+        found = found.__cause__ or found.__context__
+    return None
+
+
+def _raise_own(below: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.exc import Unsupported
+
+    def make(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not _leaves_all_frames(tx) or not all(each.is_python_constant() for each in [*args, *kwargs.values()]):
+            return below(variable, tx, args, kwargs)
+        values = [each.as_python_constant() for each in args]
+        named = {name: each.as_python_constant() for name, each in kwargs.items()}
+        try:
+            theirs = variable.value(*values, **named)
+        except Exception as error:
+            theirs = error
+        ended: Any = Unsupported(f"raises {type(theirs).__name__}")
+        ended._ebbflow_raised = theirs
+        raise ended
+
+    return make
+
+
+def _leaves_all_frames(tx: Any) -> bool:
+    """Whether an exception that is made now is raised next, past nothing of the user's that may catch it."""
+    while tx.next_instruction.opname == "RETURN_VALUE" and tx.parent is not None:  # of a function that makes it
+        tx = tx.parent
+    raising = tx.next_instruction
+    if raising.opname != "RAISE_VARARGS" or raising.arg != 1:
+        return False
+    while tx is not None:
+        # Context managers of torch's, which Dynamo knows, hold no exception back; others are "generic".
+        if tx.active_generic_context_managers or not _only_withs(tx, tx.current_instruction):
+            return False
+        tx = tx.parent
+    return True
+
+
+def _only_withs(tx: Any, instruction: Any) -> bool:
+    """Whether nothing but ``with`` handles an exception at ``instruction``, by the table of Python's own."""
+    while (entry := instruction.exn_tab_entry) is not None:
+        instruction = entry.target
+        following = tx.instructions[tx.indexof[instruction] + 1]
+        if instruction.opname != "COPY" and following.opname != "WITH_EXCEPT_START":  # COPY: the end of a handler
+            return False
+    return True
 
 
 # Of ``torch.rand() SIGN number``, in [0, 1): the outcome for numbers at most 0, below 0, and at least 1.

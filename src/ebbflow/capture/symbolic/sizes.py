@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from ebbflow.errors import CaptureError
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import FakeTensorMode
 from ebbflow.torch_seams.graphs import expression_of
+from ebbflow.torch_seams.known_branches import Condition
 from ebbflow.torch_seams.storages import storage_key
 
 if TYPE_CHECKING:
@@ -37,17 +38,22 @@ def size_inputs(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.SymInt)]
 
 
-def at_sizes(joint: fx.GraphModule, sizes: Mapping[str, int]) -> fx.GraphModule:
+def at_sizes(joint: fx.GraphModule, sizes: Mapping[str, int], conditions: Iterable[Condition] = ()) -> fx.GraphModule:
     """``joint`` written out.
 
     Args:
         joint: from AOTAutograd, with symbolic sizes; left as it is.
         sizes: per placeholder that is a number, its value.
+        conditions: of branches that were taken.
 
     Raises:
-        NotAtTheseSizes: if a size follows from something else than ``sizes``, or an op refuses them.
+        NotAtTheseSizes: if a size follows from something else than ``sizes``, an op refuses them, or a branch would go
+            the other way.
     """
-    writer = _Writer(joint, _values(joint.graph, sizes))
+    values = _values(joint.graph, sizes)
+    if not all(each.holds(values) for each in conditions):
+        raise NotAtTheseSizes("a branch of the model goes another way at these sizes")
+    writer = _Writer(joint, values)
     for node in joint.graph.nodes:
         writer.write(node)
     writer.graph.lint()

@@ -3,8 +3,10 @@
 1. *Tighten*: every load as late as its lane allows while nothing waits for it, every hold until its copy is written,
    both as far as the budget has room. Loads are timed backwards from what reads them, one after the other on a lane;
    one that is issued before the boundary and read after it is to arrive at the boundary, which waits for it.
-2. *Anneal*: drop a few reruns and loads, insert one, or put a load in a rerun's place or the other way round; repair with
-   noise, clean up around, tighten; keep by Metropolis' rule on the makespan, else undo.
+2. *Anneal*: drop a few reruns and loads, insert one, or put a load in a rerun's place or the other way round; repair
+   with noise, clean up around, tighten; keep by Metropolis' rule on the makespan, else undo.
+3. *Exchange* pair by pair: for every rerun and every load, loads in the place of the one and a rerun in that of the
+   other; for a row with itself, only that. Where lanes are full, this is what chance seldom hits.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import math
 
 from ebbflow.planners.hybrid.clock import makespan
-from ebbflow.planners.hybrid.moves import DONE, NOTHING, drop, evict_load, make, repair
+from ebbflow.planners.hybrid.moves import DONE, NOTHING, drop, evict_load, is_read, make, repair
 from ebbflow.planners.search.interval_kernels import (
     add_load,
     hold,
@@ -39,6 +41,7 @@ from ebbflow.planners.search.layout import (
     B_TIER,
     C_COLUMNS,
     C_NOW,
+    H_BASE,
     H_BEST_COST,
     H_BOUNDARY,
     H_BUFFERS,
@@ -63,6 +66,8 @@ from ebbflow.planners.search.layout import (
     N_STAGE,
     OP_COST,
     OP_FORBID,
+    OP_IN,
+    OP_IN_END,
     OP_LIMIT,
     OP_OUT,
     OP_OUT_END,
@@ -71,14 +76,15 @@ from ebbflow.planners.search.layout import (
 from ebbflow.planners.search.moves import draw
 from ebbflow.planners.search.segment_tree import max_range, value
 
-__all__ = ["anneal_moves", "clean_up", "tighten"]
+__all__ = ["anneal_moves", "clean_up", "exchange", "tighten"]
 
 STEPS = 60
-RUIN = 8
-CLEAN = 4
-INSERT, INSERT_LOAD, SWAP = 0.1, 0.15, 0.2  # shares of moves that begin so; the others drop a few rows first
+RUIN = 20
+INSERT, INSERT_LOAD, SWAP = 0.05, 0.1, 0.1  # shares of moves that begin so; the others drop a few rows first
+ALSO = 0.7  # of the swaps, with another one the other way round: a lane that is full takes nothing more
 DEAR = 8
 ROUNDS = 2
+FEW = 8  # evictions to repair an exchange
 MINUS = -1
 
 
@@ -106,17 +112,17 @@ def shift_loads(m: Words, budget: int) -> bool:
             made, _ = made_around(m, b, t - 1)
             last, _ = reads_around(m, b, t - 1)
             least = max(made, last) + 1
-            l = u
-            while l > least and m[clocks + l * C_COLUMNS + C_NOW] > begin:
-                l -= 1
-                if l + 1 == boundary:
+            stage = u
+            while stage > least and m[clocks + stage * C_COLUMNS + C_NOW] > begin:
+                stage -= 1
+                if stage + 1 == boundary:
                     begin = min(begin, m[clocks + boundary * C_COLUMNS + C_NOW] - m[b + B_IN])
             m[lane] = begin
-            if l < t and max_range(m, l, t - 1) + m[b + B_BYTES] > budget:
-                earliest, l = l, t
-                while l > earliest and value(m, l - 1) + m[b + B_BYTES] <= budget:
-                    l -= 1
-            if l != t and not (remove_load(m, b, t) and add_load(m, b, l)):
+            if stage < t and max_range(m, stage, t - 1) + m[b + B_BYTES] > budget:
+                earliest, stage = stage, t
+                while stage > earliest and value(m, stage - 1) + m[b + B_BYTES] <= budget:
+                    stage -= 1
+            if stage != t and not (remove_load(m, b, t) and add_load(m, b, stage)):
                 return False
             v = following
     return True
@@ -167,24 +173,69 @@ def tighten(m: Words, budget: int, rounds: int) -> None:
 
 
 @apart
-def try_drop(m: Words, v: int, budget: int) -> bool:
-    """Drop what is in row ``v`` if everything still fits and the step takes no longer; whether it was done."""
-    mark, before = m[H_JOURNAL], makespan(m)
-    if drop(m, m[v + N_OP], m[v + N_STAGE]) and m[m[H_TOP] + 1] <= budget and makespan(m) <= before:
-        return True
+def try_drop(m: Words, v: int, budget: int, before: int) -> int:
+    """Drop what is in row ``v`` if everything still fits and the step takes no longer than ``before``; what it takes.
+
+    -1 if it was not done.
+    """
+    mark = m[H_JOURNAL]
+    if drop(m, m[v + N_OP], m[v + N_STAGE]) and m[m[H_TOP] + 1] <= budget:
+        after = makespan(m)
+        if after <= before:
+            return after
     undo(m, mark)
-    return False
+    return -1
+
+
+@apart
+def looks_needless(m: Words, v: int, budget: int) -> bool:
+    """Whether what is in row ``v`` made anew could be held instead, but for what its run holds itself."""
+    what, t = m[v + N_OP], m[v + N_STAGE]
+    if what < 0:
+        made, _ = made_around(m, -what, t - 1)
+        last, _ = reads_around(m, -what, t - 1)
+        return max_range(m, max(made, last) + 1, t - 1) + m[B_BYTES - what] <= budget
+    row = at(what)
+    room = budget
+    for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+        if m[m[i] + B_PINNED] == 0:
+            room += m[m[i] + B_BYTES]
+    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+        b = m[i]
+        if m[b + B_PINNED] == 0:
+            _, q = made_around(m, b, t)
+            if is_read(m, b, t, q):
+                made, _ = made_around(m, b, t - 1)
+                last, _ = reads_around(m, b, t - 1)
+                if max_range(m, max(made, last) + 1, t - 1) + m[b + B_BYTES] > room:
+                    return False
+    return True
+
+
+@apart
+def sweep(m: Words, budget: int) -> None:
+    """Try to drop every row that looks needless, from a random one on."""
+    rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
+    first = int(draw(m) * rows)
+    known = makespan(m)
+    for k in range(rows):
+        v = m[H_NODES] + (first + k) % rows * N_COLUMNS
+        if m[v + N_OP] != -1 and looks_needless(m, v, budget):
+            after = try_drop(m, v, budget, known)
+            known = after if after >= 0 else known
 
 
 @apart
 def clean_up(m: Words, budget: int) -> int:
     """Try to drop every row once; how many were dropped. Final: the journal is emptied."""
-    done = int(NOTHING)
+    done, known = int(NOTHING), makespan(m)
     for v in range(m[H_HIGH] - N_COLUMNS, m[H_NODES] - 1, -N_COLUMNS):
         if m[v + N_OP] != -1:
             m[H_JOURNAL] = 0
-            if try_drop(m, v, budget):
+            after = try_drop(m, v, budget, known)
+            if after >= 0:
                 done += 1
+                known = after
     m[H_JOURNAL] = 0
     return done
 
@@ -264,7 +315,7 @@ def insert_run(m: Words, budget: int, lane: float) -> bool:
 
 
 @apart
-def insert_load(m: Words) -> bool:
+def insert_load(m: Words, budget: int) -> bool:
     """Load a random buffer for a later use; false if that is impossible."""
     count = (m[H_BUFFERS_END] - m[H_BUFFERS]) // B_COLUMNS
     for _ in range(16):
@@ -276,16 +327,13 @@ def insert_load(m: Words) -> bool:
         _, q = made_around(m, b, t)
         last, use = reads_around(m, b, t)
         if use < q and last < t:
-            return evict_load(m, b, use, t)
+            return evict_load(m, b, use, t, budget)
     return False
 
 
 @apart
-def swap(m: Words, budget: int, lane: float) -> bool:
-    """Put loads in the place of a random rerun, or a rerun in that of a load; false if that is impossible."""
-    v = pick_row(m)
-    if v < 0:
-        return False
+def swap(m: Words, v: int, budget: int, lane: float) -> bool:
+    """Put loads in the place of the rerun in row ``v``, or a rerun in that of a load; false if that is impossible."""
     o, t = m[v + N_OP], m[v + N_STAGE]
     if o < 0:
         b = -o
@@ -307,7 +355,55 @@ def swap(m: Words, budget: int, lane: float) -> bool:
             last, use = reads_around(m, b, t - 1)
             end = max(made, last)
             if use < q and end + 1 < use:
-                done = evict_load(m, b, use, end + 1) or done
+                done = evict_load(m, b, use, end + 1, budget) or done
+    return done
+
+
+@apart
+def swap_pair(m: Words, budget: int, lane: float) -> bool:
+    """Swap a random row, and mostly one of the other kind as well; false if the first is impossible."""
+    v = pick_row(m)
+    if v < 0:
+        return False
+    is_load = m[v + N_OP] < 0
+    if not swap(m, v, budget, lane):
+        return False
+    if draw(m) < ALSO:
+        for _ in range(8):
+            v = pick_row(m)
+            if v >= 0 and (m[v + N_OP] < 0) != is_load:
+                return swap(m, v, budget, lane)
+    return True
+
+
+@apart
+def exchange(m: Words, budget: int, first: int, last: int) -> int:
+    """Pairs ``first..last-1`` of clause 3; how many made the step shorter. Each that does is final."""
+    rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
+    done = int(NOTHING)
+    for pair in range(first, min(last, rows * rows)):
+        v, w = m[H_NODES] + pair // rows * N_COLUMNS, m[H_NODES] + pair % rows * N_COLUMNS
+        what, other = m[v + N_OP], m[w + N_OP]
+        if what == -1 or other == -1 or (v != w and (what < 0 or other >= 0)) or m[H_WORK] > m[H_WORK_LIMIT]:
+            continue
+        m[H_JOURNAL] = 0
+        before = makespan(m)
+        stage = m[w + N_STAGE]
+        fine = swap(m, v, budget, 1.0)
+        if fine and v != w and m[w + N_OP] == other and m[w + N_STAGE] == stage:
+            fine = swap(m, w, budget, 1.0)
+        if fine and m[m[H_TOP] + 1] > budget:
+            fine = (
+                repair(m, budget, 0.0, 1.0, 0.0, before - m[H_BASE], 1.0, int(NOTHING), int(FEW), int(NOTHING)) == DONE
+            )
+        if fine and m[H_COST] < before:
+            sweep(m, budget)
+            tighten(m, budget, int(ROUNDS))
+        if fine and makespan(m) < before:
+            done += 1
+        else:
+            undo(m, int(NOTHING))
+    m[H_JOURNAL] = 0
     return done
 
 
@@ -328,20 +424,18 @@ def anneal_moves(m: Words, budget: int, first: int, last: int, total: int, hot: 
         if kind < INSERT and reruns:
             fine = insert_run(m, budget, lane)
         elif kind < INSERT + INSERT_LOAD:
-            fine = insert_load(m)
+            fine = insert_load(m, budget)
         elif kind < INSERT + INSERT_LOAD + SWAP and reruns:
-            fine = swap(m, budget, lane)
+            fine = swap_pair(m, budget, lane)
         else:
             fine = ruin_rows(m, stamp)
         share = 0.6 if draw(m) < 0.3 else 0.0
         noise = 0.9 * draw(m)
         if fine:
-            fine = repair(m, budget, noise, draw(m), share, 1 << 62, lane, stamp, int(STEPS), int(NOTHING)) == DONE
+            slack = limit + max((limit - makespan(m)) // 2, 0) - m[H_BASE]
+            fine = repair(m, budget, noise, draw(m), share, slack, lane, stamp, int(STEPS), int(NOTHING)) == DONE
         if fine:
-            for _ in range(CLEAN):
-                v = pick_row(m)
-                if v >= 0:
-                    try_drop(m, v, budget)
+            sweep(m, budget)
             tighten(m, budget, int(ROUNDS))
         if fine and makespan(m) <= limit:
             if makespan(m) < m[H_BEST_COST]:

@@ -46,9 +46,9 @@ from numpy.typing import NDArray
 
 from ebbflow.planners.base import LARGE_OPS, Interrupt
 from ebbflow.planners.bounds.cut_bound import CUTS, OP_CUTS, PERCENT, WORK, CutModel
-from ebbflow.planners.hybrid.choice import Choice, schedule_of
+from ebbflow.planners.hybrid.choice import Choice
 from ebbflow.planners.hybrid.floor import tiers_of
-from ebbflow.planners.hybrid.rounding import Load, rounded, stage_bytes
+from ebbflow.planners.hybrid.rounding import Load, looked_at, rounded
 from ebbflow.planners.search.orders import CapturedOrder
 from ebbflow.step.machine import Link
 from ebbflow.step.program import Program
@@ -56,6 +56,7 @@ from ebbflow.step.program import Program
 __all__ = ["LaneBound", "LaneModel", "lane_bounds"]
 
 PRICE = 1e-3  # of moving everything, in percent of the unplanned step
+CLOSE = 1e-3  # a plan within the budget whose overhead is this near the bound needs no further cut
 GAP = 0.01  # percent of the unplanned step: with less, small objectives take branch and bound minutes
 ENTRIES = 4  # of a row of :class:`CutModel`, about
 WINDOWS = 64  # of clause 7 per lane and cut, in large programs
@@ -89,6 +90,10 @@ def lane_bounds(
 ) -> Iterator[LaneBound]:
     """Bounds of a program at a budget, cut by cut, each at least as high as the one before; none if nothing is over.
 
+    The first cut is solved in linear relaxation and then, unless that plan is as good as its bound, in whole numbers.
+    The next cut is placed at the fullest stage of the last plan, if that is over the budget or much slower than the
+    bound.
+
     Args:
         program: with costs.
         above_budget_bytes: that the step may take above its start.
@@ -100,28 +105,32 @@ def lane_bounds(
     order = CapturedOrder(program)
     choice, cuts = Choice(), list[int]()
     bound, left = 0.0, work
-    while len(cuts) < CUTS and left > 0 and bound < enough() and not interrupt:
-        if cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS:
-            return
-        taken = stage_bytes(program, schedule_of(program, choice), links)
+    while len(cuts) < min(CUTS, len(program.ops)) and not (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
+        taken, overhead = looked_at(program, choice, links)
         taken[cuts] = 0
-        stage = int(taken.argmax()) if len(taken) else 0
-        if not len(taken) or taken[stage] <= above_budget_bytes:
+        stage = int(taken.argmax())
+        if taken[stage] <= above_budget_bytes and overhead - bound <= CLOSE:
             return
         cuts = sorted([*cuts, stage])
         model = LaneModel(program, above_budget_bytes, cuts, order, links)
         if model.may_merge:
             model.merge()
-        solved = model.solve(interrupt, left, enough())
-        left -= solved.work
-        bound = max(bound, solved.bound)
-        found = None
-        if solved.reruns is not None:
+        for whole in (False, True) if len(cuts) == 1 and len(program.ops) < LARGE_OPS else (True,):
+            if left <= 0 or bound >= enough() or interrupt:
+                return
+            solved = model.solve(interrupt, left, enough(), whole=whole)
+            left -= solved.work
+            bound = max(bound, solved.bound)
+            if solved.reruns is None:
+                yield LaneBound(bound, solved.infeasible, None, work - left)
+                return
             loads = [] if solved.values is None else model.loads(solved.values)
-            found = choice = rounded(program, links, cuts, solved.reruns, loads)
-        yield LaneBound(bound, solved.infeasible, found, work - left)
-        if found is None:
-            return
+            choice = rounded(program, links, cuts, solved.reruns, loads)
+            yield LaneBound(bound, solved.infeasible, choice, work - left)
+            if not whole:
+                taken, overhead = looked_at(program, choice, links)
+                if taken.max() <= above_budget_bytes and overhead - bound <= GAP / PERCENT:
+                    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +283,8 @@ class LaneModel(CutModel):
         for transfers in self._transfers().values():
             after, before = (np.array([getattr(t, end) for t in transfers]) for end in ("after", "before"))
             seconds, columns = np.array([t.seconds for t in transfers]), np.array([t.column for t in transfers])
-            windows = {(p, k) for k in self.cuts for p in self._some(after[before == k].tolist())}
-            windows |= {(p, k) for p in self.cuts for k in self._some(before[after == p].tolist())}
+            windows = {(p, k) for k in self.cuts for p in self._some(after[before <= k].tolist())}
+            windows |= {(p, k) for p in self.cuts for k in self._some(before[after >= p].tolist())}
             for p, k in sorted(windows):
                 inside = np.flatnonzero((after >= p) & (before <= k) & (seconds > 0.0))
                 free = float(base[k] - base[p + 1])
@@ -287,7 +296,7 @@ class LaneModel(CutModel):
         distinct = sorted(set(ends))
         if len(self.program.ops) < LARGE_OPS or len(distinct) <= WINDOWS:
             return distinct
-        return [distinct[i] for i in np.linspace(0, len(distinct) - 1, WINDOWS).astype(int).tolist()]
+        return [distinct[i * (len(distinct) - 1) // (WINDOWS - 1)] for i in range(WINDOWS)]
 
     def _window(self, p: int, k: int, columns: NDArray[np.int64], seconds: NDArray[np.float64], free: float) -> None:
         first, last = (sum(c <= p for c in self.cuts), sum(c < k for c in self.cuts))

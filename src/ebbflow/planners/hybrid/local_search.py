@@ -18,7 +18,7 @@ from ebbflow.planners.search import layout as L
 from ebbflow.planners.search.interval_state import NO_LIMIT
 from ebbflow.planners.search.local_search import CHUNK_SECONDS, HOT, STEPS_PER_OP
 
-__all__ = ["anneal", "clean_up", "repair", "tighten"]
+__all__ = ["anneal", "clean_up", "exchange", "repair", "tighten"]
 
 TIGHTEN = 20  # rounds at most; each gains something or is the last
 
@@ -47,7 +47,7 @@ def repair(
     chunk, done = 16, _moves.UNFINISHED
     while steps > 0 and not interrupt and done == _moves.UNFINISHED:
         begin = time.perf_counter()
-        done = _moves.repair(state.memory, budget, 0.0, 1.0, share, NO_LIMIT, lane, -1, min(chunk, steps), 1)
+        done = _moves.repair(state.memory, budget, 0.0, 1.0, share, NO_LIMIT, lane, 0, min(chunk, steps), 1)
         state.commit()
         steps -= chunk
         if time.perf_counter() - begin < CHUNK_SECONDS / 2:
@@ -60,6 +60,20 @@ def clean_up(state: HybridState, budget: int) -> None:
     """Drop every rerun and load without which everything still fits and takes no longer."""
     while _anneal.clean_up(state.memory, budget):
         pass
+
+
+def exchange(state: HybridState, budget: int, interrupt: Interrupt) -> None:
+    """Exchange reruns and loads pair by pair until none makes the step shorter."""
+    found = True
+    while found and not interrupt and not state.exhausted:
+        rows = (int(state.memory[L.H_HIGH]) - int(state.memory[L.H_NODES])) // L.N_COLUMNS
+        found, first, chunk = False, 0, 16
+        while first < rows * rows and not interrupt:
+            begin = time.perf_counter()
+            found = bool(_anneal.exchange(state.memory, budget, first, first + chunk)) or found
+            first += chunk
+            if time.perf_counter() - begin < CHUNK_SECONDS / 2:
+                chunk *= 2
 
 
 def tighten(state: HybridState, budget: int) -> None:

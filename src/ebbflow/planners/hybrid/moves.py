@@ -1,6 +1,6 @@
 """Changes of the interval state with loads and holds that planners are made of, compiled.
 
-1. *Put* a rerun or a load: what it makes needless goes, loads that nobody reads any more and reruns that only served it.
+1. *Put* a rerun or a load: what it makes needless goes, loads that nobody reads any more and reruns that served it.
 2. *Drop* a rerun or a load: its buffer is held instead, and what only served it goes with it.
 3. *Evict* over an idle gap around stage ``t``: rerun right before the next use (with all that it needs, each input held
    longer, loaded, or made again in turn: a load needs nothing, so it ends a chain), or load in time for the next use,
@@ -44,6 +44,7 @@ from ebbflow.planners.search.layout import (
     B_TIER,
     C_COLUMNS,
     C_NOW,
+    H_BASE,
     H_BOUNDARY,
     H_CLOCKS,
     H_COST,
@@ -59,6 +60,7 @@ from ebbflow.planners.search.layout import (
     H_WORK_LIMIT,
     N_IN_STAGE,
     N_OP,
+    OFFERS,
     OP_COST,
     OP_ESTIMATE,
     OP_FORBID,
@@ -80,6 +82,8 @@ UNFINISHED, DONE, FAILED = 0, 1, 2  # answers of repair
 NOTHING, PLUS, MINUS = 0, 1, -1  # passed as int(..): numba would compile a function anew for each literal argument
 FAINT = 0.01
 FORBIDDEN = 1e3
+MUCH = 0.3  # noise, beyond which the first offers will do
+TURNS = 3  # collections of offers for one eviction: where the first are all dearer than thought, others may be better
 PRICE = float(1 << 20)
 
 
@@ -144,7 +148,7 @@ def drop(m: Words, what: int, t: int) -> bool:
 @apart
 def drop_served(m: Words, b: int, t: int) -> bool:
     """Take away what a new production of ``b`` at ``t`` makes needless: the one before it, and a hold beyond it."""
-    p, q = made_around(m, b, t - 1)
+    p, _ = made_around(m, b, t - 1)
     if m[b + B_HOLD] >= t and not hold(m, b, int(MINUS)):
         return False
     if is_loaded(m, b, p):
@@ -184,21 +188,21 @@ def place(m: Words, b: int, first: int, u: int, budget: int) -> int:
     clocks, lane, boundary, size = m[H_CLOCKS], m[b + B_IN_LANE], m[H_BOUNDARY], m[b + B_BYTES]
     deadline = m[clocks + u * C_COLUMNS + C_NOW]
     best, least = u, -1
-    l = u
-    while l >= first:
-        if l < u and value(m, l) + size > budget:
+    stage = u
+    while stage >= first:
+        if stage < u and value(m, stage) + size > budget:
             break
-        row = clocks + l * C_COLUMNS
+        row = clocks + stage * C_COLUMNS
         end = max(m[row + C_NOW], m[row + lane], m[b + B_COPIED] if m[b + B_LOADS] >= 0 else 0) + m[b + B_IN]
-        if l < boundary <= u:
+        if stage < boundary <= u:
             deadline = min(deadline, m[clocks + boundary * C_COLUMNS + C_NOW])
             if end > deadline:
                 break
         if least < 0 or end < least:
-            best, least = l, end
+            best, least = stage, end
         if end <= deadline:
-            return l
-        l -= 1
+            return stage
+        stage -= 1
     return best
 
 
@@ -247,9 +251,9 @@ def make(m: Words, o: int, t: int, budget: int, small: int, limit: int, lane: fl
                 if m[b + B_TIER] >= 0:
                     moved = m[b + B_IN] if m[b + B_LOADS] >= 0 else m[b + B_IN] + m[b + B_OUT]
                     if not may_run or lane * moved < m[at(producer) + OP_ESTIMATE]:
-                        l = place(m, b, end + 1, t, budget)
-                        if may_load(m, b, l):
-                            if not put_load(m, b, l):
+                        stage = place(m, b, end + 1, t, budget)
+                        if may_load(m, b, stage):
+                            if not put_load(m, b, stage):
                                 return False
                             continue
                 if not may_run:
@@ -296,7 +300,7 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: flo
                         moved = float(m[b + B_IN] + m[b + B_OUT])
                         known = max(trust * m[b + B_ESTIMATE] + (1.0 - trust) * lane * moved, FAINT * moved)
                         if is_loaded(m, b, made) and last < made:  # loaded long before
-                            known = FAINT * moved
+                            known = max(trust * m[b + B_ESTIMATE], FAINT * moved)
                         known *= 1.0 - noise + 2.0 * noise * draw(m) if noise > 0.0 else 1.0
                         if m[b + B_FORBID] == stamp:
                             known *= FORBIDDEN
@@ -305,7 +309,8 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: flo
                     partly += size
                     partly_use = min(partly_use, use)
             elif made < t and m[b + B_HOLD] >= t and last < t and m[b + B_HOLD] < following:
-                count = offer(m, count, -b, int(MINUS), FAINT * m[b + B_OUT] / min(size, excess))
+                known = max(trust * m[b + B_ESTIMATE], FAINT * m[b + B_OUT])
+                count = offer(m, count, -b, int(MINUS), known / min(size, excess))
             elif made < t and last == t:
                 ending += size
         if not may_run:
@@ -324,29 +329,47 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: flo
 
 
 @apart
-def evict_load(m: Words, b: int, u: int, t: int) -> bool:
-    """Have ``b`` away at stage ``t``: loaded for its use at ``u``, or for -1 held less long."""
+def evict_load(m: Words, b: int, u: int, t: int, budget: int) -> bool:
+    """Have ``b`` away at stage ``t``: loaded for its use at ``u``, or for -1 held less long.
+
+    What is only held, or loaded long before, goes from all stages around that are over the budget as well: one by one,
+    each would have a small price, and all together a large one.
+    """
     if u < 0:
-        end = m[b + B_PRODUCER]
         last, _ = reads_around(m, b, t)
-        end = max(end, last)
-        return hold(m, b, t - 1 if t - 1 > end else int(MINUS))
+        end = max(m[b + B_PRODUCER], last)
+        stage = t - 1
+        for s in range(t - 1, end, -1):
+            if value(m, s) > budget:
+                stage = s - 1
+        return hold(m, b, stage if stage > end else int(MINUS))
     fresh = m[b + B_LOADS] < 0
-    l = place(m, b, t + 1, u, 1 << 62)
-    if not may_load(m, b, l) or not put_load(m, b, l):
+    first = t + 1
+    made, _ = made_around(m, b, t)
+    last, _ = reads_around(m, b, t)
+    if last < made and is_loaded(m, b, made):
+        for s in range(t + 1, u):
+            if value(m, s) > budget:
+                first = s + 1
+    stage = place(m, b, first, u, 1 << 62)
+    if not may_load(m, b, stage) or not put_load(m, b, stage):
         return False
     return not fresh or place_hold(m, b, t - 1)
 
 
 @apart
-def evict(m: Words, what: int, u: int, t: int, budget: int, share: float, limit: int, lane: float) -> float:
-    """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it)."""
+def evict(
+    m: Words, what: int, u: int, t: int, budget: int, share: float, limit: int, lane: float, before: int
+) -> float:
+    """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it).
+
+    ``before`` is the makespan without it.
+    """
     at_t = value(m, t)
     at_u = value(m, max(u, 0))
-    before = makespan(m)
     faint = 0.0
     if what < 0:
-        if not evict_load(m, -what, u, t):
+        if not evict_load(m, -what, u, t, budget):
             return -1.0
         faint = FAINT * (m[B_IN - what] + m[B_OUT - what])
     else:
@@ -394,22 +417,29 @@ def lower(
     m: Words, t: int, budget: int, noise: float, trust: float, share: float, limit: int, lane: float, stamp: int
 ) -> bool:
     """Bring stage ``t`` down by one eviction (clause 4); false if no offer gains anything."""
-    count = collect(m, t, value(m, t) - budget, noise, trust, lane, stamp)
     offers = m[H_OFFERS_AT]
-    best, best_price = -1, 0.0
-    for k in range(offers, offers + 3 * count, 3):
-        if best >= 0 and best_price * PRICE <= m[k]:
+    best, best_stage, best_price = 0, -2, 0.0
+    before = makespan(m)
+    for turn in range(TURNS):
+        count = collect(m, t, value(m, t) - budget, noise, trust if turn == 0 else 1.0, lane, stamp)
+        done = False
+        for k in range(offers, offers + 3 * count, 3):
+            if best_stage > -2 and best_price * PRICE <= m[k]:
+                done = True
+                break
+            what, stage = m[k + 1], m[k + 2]
+            mark = m[H_JOURNAL]
+            price = evict(m, what, stage, t, budget, share, limit, lane, before)
+            better = price >= 0.0 and (best_stage == -2 or price < best_price)
+            if better and k + 3 < offers + 3 * count and price * PRICE <= m[k + 3]:
+                return True
+            undo(m, mark)
+            if better:
+                best, best_stage, best_price = what, stage, price
+        if done or count < OFFERS or noise > MUCH:
             break
-        mark = m[H_JOURNAL]
-        price = evict(m, m[k + 1], m[k + 2], t, budget, share, limit, lane)
-        better = price >= 0.0 and (best < 0 or price < best_price)
-        if better and (k + 3 == offers + 3 * count or price * PRICE <= m[k + 3]):
-            return True
-        undo(m, mark)
-        if better:
-            best, best_price = k, price
-    if best >= 0:
-        evict(m, m[best + 1], m[best + 2], t, budget, share, limit, lane)
+    if best_stage > -2:
+        evict(m, best, best_stage, t, budget, share, limit, lane, before)
         return True
     return lighten(m, t)
 
@@ -427,11 +457,14 @@ def repair(
     steps: int,
     final: int,
 ) -> int:
-    """Evict until every stage fits, at most ``steps`` times; ``final`` 1 makes each step final."""
+    """Evict until every stage fits, at most ``steps`` times; ``final`` 1 makes each step final.
+
+    It fails where reruns, or all that the makespan is longer than every op once, cost more than ``limit``.
+    """
     for _ in range(steps):
         if m[m[H_TOP] + 1] <= budget:
             return int(DONE)
-        if m[H_COST] > limit or m[H_WORK] > m[H_WORK_LIMIT]:
+        if m[H_COST] > limit or makespan(m) - m[H_BASE] > limit or m[H_WORK] > m[H_WORK_LIMIT]:
             return int(FAILED)
         if final == 1:
             m[H_JOURNAL] = 0

@@ -20,7 +20,7 @@ from ebbflow.planners.hybrid import local_search
 from ebbflow.planners.hybrid.choice import Choice, choice_of
 from ebbflow.planners.hybrid.cut_lanes import lane_bounds
 from ebbflow.planners.hybrid.state import HybridState
-from ebbflow.planners.search.greedy import COLDEST, HEAT, HOTTEST, PROVEN, assert_within
+from ebbflow.planners.search.greedy import HEAT, HOTTEST, PROVEN, assert_within
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of
@@ -28,11 +28,13 @@ from ebbflow.step.simulate import overhead_of
 __all__ = ["hybrid", "moves_alone"]
 
 RUNS_PER_MOVE = 500  # walked per unit of effort in each phase, as in search.greedy
-FULL_EFFORT_OPS = 300  # as in auto; a move takes longer here
+FULL_EFFORT_OPS = 750  # as in auto
 LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
-ALONE = 16  # share of the effort for moves alone
-ROUNDS = 4
-CLOSE = 1e-4  # gap at which rounds end
+LANES_SHARE = 1  # of the solver's work is for the cut relaxation with lanes
+ALONE, PROMISING = 64, 0.05  # share of the effort for moves alone, and overhead from which on it is not worth any
+COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
+ROUNDS, TURN = 6, 5  # of annealing at most; share of the effort for each
+CLOSE, ENOUGH = 1e-3, 2e-4  # gaps at which rounds end, and at which the cut relaxation does
 
 
 class _Found:
@@ -117,8 +119,8 @@ def hybrid(problem: Problem, recompute: Answer) -> Answer:
     if recompute.schedule is not None and overhead_of(problem.program, recompute.schedule) <= PROVEN:
         return replace(recompute, bound_class=bound_class)
     found = _Found(problem)
-    infeasible = _start(found, recompute)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
+    infeasible = _start(found, recompute, effort)
     _anneal(found, effort)
     return _answer(found, recompute, bound_class, infeasible=infeasible, effort=effort)
 
@@ -137,12 +139,12 @@ def _moves_alone(found: _Found) -> None:
     known = found.best
     found.best = []
     found.start_from(Choice(), moves_only=True)
-    if found.best:
+    if found.overhead <= PROMISING:
         found.anneal(found.best[0][1], found.problem.effort // ALONE, found.problem.seed, moves_only=True)
     found.best = sorted([*known, *found.best], key=lambda each: each[0])
 
 
-def _start(found: _Found, recompute: Answer) -> bool:
+def _start(found: _Found, recompute: Answer, effort: int) -> bool:
     """All start points; whether the budget is proven infeasible."""
     problem = found.problem
     seeds = [] if recompute.schedule is None else [recompute.schedule]
@@ -156,13 +158,15 @@ def _start(found: _Found, recompute: Answer) -> bool:
         problem.above_budget_bytes,
         problem.links,
         problem.interrupt,
-        work=WORK * problem.effort // DEFAULT_EFFORT,
-        enough=lambda: found.overhead - PROVEN,
+        work=WORK * problem.effort // (LANES_SHARE * DEFAULT_EFFORT),
+        enough=lambda: found.overhead - ENOUGH,
     )
-    for each in rounds:
+    for turn, each in enumerate(rounds):
         found.bound, infeasible = max(found.bound, each.bound), each.infeasible
         if each.choice is not None:
             found.start_from(each.choice)
+        if turn == 0 and found.best and found.overhead - found.bound > ENOUGH:  # whole numbers take the solver long
+            found.anneal(found.best[0][1], effort // TURN, problem.seed)
         found.tell("cut relaxation with lanes")
     if infeasible or problem.interrupt or found.overhead <= found.bound + PROVEN:
         return infeasible
@@ -189,7 +193,7 @@ def _anneal(found: _Found, effort: int) -> None:
         found.tell("local search")
         starts = [choice for _, choice in found.best[: 2 if turn == 0 else 1]]
         for choice in starts:
-            found.anneal(choice, effort // (ROUNDS + 1), found.problem.seed + turn)
+            found.anneal(choice, effort // TURN, found.problem.seed + turn)
 
 
 def _answer(found: _Found, recompute: Answer, bound_class: str, *, infeasible: bool, effort: int) -> Answer:

@@ -4,7 +4,8 @@ The relaxation says what is rerun and what is loaded after each cut. Here
 1. a load is issued as late as its lane lets it arrive before its first read after the cut, behind the loads that are
    read earlier, and never before the cut: it takes bytes from then on;
 2. a buffer is held after its last use before it leaves until its copy is written, as far as its first cut allows, so
-   that nobody waits for it.
+   that nobody waits for it;
+3. what no tier has room for stays.
 Seconds are those of first runs and reruns, without waits. Nothing is proven of the choice: it may be over the budget.
 """
 
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.planners.hybrid.choice import Choice
+from ebbflow.planners.hybrid.choice import Choice, schedule_of
+from ebbflow.planners.hybrid.floor import tiers_of
 from ebbflow.step.arrays import Ints
 from ebbflow.step.machine import Link, Machine
 from ebbflow.step.program import Program
-from ebbflow.step.schedule import Compute, Schedule
+from ebbflow.step.schedule import Compute
 from ebbflow.step.simulate import simulate
 
-__all__ = ["Load", "rounded", "stage_bytes"]
+__all__ = ["Load", "looked_at", "rounded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +43,19 @@ class Load:
     tier: str
 
 
-def stage_bytes(program: Program, schedule: Schedule, links: Mapping[str, Link]) -> Ints:
-    """The most that is live in each stage of a schedule with first runs in captured order."""
+def looked_at(program: Program, choice: Choice, links: Mapping[str, Link]) -> tuple[Ints, float]:
+    """The most that is live in each stage of the schedule of a choice, and its overhead."""
+    schedule = schedule_of(program, choice)
     machine = Machine("any", "cpu", 0, {}, 1.0, 0.0, 1, dict(links))
+    timeline = simulate(program, schedule, machine)
     found = np.zeros(len(program.ops), np.int64)
-    if not len(found):
-        return found
-    stages = np.zeros(len(schedule.actions), np.int64)
     stage = 0
-    for index, action in enumerate(schedule.actions):
-        stages[index] = min(stage, len(found) - 1)
+    for action, most in zip(schedule.actions, timeline.peak_bytes.tolist(), strict=True):
+        at = min(stage, len(found) - 1)
+        if len(found) and most > found[at]:
+            found[at] = most
         stage += isinstance(action, Compute) and action.op == stage
-    np.maximum.at(found, stages, simulate(program, schedule, machine).peak_bytes)
-    return found
+    return found, timeline.seconds / program.seconds - 1.0 if program.seconds else 0.0
 
 
 def rounded(
@@ -70,12 +72,11 @@ def rounded(
         links: to the tiers.
         cuts: their stages, ascending.
         reruns: as ``(op, stage)``.
-        loads: after which cut each; a buffer's tier is that of its first.
+        loads: after which cut each; a buffer's tier is that of its first, if there is room.
     """
     reruns = frozenset(reruns)
-    tiers: dict[int, str] = {}
-    for load in loads:
-        tiers.setdefault(load.buffer, load.tier)
+    tiers = _tiers(program, links, loads)
+    loads = [load for load in loads if load.buffer in tiers]
     reads = _read_stages(program, reruns, set(tiers))
     seconds = np.array([op.seconds for op in program.ops])
     for op, stage in reruns:
@@ -87,6 +88,22 @@ def rounded(
         leaves[load.buffer] = min(leaves.get(load.buffer, len(program.ops)), cuts[load.cut])
     holds = _holds(program, links, leaves, tiers, reads, begin)
     return Choice(reruns, frozenset(issued), frozenset(holds), {b: tiers[b] for b, _ in issued})
+
+
+def _tiers(program: Program, links: Mapping[str, Link], loads: Iterable[Load]) -> dict[int, str]:
+    """The tier of each buffer, none where no tier that takes it has room left."""
+    room = {tier: link.capacity_bytes for tier, link in links.items()}
+    found: dict[int, str] = {}
+    for load in loads:
+        if load.buffer in found:
+            continue
+        size = program.buffers[load.buffer].bytes
+        for tier in (load.tier, *tiers_of(program, load.buffer, links)):
+            if links[tier].round_up(size) <= room[tier]:
+                room[tier] -= links[tier].round_up(size)
+                found[load.buffer] = tier
+                break
+    return found
 
 
 def _read_stages(program: Program, reruns: Iterable[tuple[int, int]], buffers: set[int]) -> dict[int, list[int]]:

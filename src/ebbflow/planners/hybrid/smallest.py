@@ -1,4 +1,4 @@
-"""The least peak for which a schedule is found where buffers may be moved: descend with loads from what reruns reach."""
+"""The least peak for which a schedule is found where buffers may be moved: from what reruns reach, down with loads."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ class HybridState(IntervalState):
         super().__init__(program)
         self.tiers = tuple(links)[: L.MOST_TIERS]
         self._links = [links[tier] for tier in self.tiers]
+        self._array[L.H_BASE] = self.base_cost
         first = int(self._array[L.H_BUFFERS])
         self._buffers = self._array[first : int(self._array[L.H_BUFFERS_END])].reshape(-1, L.B_COLUMNS)
         self._first = first

@@ -8,8 +8,8 @@ named by their *address* in that array:
 3. A buffer is the address of its row (columns ``B_*``); lists of inputs, outputs and readers are ranges of words.
 4. A rerun is the address of its row (columns ``N_*``), from ``H_NODES`` on. So is a load, whose column ``N_OP`` is
    the negative address of its buffer; free rows have -1 there.
-5. Stage ``t`` has a row of clocks (columns ``C_*``) at ``H_CLOCKS + t * C_COLUMNS``: when it begins, and until when each
-   lane is taken then. They are walked by ``hybrid.clock`` alone, and right for stages before ``H_STALE``.
+5. Stage ``t`` has a row of clocks (columns ``C_*``) at ``H_CLOCKS + t * C_COLUMNS``: when it begins, and until when
+   each lane is taken then. They are walked by ``hybrid.clock`` alone, and right for stages before ``H_STALE``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ H_WORK, H_WORK_LIMIT = 28, 29  # runs walked so far, and beyond which searches s
 H_EARLY = 30  # 1: searches may place a rerun before the stage that uses it
 H_LOADS, H_CLOCKS, H_STALE, H_MAKESPAN, H_BEST_HOLDS = 31, 32, 33, 34, 35
 H_NEEDS, H_END = 36, 37  # per stage the loads that are read first there; end of all words
-H_MOVES_ONLY = 38  # 1: searches rerun nothing
-H_LEFT = 39  # bytes left in each tier
+H_MOVES_ONLY, H_BASE = 38, 39  # 1: searches rerun nothing; cost of every op once
+H_LEFT = 40  # bytes left in each tier
 HEADER = H_LEFT + MOST_TIERS
 # Kinds of journal rows.
 J_ADDED, J_REMOVED, J_LOCAL, J_LOADED, J_UNLOADED, J_HELD = 0, 1, 2, 3, 4, 5

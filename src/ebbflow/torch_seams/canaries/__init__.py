@@ -13,6 +13,7 @@ from __future__ import annotations
 from ebbflow.torch_seams.canaries import (
     aot,
     autograd,
+    branches,
     dispatcher,
     dynamo,
     fake_tensors,
@@ -26,6 +27,7 @@ __all__ = [
     "CANARIES",
     "aot",
     "autograd",
+    "branches",
     "dispatcher",
     "dynamo",
     "fake_tensors",

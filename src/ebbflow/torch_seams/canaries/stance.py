@@ -30,6 +30,7 @@ def a_threads_calls_have_their_own_stance() -> None:
         pass
     else:
         raise RuntimeError("a call compiles that may not")
+    expect("size" in ours.why_not_compiled(compiled, torch.ones(3)), "a guard that fails is not told")
     expect(len(ran) == 1 and compiled(torch.ones(3)).tolist() == [2.0] * 3, "others cannot compile any more")
     dynamo.forget_compiled(compiled)
 

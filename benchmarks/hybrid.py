@@ -1,0 +1,22 @@
+"""What does moving buffers give besides recomputing them?
+
+    python benchmarks/hybrid.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/hybrid.json]
+
+NAME is a question (plan) or part of ``question:case``. Every case runs in a process of its own. No card is needed:
+models are captured from shapes, costs and links are those of the catalogue.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from harness.suite import main
+from questions import hybrid_plan
+
+QUESTIONS: dict[str, ModuleType] = {"plan": hybrid_plan}
+MOST_SECONDS = 1800.0
+"""For one case; a child that takes longer is ended and reported."""
+
+if __name__ == "__main__":
+    sys.exit(main(__file__, str(__doc__), QUESTIONS, MOST_SECONDS))

@@ -1,0 +1,55 @@
+"""``ebbflow calibrate``: what this machine can do, measured and kept for later plans."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+from ebbflow.cli.arguments import AsJson, Tiers, several_tiers
+from ebbflow.cli.output import write_json
+from ebbflow.tiers import parse_tiers
+from ebbflow.units import format_bytes, format_percent, format_seconds
+
+__all__ = ["calibrate"]
+
+
+def calibrate(tiers: Tiers = "disk", as_json: AsJson = False) -> None:
+    """Measure this machine's arithmetic, memory and disks, and keep the result for later plans.
+
+    Takes well under two minutes. Costs of ops are measured anyway when a step is planned; this is for what has to be
+    estimated, and for the links to slower memory.
+    """
+    named = parse_tiers(several_tiers(tiers))
+
+    from ebbflow.cost import calibrate as costs
+    from ebbflow.report.text.progress import ProgressDisplay
+
+    with ProgressDisplay(sys.stderr) as display:
+        found = costs.calibrate(named, lambda what: display.stage(f"measuring {what}"))
+    machine = found.machine
+    if as_json:
+        links = {
+            name: {**asdict(link), "together": found.together_bytes_per_second[name]}
+            for name, link in machine.links.items()
+        }
+        write_json({**machine.to_json(), "links": links, "path": found.path})
+        return
+    rates = ", ".join(f"{rate / 1e9:.1f} in {dtype}" for dtype, rate in machine.flops.items())
+    print("this machine")
+    print(f"  arithmetic {rates}, 10^9 per second")
+    print(f"  memory     {format_bytes(int(machine.bytes_per_second))} per second")
+    print(f"  least op   {format_seconds(machine.launch_seconds)}")
+    for name, link in machine.links.items():
+        out, back, both = (
+            format_bytes(int(rate))
+            for rate in (link.out_bytes_per_second, link.in_bytes_per_second, found.together_bytes_per_second[name])
+        )
+        print(f"  {name:<10} {out} out, {back} back, {both} both ways at once, per second, through the page cache")
+        print(
+            f"  {'':<10} {format_seconds(link.latency_seconds)} for each transfer besides; computing loses "
+            f"{format_percent(link.compute_share)} of a transfer's time"
+        )
+    if found.path:
+        print(f"  kept in    {found.path}")
+    else:
+        print("  not kept: the cache directory cannot be written", file=sys.stderr)

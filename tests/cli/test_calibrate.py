@@ -1,0 +1,61 @@
+"""``ebbflow calibrate``: what is measured is kept, told and used by later plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbflow.cli import app
+from ebbflow.cost import calibrate as costs
+from ebbflow.step import machine as machines
+from ebbflow.step.machine import catalogue, machine_named
+from ebbflow.transfers import links
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in (machines, links):
+        monkeypatch.setattr(module, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(costs, "_SIZE", 64)
+    monkeypatch.setattr(costs, "_VECTOR_BYTES", 2**16)
+    monkeypatch.setattr(links, "_PROBE_BYTES", 2**20)
+    monkeypatch.setattr(links, "_PIECE_BYTES", 2**18)
+    monkeypatch.setattr(links, "_SMALL_BYTES", 2**12)
+
+
+def test_what_is_measured_is_told_kept_and_used(tmp_path: Path) -> None:
+    assert machine_named("cpu") == catalogue()["cpu"]
+    result = CliRunner().invoke(app, ["calibrate", "--tiers", f"disk:{tmp_path}"])
+    assert result.exit_code == 0, result.output
+    for word in ("arithmetic", "in float32", "memory", "least op", "out,", "both ways at once", "kept in"):
+        assert word in result.stdout
+    measured = machine_named("cpu")
+    assert measured.flops != catalogue()["cpu"].flops
+    assert measured.flops["float32"] > 1e6
+    assert measured.bytes_per_second > 1e6
+    assert 0 < measured.launch_seconds < 1
+    assert "ebbflow calibrate" in measured.sources["flops"]
+    assert links.is_measured(tmp_path)
+
+
+def test_as_json(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", "--json", "--tiers", f"disk:{tmp_path}"])
+    data = json.loads(result.stdout)
+    assert data["links"]["disk"]["together"] > 0
+    assert Path(data["path"]).is_file()
+
+
+def test_a_damaged_machine_file_counts_as_absent(tmp_path: Path) -> None:
+    CliRunner().invoke(app, ["calibrate", "--tiers", f"disk:{tmp_path}"])
+    (path,) = (tmp_path / "cache" / "machine").glob("cpu.json")
+    path.write_text(path.read_text().replace("cpu", "xpu"))
+    assert machine_named("cpu") == catalogue()["cpu"]
+
+
+def test_the_hosts_memory_is_no_tier_of_a_cpu() -> None:
+    result = CliRunner().invoke(app, ["calibrate", "--tiers", "host"])
+    assert result.exit_code == 2
+    assert "memory of a CPU is the host's" in result.stderr
