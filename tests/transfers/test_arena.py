@@ -195,6 +195,28 @@ def test_a_forked_child_does_not_touch_what_its_parent_moved(tier: DiskTier):
     assert torch.equal(arena.arrive(0, arena.reload(0)), given)
 
 
+def test_a_forked_child_leaves_the_regions_of_its_parent_alone(tier: DiskTier):
+    """Were one given back in the child, its next step would write over what the parent has moved."""
+    arena = Arena(slots(), {"disk": tier})
+    given = torch.randn(SHAPES[0])
+    arena.offload(0, given)
+    arena.settle(0, given)
+    child = os.fork()
+    if not child:
+        ended = 1
+        try:
+            arena.close()
+            own = Arena(slots(), {"disk": tier})
+            other = torch.full(SHAPES[0], 3.0)
+            own.offload(0, other)
+            own.settle(0, other)
+            ended = 0
+        finally:
+            os._exit(ended)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(arena.arrive(0, arena.reload(0)), given)
+
+
 def test_a_thread_has_its_own_current_arena(tier: DiskTier):
     one, two = Arena(slots(), {"disk": tier}), Arena(slots(), {"disk": tier})
     seen: list[bool] = []

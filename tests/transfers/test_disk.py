@@ -11,9 +11,9 @@ import torch
 
 from ebbflow.errors import TierError, UsageError
 from ebbflow.tiers import Tier, parse_tiers
-from ebbflow.transfers import disk
 from ebbflow.transfers.disk import DiskTier, Region, disk_tier, refuse_directory
 from ebbflow.transfers.tiers import open_tiers
+from ebbflow.transfers.ways import MOST_FREE
 
 
 def test_what_is_written_comes_back_whatever_its_strides(tmp_path: Path):
@@ -93,7 +93,7 @@ def test_regions_are_used_again_and_few_are_kept(tmp_path: Path):
     many = [tier.region(1 << 20) for _ in range(10)]
     for each in many:
         tier.give_back(each)
-    assert len(os.listdir("/proc/self/fd")) == before + disk._MOST_FREE  # pyright: ignore[reportPrivateUsage]
+    assert len(os.listdir("/proc/self/fd")) == before + MOST_FREE
     tier.give_up_free()
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from fake_cuda import FakeDevice
 
-from ebbflow.step.machine import Machine, is_elsewhere
-from ebbflow.transfers import links
+from ebbflow.errors import TierError
+from ebbflow.step.machine import Link, Machine, is_elsewhere
+from ebbflow.transfers import host, host_link, links
 from ebbflow.transfers.disk import DiskTier
-from ebbflow.transfers.links import is_measured, measured_link, this_machine
+from ebbflow.transfers.host import HostTier
+from ebbflow.transfers.host_link import like_of
+from ebbflow.transfers.links import is_measured, measured_host_link, measured_link, this_machine
+from ebbflow.transfers.staged import StagedDisk
 
 
 @pytest.fixture(autouse=True)
@@ -55,4 +61,66 @@ def test_the_machine_at_hand_has_its_links_and_is_at_hand(tmp_path: Path) -> Non
     assert machine is not None
     assert not is_elsewhere(machine)
     assert set(machine.links) == {"disk"}
+    assert Machine.from_json(machine.to_json()) == machine
+
+
+# -- a card that is a fake -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """The current card."""
+    monkeypatch.setattr(host_link, "_PIECE_BYTES", 2**16)
+    monkeypatch.setattr(host_link, "_SMALL_BYTES", 2**10)
+    monkeypatch.setattr(links, "card", lambda: (torch.device("cpu"), "a fake", "8.0", 80 * 2**30))
+    return FakeDevice(may_wait=True)
+
+
+def test_the_link_to_the_host_is_measured_by_the_card_and_kept(fake: FakeDevice) -> None:
+    tier = HostTier(fake)
+    link, source = measured_host_link(tier)
+    assert source == "measured here, on a fake"
+    assert (link.tier, link.duplex) == ("host", True), "both ways at once take as long as one"
+    # The fake's clock counts operations: eight copies of a piece take eight seconds.
+    assert link.out_bytes_per_second == link.in_bytes_per_second == 2**16
+    assert link.least_bytes > 0, "small tensors do not pay (ms-swift#7201, unsloth#3867)"
+    assert link.capacity_bytes < (host.free_host_bytes() or 0)
+    given = len(fake.operations)
+    assert measured_host_link(tier)[0].latency_seconds == link.latency_seconds
+    assert len(fake.operations) == given, "it is not measured again"
+    measured_host_link(tier, anew=True)
+    assert len(fake.operations) > given
+    fake.run()
+
+
+def test_a_card_without_room_for_the_probe_has_the_link_of_the_catalogue(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(links, "measure_host", full)
+    link, source = measured_host_link(HostTier(fake))
+    assert source.startswith("as of a100-80gb, which is most like this card")
+    assert link.out_bytes_per_second == like_of("8.0", 80 * 2**30)[1].out_bytes_per_second
+    assert like_of("99.0", 0)[1].tier == "host"
+
+
+def test_a_host_without_room_for_the_probe_says_so(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_host_bytes", lambda: 1000)
+    with pytest.raises(TierError, match="needs"):
+        measured_host_link(HostTier(fake))
+
+
+def test_a_card_reaches_a_disk_through_the_host(fake: FakeDevice, tmp_path: Path) -> None:
+    tier = HostTier(fake)
+    machine = this_machine({"host": tier, "disk": StagedDisk(DiskTier(tmp_path), tier)}, "cuda")
+    assert machine is not None
+    assert (machine.device, machine.granularity_bytes, is_elsewhere(machine)) == ("cuda", 512, False)
+    to_host, to_disk, disk = machine.links["host"], machine.links["disk"], measured_link(DiskTier(tmp_path))
+
+    def seconds(link: Link) -> float:
+        return link.seconds(2**20, "out")
+
+    assert seconds(to_disk) == pytest.approx(seconds(to_host) + seconds(disk))
     assert Machine.from_json(machine.to_json()) == machine

@@ -285,7 +285,7 @@ def capture_ahead(
         device = program.context["device"] if target is None else target.device
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         to_come = future_state_bytes(optimizer) if optimizer is not None else 0
-    planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
+        planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
     held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
     return AheadStep(
         program,

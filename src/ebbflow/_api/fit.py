@@ -5,7 +5,7 @@ What Ebbflow knows about the model lives outside it in a :class:`~ebbflow.engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class, s
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.step import Step
 from ebbflow.errors import PlanMismatch, UsageError
+from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.resident import device_of
 from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
@@ -25,10 +26,12 @@ from ebbflow.planners.narration import aloud
 from ebbflow.planning.cache import PlanCache
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.planning.shape_plans import Buckets
+from ebbflow.step.machine import Machine
 from ebbflow.step.plan import Plan
 from ebbflow.tiers import parse_tiers
 from ebbflow.transfers.links import this_machine
 from ebbflow.transfers.tiers import open_tiers
+from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget
 
 __all__ = ["calls_of", "fit", "plan_of", "set_budget", "step_of", "unfit"]
@@ -74,9 +77,9 @@ def fit(
         seed: of every random choice; plans are reproducible for one effort and seed.
         start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
             plan starts from that one's schedule too.
-        tiers: slower memory that tensors may be moved to and fetched from: ``"disk"``, a directory below your cache
-            directory, ``"disk:PATH"``, or a list. ``None``: what does not fit is recomputed. By default those of a plan
-            that is given.
+        tiers: slower memory that tensors may be moved to and fetched from: ``"host"`` for a model on a CUDA device,
+            ``"disk"``, a directory below your cache directory, ``"disk:PATH"``, or a list. ``None``: what does not fit
+            is recomputed. By default those of a plan that is given.
         verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
             ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
             every buffer that comes back once more.
@@ -137,7 +140,7 @@ def fit(
             PlanningOptions.of(options),
             cache=PlanCache(),
             buckets=Buckets(),
-            machine=this_machine(opened) if given is None else None,
+            machine=_machine_at_hand(model, opened) if given is None else None,
             tiers=tuple(opened) if given is None else (),
         ),
         optimizer=optimizer,
@@ -150,6 +153,11 @@ def fit(
     set_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)
     return model
+
+
+def _machine_at_hand(model: torch.nn.Module, tiers: Mapping[str, Way]) -> Machine | None:
+    with on_device_of([model]):
+        return this_machine(tiers, device_of([model]))
 
 
 def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:

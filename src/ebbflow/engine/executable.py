@@ -40,8 +40,9 @@ from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free
 from ebbflow.step.simulate import simulate
 from ebbflow.torch_seams.graphs import boxed_codegen
-from ebbflow.transfers.arena import Arena, Traffic
-from ebbflow.transfers.disk import DiskTier
+from ebbflow.transfers.arena import Arena
+from ebbflow.transfers.traffic import Traffic
+from ebbflow.transfers.ways import Way
 from ebbflow.units import format_bytes, format_percent
 
 __all__ = ["SCALARS_BYTES", "Callables", "Executable", "Phase", "executable_numbered"]
@@ -97,7 +98,8 @@ class Executable:
         proving: number of the flight that is being proven, or ``None``.
         verified_buffers: how many came back with their bits in the proven step.
         measured_above_bytes: of the measured step; ``None`` before.
-        traffic: what moved in the last step that ended; ``None`` before, and where nothing moves.
+        traffic: what moved in the last step that ended, on CUDA in the last one that was measured; ``None`` before, and
+            where nothing moves.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Executable:
         *,
         device: str,
         verify: bool | Literal["always"],
-        tiers: Mapping[str, DiskTier] | None = None,
+        tiers: Mapping[str, Way] | None = None,
     ) -> None:
         self.number = next(_numbers)
         self.phase = Phase.PLANNED
@@ -166,13 +168,19 @@ class Executable:
         """Whether it moves buffers to other tiers."""
         return bool(self._slots)
 
-    def arena(self, flight: int) -> Arena | None:
-        """An arena for a flight that is about to start, if it needs one.
+    def arena(self, flight: int, timed: bool = False) -> Arena | None:
+        """An arena for a flight that is about to start, if it needs one; ``timed`` if the flight is measured.
 
         Raises:
             TierError: if a tier has no room; nothing of the step has run.
         """
-        return Arena(self._slots, self._tiers, flight) if self._slots else None
+        return Arena(self._slots, self._tiers, flight, timed) if self._slots else None
+
+    def moved(self, traffic: Traffic) -> None:
+        """A backward has ended. Seconds, once known, stay until others are: every step moves the same bytes."""
+        if traffic.timed or self.traffic is None:
+            traffic.read_clocks()
+            self.traffic = traffic
 
     @property
     def output_count(self) -> int:

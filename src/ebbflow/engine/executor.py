@@ -125,7 +125,7 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     if executable is None:
         raise Unplanned(list(args))
     flight.ran = True
-    flight.arena = executable.arena(flight.number)
+    flight.arena = executable.arena(flight.number, flight.gauge is not None)
     runs = executable.checked if flight.proves and executable.checked is not None else executable.plain
     with travelling(flight.arena):
         if flight.gauge is not None:
@@ -151,7 +151,7 @@ def run_backward(args: list[Any]) -> Any:
     with travelling(arena):
         gradients = _gradients(executable, name, args)
     if arena is not None:
-        executable.traffic = arena.traffic
+        executable.moved(arena.traffic)
         if not keeps_graph():
             arena.close()
     return executable.unused.dropped(gradients)

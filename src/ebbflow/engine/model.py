@@ -51,7 +51,7 @@ from ebbflow.step.provenance import LossPlace
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.eager_answers import Answers
 from ebbflow.torch_seams.storages import StorageWatch, walk
-from ebbflow.transfers.disk import DiskTier
+from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget, format_bytes
 
 __all__ = ["Circumstances", "FittedModel"]
@@ -139,7 +139,7 @@ class FittedModel:
     verify: bool | Literal["always"]
     every_output: bool
     start: Plan | None = None
-    tiers: Mapping[str, DiskTier] = field(default_factory=dict[str, DiskTier])
+    tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
     last: Step | None = None
     flights: Flights = field(init=False)
     number: int = field(default_factory=_numbers.__next__)

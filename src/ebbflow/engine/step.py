@@ -21,8 +21,8 @@ from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable, Phase
 from ebbflow.measurement.resident import hidden_in, storages_in
 from ebbflow.step.plan import Plan
-from ebbflow.transfers.arena import Traffic
-from ebbflow.transfers.disk import DiskTier
+from ebbflow.transfers.traffic import Traffic
+from ebbflow.transfers.ways import Way
 from ebbflow.units import format_allowed, format_bytes
 
 __all__ = ["Step"]
@@ -47,7 +47,7 @@ class Step:
     """
 
     def __init__(
-        self, capture: Capture, *, verify: bool | Literal["always"], tiers: Mapping[str, DiskTier] | None = None
+        self, capture: Capture, *, verify: bool | Literal["always"], tiers: Mapping[str, Way] | None = None
     ) -> None:
         self.capture = capture
         self.captured: Captured | None = None

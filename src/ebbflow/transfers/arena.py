@@ -4,64 +4,42 @@
    backward has ended without retaining the graph, or until nobody can run that backward any more.
 2. ``offload`` issues the copy of a buffer; ``settle``, which stands where the plan frees the buffer first, waits for
    it; ``reload`` allocates the buffer and issues the way back; ``arrive``, which stands before the first reader, waits
-   for that. The calling thread allocates and drops every tensor.
-3. A way back waits for its own way out. A copy that is made once more, by another backward of a retained graph, waits
-   for the ways back of the copy before it.
+   for that. The calling thread allocates and drops every tensor. What waits is that thread on CPU, and the stream on
+   which it computes on CUDA: how is known to the tier (``ways``).
+3. A way back comes after its own way out. A copy that is made once more, by another backward of a retained graph, comes
+   after the ways back of the copy before it.
 4. A region is given back once no copy to or from it is under way, by whoever sees that last.
-5. An arena is used in the process that made it.
+5. An arena is used in the process that made it. In one that was forked from it, its regions are nobody's.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from ebbflow.errors import InternalError, TierError
-from ebbflow.transfers.disk import DiskTier, Region
-from ebbflow.transfers.lane import Job
 from ebbflow.transfers.slots import Slot, region_bytes
+from ebbflow.transfers.traffic import Traffic
+from ebbflow.transfers.ways import Copy, Place, Way
 
-__all__ = ["Arena", "Traffic", "arena_numbered", "current_arena", "travelling"]
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What moved, by the clocks of the lanes and of the thread that computes.
-
-    Attributes:
-        out_bytes: copied to tiers.
-        in_bytes: copied back.
-        transfer_seconds: that the copies took on their lanes.
-        waited_seconds: that the computing thread waited for them.
-    """
-
-    out_bytes: int = 0
-    in_bytes: int = 0
-    transfer_seconds: float = 0.0
-    waited_seconds: float = 0.0
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the transfers' seconds for which nobody waited; 1 if nothing moved."""
-        return max(1.0 - self.waited_seconds / self.transfer_seconds, 0.0) if self.transfer_seconds else 1.0
+__all__ = ["Arena", "arena_numbered", "current_arena", "travelling"]
 
 
 class _Regions:
     """The regions of an arena, given back once it is closed and no job uses them (definition 4)."""
 
-    def __init__(self, tiers: Mapping[str, DiskTier], sizes: Mapping[str, int]) -> None:
+    def __init__(self, tiers: Mapping[str, Way], sizes: Mapping[str, int]) -> None:
         self._tiers = tiers
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._under_way = 0
-        self.of: dict[str, Region] = {}
+        self.of: dict[str, Place] = {}
         try:
             for tier, size in sizes.items():
                 self.of[tier] = tiers[tier].region(size)
@@ -69,13 +47,19 @@ class _Regions:
             self.close()
             raise
 
-    def begin(self) -> None:
-        """A job will use them."""
+    @contextmanager
+    def used(self) -> Generator[Callable[[], None], None, None]:
+        """A copy is issued inside; gives what it calls once it uses them no more."""
         with self._lock:
             self._under_way += 1
+        try:
+            yield self._end
+        except BaseException:
+            self._end()  # it was not issued
+            raise
 
-    def end(self) -> None:
-        """It does no more. Called by its lane's thread."""
+    def _end(self) -> None:
+        """A copy uses them no more. Called by its lane's thread."""
         with self._lock:
             self._under_way -= 1
             unused = self._closed and not self._under_way
@@ -84,6 +68,9 @@ class _Regions:
 
     def close(self) -> None:
         """The arena needs them no more."""
+        if os.getpid() != self._process:
+            self.of = {}
+            return
         with self._lock:
             if self._closed:
                 return
@@ -105,19 +92,24 @@ class Arena:
         slots: of the plan.
         tiers: by name, those that the slots are in.
         number: of the flight.
+        timed: whether seconds are taken even where that costs something.
+
+    Attributes:
+        traffic: what has moved.
 
     Raises:
         TierError: if a tier has no room.
     """
 
-    def __init__(self, slots: Sequence[Slot], tiers: Mapping[str, DiskTier], number: int = 0) -> None:
+    def __init__(self, slots: Sequence[Slot], tiers: Mapping[str, Way], number: int = 0, timed: bool = False) -> None:
         self._slots = slots
         self._tiers = tiers
         self._process = os.getpid()
         self._regions = _Regions(tiers, region_bytes(slots))
-        self._out: list[Job | None] = [None] * len(slots)
-        self._in: list[Job | None] = [None] * len(slots)
-        self.traffic = Traffic()
+        self._out: list[Copy | None] = [None] * len(slots)
+        self._in: list[Copy | None] = [None] * len(slots)
+        self._timed = timed
+        self.traffic = Traffic(timed=timed or all(tiers[slot.tier].always_timed for slot in slots))
         self._finalizer = weakref.finalize(self, self._regions.close)
         self._finalizer.atexit = False
         if number:
@@ -135,7 +127,8 @@ class Arena:
             )
         self._wait(self._in[index])  # definition 3
         self._in[index] = None
-        self._out[index] = self._submit(slot, lambda: region.write(slot.offset, tensor))
+        with self._regions.used() as end:
+            self._out[index] = self._tiers[slot.tier].send(region, slot, tensor, end, timed=self._timed)
         self.traffic.out_bytes += slot.bytes
 
     def settle(self, index: int, tensor: torch.Tensor) -> None:
@@ -152,17 +145,12 @@ class Arena:
         out = self._out[index]
         if out is None:
             raise InternalError(f"{slot.name} comes back and never left")
-        tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=slot.device)
+        tensor = slot.empty()
         if tensor.untyped_storage().nbytes() != slot.bytes:
             raise InternalError(f"{slot.name} comes back with other bytes than the {slot.bytes} of its slot")
 
-        def read() -> None:
-            out.wait()
-            if out.failure:
-                raise RuntimeError(out.failure)
-            region.read(slot.offset, tensor)
-
-        self._in[index] = self._submit(slot, read)
+        with self._regions.used() as end:
+            self._in[index] = self._tiers[slot.tier].fetch(region, slot, tensor, out, end, timed=self._timed)
         self.traffic.in_bytes += slot.bytes
         return tensor
 
@@ -186,7 +174,7 @@ class Arena:
                 job.cancel()
         self._finalizer()
 
-    def _place(self, index: int) -> tuple[Slot, Region]:
+    def _place(self, index: int) -> tuple[Slot, Place]:
         slot = self._slots[index]
         if os.getpid() != self._process:
             raise TierError(
@@ -203,18 +191,9 @@ class Arena:
             )
         return slot, region
 
-    def _submit(self, slot: Slot, work: Callable[[], object]) -> Job:
-        self._regions.begin()
-        return self._tiers[slot.tier].lane.submit(work, self._regions.end)
-
-    def _wait(self, job: Job | None) -> None:
-        if job is None:
-            return
-        begin = time.perf_counter()
-        job.wait()
-        self.traffic.waited_seconds += time.perf_counter() - begin
-        self.traffic.transfer_seconds += job.seconds
-        job.seconds = 0.0  # counted
+    def _wait(self, job: Copy | None) -> None:
+        if job is not None:
+            job.join(self.traffic)
 
 
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()

@@ -15,21 +15,21 @@ import ctypes
 import errno
 import os
 import secrets
-import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ebbflow.errors import TierError
-from ebbflow.transfers.lane import Lane
+from ebbflow.transfers.lane import Job, Lane
+from ebbflow.transfers.slots import Slot
+from ebbflow.transfers.ways import Pool
 from ebbflow.units import format_bytes
 
 __all__ = ["DiskTier", "Region", "disk_tier", "free_bytes", "refuse_directory"]
 
 _CHUNK_BYTES = 4 * 2**20
-_MOST_FREE = 4  # regions kept for later steps
-_FITS = 1.25  # times what is asked for: a free region that large will do
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
@@ -81,21 +81,21 @@ class Region:
             chunk = memoryview(zeros)[: min(_CHUNK_BYTES, self.size - offset)]
             _write(self._file, chunk, offset)
 
-    def write(self, offset: int, tensor: torch.Tensor) -> None:
-        """Copy the storage of ``tensor`` to ``offset``.
+    def write(self, offset: int, tensor: torch.Tensor, size: int | None = None) -> None:
+        """Copy the storage of ``tensor``, or its first ``size`` bytes, to ``offset``.
 
         Raises:
             OSError: if it cannot be written.
         """
-        _write(self._file, _memory_of(tensor), offset)
+        _write(self._file, _memory_of(tensor)[:size], offset)
 
-    def read(self, offset: int, tensor: torch.Tensor) -> None:
-        """Fill the storage of ``tensor`` from ``offset`` on.
+    def read(self, offset: int, tensor: torch.Tensor, size: int | None = None) -> None:
+        """Fill the storage of ``tensor``, or its first ``size`` bytes, from ``offset`` on.
 
         Raises:
             OSError: if it cannot be read, or ends too early.
         """
-        _read(self._file, _memory_of(tensor), offset)
+        _read(self._file, _memory_of(tensor)[:size], offset)
 
     def failure(self, what: str, why: str) -> TierError:
         """What to raise where a copy failed."""
@@ -107,7 +107,7 @@ class Region:
         )
 
 
-class DiskTier:
+class DiskTier(Pool[Region]):
     """The regions of one directory.
 
     Args:
@@ -115,59 +115,36 @@ class DiskTier:
     """
 
     name = "disk"
+    always_timed = True
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = directory
         self.lane = Lane(f"disk {directory}")
-        self._start_anew()
-        _all.add(self)
 
-    def _start_anew(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[Region] = []
-
-    def region(self, size: int) -> Region:
-        """A region of at least ``size`` bytes that nobody else uses.
-
-        Raises:
-            TierError: if the disk has no room for it.
-        """
-        with self._lock:
-            fitting = [each for each in self._free if size <= each.size <= max(_FITS * size, _CHUNK_BYTES)]
-            if fitting:
-                found = min(fitting, key=lambda each: each.size)
-                self._free.remove(found)
-                return found
+    def _make(self, size: int) -> Region:
         _remove_abandoned(self.directory)
-        try:
-            return Region(self.directory, size)
-        except TierError:
-            with self._lock:
-                idle, self._free = self._free, []
-            if not idle:
-                raise
-            for each in idle:
-                each.close()
-            return Region(self.directory, size)
+        return Region(self.directory, size)
 
-    def give_back(self, region: Region) -> None:
-        """Nobody uses ``region`` any more. May be called from a finalizer."""
-        with self._lock:
-            self._free.append(region)
-            surplus, self._free = self._free[:-_MOST_FREE], self._free[-_MOST_FREE:]
-        for each in surplus:
-            each.close()
+    def send(self, region: Region, slot: Slot, tensor: torch.Tensor, then: Callable[[], None], *, timed: bool) -> Job:
+        """Issue the copy of ``tensor`` to its slot."""
+        return self.lane.submit(lambda: region.write(slot.offset, tensor), then)
 
-    def give_up_free(self) -> None:
-        """Close what is kept for later steps."""
-        with self._lock:
-            idle, self._free = self._free, []
-        for each in idle:
-            each.close()
+    def fetch(
+        self, region: Region, slot: Slot, tensor: torch.Tensor, out: Job, then: Callable[[], None], *, timed: bool
+    ) -> Job:
+        """Issue the way back of ``out`` into ``tensor``."""
+
+        def read() -> None:
+            out.wait()
+            if out.failure:
+                raise RuntimeError(out.failure)
+            region.read(slot.offset, tensor)
+
+        return self.lane.submit(read, then)
 
 
 _tiers: dict[Path, DiskTier] = {}
-_all: weakref.WeakSet[DiskTier] = weakref.WeakSet()
 
 
 def disk_tier(directory: Path) -> DiskTier:
@@ -252,11 +229,3 @@ def _remove_abandoned(directory: Path) -> None:
         if owner.isdecimal() and int(owner) != os.getpid() and not Path(f"/proc/{owner}").exists():
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-def _forked() -> None:
-    for tier in _all:
-        tier._start_anew()  # pyright: ignore[reportPrivateUsage]
-
-
-os.register_at_fork(after_in_child=_forked)

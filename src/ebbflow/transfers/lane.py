@@ -15,6 +15,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from ebbflow.transfers.traffic import Traffic
+
 __all__ = ["Job", "Lane"]
 
 _IDLE_SECONDS = 5.0
@@ -49,6 +51,14 @@ class Job:
     def wait(self) -> None:
         """Return once it has ended."""
         self._done.wait()
+
+    def join(self, traffic: Traffic) -> None:
+        """Wait for it, and count its seconds and those of the wait."""
+        begin = time.perf_counter()
+        self._done.wait()
+        traffic.waited_seconds += time.perf_counter() - begin
+        traffic.transfer_seconds += self.seconds
+        self.seconds = 0.0  # counted
 
     def run(self) -> None:
         """Do it; called by its lane's thread."""

@@ -1,4 +1,4 @@
-"""Links measured: how fast tensors go to a disk and come back, through the very lane that steps use.
+"""Links measured: how fast tensors go to a tier and come back, through the very lane or streams that steps use.
 
 1. A *probe* writes :data:`_PROBE_BYTES` in pieces to a region and reads them back, :data:`_ROUNDS` times; the median of
    the rounds is the rate, so that one hiccup of a shared machine does not decide. Small pieces give the latency.
@@ -8,6 +8,8 @@
    by ``ebbflow calibrate``. The file is trusted as little as any (``files.kept``).
 4. Whatever a measurement says, the rates of a transfer are those of the page cache as long as the machine has memory
    for it; a busy disk is slower.
+5. The link of a card to the host is measured by the card (``host_link``) and kept by its name; a card that reaches a
+   disk does so through the host, one after the other.
 """
 
 from __future__ import annotations
@@ -15,21 +17,34 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ebbflow.errors import UsageError
+from ebbflow.errors import TierError, UsageError
 from ebbflow.files import cache_directory, keep, kept
 from ebbflow.step.machine import Link, Machine, is_elsewhere, machine_named
 from ebbflow.tiers import Tier
 from ebbflow.transfers.disk import DiskTier, Region, free_bytes
+from ebbflow.transfers.host import HostTier, free_host_bytes
+from ebbflow.transfers.host_link import like_of, measure_host
 from ebbflow.transfers.lane import Lane
+from ebbflow.transfers.staged import StagedDisk
+from ebbflow.transfers.streams import card
 from ebbflow.transfers.tiers import open_tiers
+from ebbflow.transfers.ways import Way
 
-__all__ = ["is_measured", "machine_with_tiers", "measured_link", "this_machine", "together_bytes_per_second"]
+__all__ = [
+    "is_measured",
+    "machine_with_tiers",
+    "measured_host_link",
+    "measured_link",
+    "this_machine",
+    "together_bytes_per_second",
+]
 
 _SCHEMA = "ebbflow-links/1"
 _PROBE_BYTES = 64 * 2**20
@@ -40,6 +55,8 @@ _VALID_SECONDS = 7 * 24 * 3600.0
 _ALIGNMENT_BYTES = 4096
 _USABLE = 0.9  # of what is free on the disk
 _LEAST_BYTES = 64 * 2**10  # below, what a transfer costs besides its bytes is most of it
+_CUDA_BLOCK_BYTES = 512
+_HOST: dict[str, Any] = {"alignment_bytes": _CUDA_BLOCK_BYTES, "least_bytes": _LEAST_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,7 @@ class _Measured:
     in_bytes_per_second: float
     latency_seconds: float
     compute_share: float
+    duplex: float = 0.0
 
 
 def machine_with_tiers(
@@ -68,7 +86,7 @@ def machine_with_tiers(
     """
     names = tuple(tier.name for tier in tiers)
     if machine is None or not is_elsewhere(machine):
-        return this_machine(open_tiers(tiers, device)) or machine, names
+        return this_machine(open_tiers(tiers, device), device) or machine, names
     if missing := set(names).difference(machine.links):
         has = ", ".join(sorted(machine.links)) or "none"
         raise UsageError(
@@ -80,14 +98,85 @@ def machine_with_tiers(
     return machine, names
 
 
-def this_machine(tiers: dict[str, DiskTier]) -> Machine | None:
-    """The machine at hand with measured links to ``tiers``; ``None`` without any."""
+def this_machine(tiers: Mapping[str, Way], device: str = "cpu") -> Machine | None:
+    """The machine at hand with measured links to ``tiers``; ``None`` without any.
+
+    Args:
+        tiers: opened, by name.
+        device: type of the one that computes; of several cards the current one.
+
+    Raises:
+        TierError: if a tier has no room for the probe.
+    """
     if not tiers:
         return None
     machine = machine_named("cpu")
-    links = {name: measured_link(tier) for name, tier in tiers.items()}
-    sources = {**machine.sources, "links": "measured here, through the page cache"}
-    return Machine(**{**vars(machine), "links": links, "sources": sources})
+    links: dict[str, Link] = {}
+    sources = dict(machine.sources)
+    for name, tier in tiers.items():
+        if isinstance(tier, DiskTier):
+            links[name] = measured_link(tier)
+            sources["links"] = "measured here, through the page cache"
+        elif isinstance(tier, StagedDisk):
+            host, source = measured_host_link(tier.host)
+            links[name] = _through(host, measured_link(tier.disk))
+            sources[f"links.{name}"] = f"measured here, through the page cache; to the host: {source}"
+        elif isinstance(tier, HostTier):
+            links[name], sources[f"links.{name}"] = measured_host_link(tier)
+    changed = {"links": links, "sources": sources}
+    if device == "cuda":
+        changed |= {"device": device, "granularity_bytes": _CUDA_BLOCK_BYTES}
+    return Machine(**{**vars(machine), **changed})
+
+
+def _through(host: Link, disk: Link) -> Link:
+    """Definition 5: the seconds add up."""
+    return replace(
+        disk,
+        out_bytes_per_second=1 / (1 / host.out_bytes_per_second + 1 / disk.out_bytes_per_second),
+        in_bytes_per_second=1 / (1 / host.in_bytes_per_second + 1 / disk.in_bytes_per_second),
+        latency_seconds=host.latency_seconds + disk.latency_seconds,
+        compute_share=host.compute_share,  # the disk's is that of computing on the CPU
+    )
+
+
+def measured_host_link(tier: HostTier, *, anew: bool = False) -> tuple[Link, str]:
+    """The link of the current card to the host, measured now or within the last week, and where it is from.
+
+    Args:
+        tier: to measure it through.
+        anew: measure it now in any case.
+
+    Raises:
+        TierError: if the host has no room for the probe.
+    """
+    device, name, capability, memory = card()
+    path = _path_named("host", name)
+    known, source = None if anew else _read(path), f"measured here, on {name}"
+    if known is None:
+        try:
+            *rates, duplex = measure_host(tier, device)
+        except TierError:
+            raise
+        except RuntimeError:  # the card has no room for the probe
+            like, link = like_of(capability, memory)
+            return replace(link, **_HOST), f"as of {like}, which is most like this card: it had no room to measure it"
+        known = _Measured(*rates, duplex=float(duplex))
+        _keep(path, known)
+    free = free_host_bytes()
+    return (
+        Link(
+            "host",
+            _rounded(_USABLE * free) if free is not None else 2**36,
+            known.out_bytes_per_second,
+            known.in_bytes_per_second,
+            known.latency_seconds,
+            duplex=bool(known.duplex),
+            compute_share=known.compute_share,
+            **_HOST,
+        ),
+        source,
+    )
 
 
 def measured_link(tier: DiskTier, *, anew: bool = False) -> Link:
@@ -104,8 +193,7 @@ def measured_link(tier: DiskTier, *, anew: bool = False) -> Link:
     known = None if anew else _read(path)
     if known is None:
         known = _measure(tier)
-        data = {"schema": _SCHEMA, "when": time.time(), "link": asdict(known)}
-        keep(path, path.with_name(".lock"), lambda: data)
+        _keep(path, known)
     return Link(
         "disk",
         _rounded(_USABLE * free_bytes(tier.directory)),
@@ -156,8 +244,16 @@ def is_measured(directory: Path) -> bool:
 
 
 def _path_of(directory: Path) -> Path:
-    named = f"{directory} {torch.get_num_threads()}"
-    return cache_directory() / "links" / f"disk-{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
+    return _path_named("disk", f"{directory} {torch.get_num_threads()}")
+
+
+def _path_named(tier: str, named: str) -> Path:
+    return cache_directory() / "links" / f"{tier}-{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
+
+
+def _keep(path: Path, known: _Measured) -> None:
+    data = {"schema": _SCHEMA, "when": time.time(), "link": asdict(known)}
+    keep(path, path.with_name(".lock"), lambda: data)
 
 
 def _read(path: Path) -> _Measured | None:

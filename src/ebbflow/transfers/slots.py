@@ -38,6 +38,10 @@ class Slot:
     dtype: torch.dtype
     device: torch.device
 
+    def empty(self) -> torch.Tensor:
+        """A new tensor like the one that leaves, allocated where and on what this thread computes."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
 
 class Space:
     """Gives out places in the tiers of one step, one after the other.

@@ -7,35 +7,36 @@ from collections.abc import Iterable
 from ebbflow.errors import UsageError
 from ebbflow.files import cache_directory
 from ebbflow.tiers import Tier
-from ebbflow.transfers.disk import DiskTier, disk_tier, refuse_directory
+from ebbflow.transfers.disk import disk_tier, refuse_directory
+from ebbflow.transfers.host import host_tier
+from ebbflow.transfers.staged import staged_disk
+from ebbflow.transfers.ways import Way
 
 __all__ = ["open_tiers"]
 
 
-def open_tiers(tiers: Iterable[Tier], device: str) -> dict[str, DiskTier]:
-    """The tiers by name, each ready to be used from ``device``.
+def open_tiers(tiers: Iterable[Tier], device: str) -> dict[str, Way]:
+    """The tiers by name, each ready to be used from ``device``, a type.
 
     Raises:
         UsageError: for the host's memory where the device's is the host's.
         TierError: for a directory that cannot be a tier.
     """
-    found: dict[str, DiskTier] = {}
+    found: dict[str, Way] = {}
     for tier in tiers:
         if tier.directory is None:
-            raise UsageError(
-                f"tiers={tier.name!r} is not accepted for a model on {device}: "
-                + (
-                    "the memory of a CPU is the host's, so that moving tensors there would free nothing. Use "
-                    "tiers='disk' or 'disk:PATH'"
-                    if device == "cpu"
-                    else "moving to the host is planned for cards that are not at hand, and not run yet"
-                ),
-                argument="tiers",
-                value=tier.name,
-                accepted=("disk", "disk:PATH"),
-            )
+            if device != "cuda":
+                raise UsageError(
+                    f"tiers={tier.name!r} is not accepted for a model on {device}: the memory of a CPU is the host's, "
+                    "so that moving tensors there would free nothing. Use tiers='disk' or 'disk:PATH'",
+                    argument="tiers",
+                    value=tier.name,
+                    accepted=("disk", "disk:PATH"),
+                )
+            found[tier.name] = host_tier()
+            continue
         if tier.directory.is_relative_to(cache_directory()):
             tier.directory.mkdir(parents=True, exist_ok=True)
         refuse_directory(tier.directory)
-        found[tier.name] = disk_tier(tier.directory)
+        found[tier.name] = staged_disk(tier.directory) if device == "cuda" else disk_tier(tier.directory)
     return found
