@@ -97,8 +97,8 @@ def _keep(compiled: Any) -> None:
     """Turn on the cache of a function that numba is to compile."""
     with contextlib.suppress(RuntimeError):  # no locator: neither the source's folder nor the user's can be written
         compiled.enable_caching()
-        found: Any = vars(compiled._cache)["_cache_file"]  # numba's own names for them
-        files = cast("dict[str, Any]", vars(cast(object, found)))
+        found = cast(object, vars(compiled._cache)["_cache_file"])  # numba's own names for them
+        files = vars(found)
         files["_source_stamp"] = (files["_source_stamp"], sources_digest())
         compiled._cache = _Cache(compiled._cache)
 
