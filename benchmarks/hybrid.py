@@ -2,7 +2,7 @@
 
     python benchmarks/hybrid.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/hybrid.json]
 
-NAME is a question (plan) or part of ``question:case``. Every case runs in a process of its own. No card is needed:
+NAME is a question (plan, disk) or part of ``question:case``. Every case runs in a process of its own. No card is needed for plans:
 models are captured from shapes, costs and links are those of the catalogue.
 """
 
@@ -12,9 +12,9 @@ import sys
 from types import ModuleType
 
 from harness.suite import main
-from questions import hybrid_plan
+from questions import hybrid_plan, through_disk
 
-QUESTIONS: dict[str, ModuleType] = {"plan": hybrid_plan}
+QUESTIONS: dict[str, ModuleType] = {"plan": hybrid_plan, "disk": through_disk}
 MOST_SECONDS = 1800.0
 """For one case; a child that takes longer is ended and reported."""
 

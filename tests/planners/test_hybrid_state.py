@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.planners.base import Interrupt
@@ -17,7 +17,7 @@ from ebbflow.step.machine import Link, Machine
 from ebbflow.step.program import Program
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes
-from strategies import programs, reruns
+from strategies import examples, programs, reruns
 
 
 def _machine(draw: st.DrawFn) -> Machine:
@@ -67,6 +67,7 @@ def _hold_against_the_simulator(state: HybridState, machine: Machine) -> None:
     assert state.seconds == pytest.approx(timeline.seconds, rel=1e-6)
 
 
+@settings(max_examples=examples(60))
 @given(situation=situations())
 def test_bytes_and_makespan_are_the_simulators(situation: tuple[Program, Machine, list[Choice]]):
     program, machine, choices = situation
@@ -76,6 +77,7 @@ def test_bytes_and_makespan_are_the_simulators(situation: tuple[Program, Machine
         _hold_against_the_simulator(state, machine)
 
 
+@settings(max_examples=examples(30))
 @given(situation=situations(), share=st.sampled_from([0.3, 0.6, 0.9]), moves_only=st.booleans())
 def test_searches_keep_to_the_simulator(
     situation: tuple[Program, Machine, list[Choice]], share: float, moves_only: bool
@@ -100,6 +102,7 @@ def test_searches_keep_to_the_simulator(
         assert state.overhead <= tight
 
 
+@settings(max_examples=examples(40))
 @given(situation=situations())
 def test_what_is_undone_leaves_nothing(situation: tuple[Program, Machine, list[Choice]]):
     program, machine, (choice, other, _) = situation
