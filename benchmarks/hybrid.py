@@ -2,8 +2,8 @@
 
     python benchmarks/hybrid.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/hybrid.json]
 
-NAME is a question (plan, disk) or part of ``question:case``. Every case runs in a process of its own. No card is needed for plans:
-models are captured from shapes, costs and links are those of the catalogue.
+NAME is a question (plan, disk) or part of ``question:case``. Every case runs in a process of its own. ``plan`` needs no
+card: models are captured from shapes, costs and links are those of the catalogue. ``disk`` runs steps on this machine.
 """
 
 from __future__ import annotations
