@@ -1,10 +1,13 @@
 """Do the promises hold in real training code? Situations, each run by eager and under a budget, all steps.
 
-    python benchmarks/promises.py [--list] [--only NAME ...] [--jobs N] [--out FILE]
+    python benchmarks/promises.py [--list] [--only NAME ...] [--moving DIRECTORY] [--jobs N] [--out FILE]
 
 A situation (``situations/``) is held against an oracle that is not ours: bytes as a preloaded counter of the
 allocator's calls sees them, bits as eager gives them, planned calls and captures as expected. NAME is a group or a part
 of a situation's name. Results of a run of some situations replace their rows; the others' stay.
+
+With ``--moving`` every model is fitted with that directory's disk as a tier, on which any tensor pays, so that the same
+situations hold what moves; results go to ``promises-moving.json``.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from harness.children import emit, run_child
 from harness.record import Record, Row, at_most
 from situations.oracle import SLACK_BYTES, build_counter
 from situations.registry import GROUPS, STATED, Situation, all_situations
+from situations.run import MOVING
 
 BENCHMARKS = Path(__file__).resolve().parent
 OUT = BENCHMARKS / "results" / "promises.json"
@@ -79,10 +83,16 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="groups or parts of situations' names")
     parser.add_argument("--list", action="store_true", help="print the situations and run nothing")
+    parser.add_argument("--moving", type=Path, default=None, metavar="DIRECTORY", help="let tensors move there")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: 1)")
-    parser.add_argument("--out", type=Path, default=OUT, help="result file (default: results/promises.json)")
+    parser.add_argument("--out", type=Path, default=None, help="result file (default: results/promises.json)")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    moving = options.moving is not None
+    if moving:
+        os.environ[MOVING] = str(options.moving.absolute())
+    options.out = options.out or (OUT.with_name("promises-moving.json") if moving else OUT)
+    return options
 
 
 def _wanted(only: list[str]) -> list[Situation]:
