@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -161,7 +162,9 @@ def _seen(tier: _Tier, make: Callable[[Case], Running]) -> _Seen:
     case.model.zero_grad(set_to_none=True)
     times = [device.timed(running.step) for _ in range(tier.rounds)]
     seconds, host = (statistics.median(each[i] for each in times) for i in (0, 1))
-    plan = ebbflow.plan_of(case.model)
+    plan = None
+    with contextlib.suppress(ebbflow.errors.UsageError):  # not fitted: a peer
+        plan = ebbflow.plan_of(case.model)
     del running, case
     device.release()
     return _Seen(peak, first, seconds, host, results, setup, plan)

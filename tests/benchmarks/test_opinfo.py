@@ -29,7 +29,10 @@ def listed(function: Any, *samples: SimpleNamespace) -> SimpleNamespace:
 
 
 def otherwise_when_captured(x: Tensor) -> Tensor:
-    return x * 3 if torch.compiler.is_compiling() else x * 2
+    if torch.compiler.is_compiling():
+        return x * 3
+    torch._dynamo.graph_break()  # so that this branch is no graph, and the other one is captured
+    return x * 2
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def raises(error: Exception) -> Callable[..., object]:
 
 def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An assertion that fails in our own code while the compiler calls us is no reason to change the model."""
-    monkeypatch.setattr("ebbflow.engine.executable.lower", lambda joint, schedule: None)
+    monkeypatch.setattr("ebbflow.engine.executable.lower", lambda *_: None)
     model = ebbflow.fit(Model(fine), "1GiB")
     with pytest.raises(InternalError, match=r"AttributeError.*fault in Ebbflow") as raised:
         model(*arguments())

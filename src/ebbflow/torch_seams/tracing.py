@@ -137,6 +137,8 @@ def _raise_own(below: Callable[..., Any]) -> Callable[..., Any]:
 
 def _leaves_all_frames(tx: Any) -> bool:
     """Whether an exception that is made now is raised next, past nothing of the user's that may catch it."""
+    if tx.current_instruction.opname == "RAISE_VARARGS":  # ``raise Mine``, a class, which Dynamo raises as it is
+        return False
     while tx.next_instruction.opname == "RETURN_VALUE" and tx.parent is not None:  # of a function that makes it
         tx = tx.parent
     raising = tx.next_instruction
