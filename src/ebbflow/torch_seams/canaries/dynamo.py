@@ -85,7 +85,8 @@ def compiled_code_can_be_forgotten() -> None:
     expect(len(captures) == 2, "a forgotten function is not captured again")
     dynamo.forget_compiled(step, backend)
     left = len(cached_backends), len(weakref.finalize._registry)  # type: ignore[attr-defined]
-    expect(left == kept, f"backends and finalizers are left of a forgotten function: {left} after {kept}")
+    more = any(now > before for now, before in zip(left, kept, strict=True))  # others' finalizers may run meanwhile
+    expect(not more, f"backends and finalizers are left of a forgotten function: {left} after {kept}")
 
 
 @canary
