@@ -46,6 +46,7 @@ from ebbflow.torch_seams.eager_answers import Answers, answered
 from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
 from ebbflow.torch_seams.graphs import data_dependent_guard_type
 from ebbflow.torch_seams.known_branches import Condition, known_branches
+from ebbflow.torch_seams.stance import not_exporting
 from ebbflow.torch_seams.tracing import corrected_tracing
 from ebbflow.torch_seams.versions import require_supported_torch
 
@@ -154,7 +155,8 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
             refuse_autocast(graph)
         return planned(graph, inputs)
 
-    step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
+    with not_exporting():
+        step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
     _backends[step] = backend
     return step
 

@@ -185,7 +185,7 @@ def _entry(forward: _Forward) -> _Forward:
             return forward(self, *args, **kwargs)
         if not torch.is_grad_enabled():
             outputs = forward(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
+            if not _traced():
                 returned = list(returned_tensors(outputs))
                 switched_on = any(each.grad_fn is not None for each in returned)
                 _count(self, SWITCHED_ON if switched_on else _NO_GRADIENTS)

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import reset_code
 
 from ebbflow.torch_seams.fake_tensors import LIMITS
 from ebbflow.torch_seams.patches import Item, Setting, patched, wrapped
+from ebbflow.torch_seams.stance import code_of_compiled
 from ebbflow.torch_seams.tracing import raised_in_trace
 
 __all__ = [
@@ -135,7 +136,7 @@ def forget_compiled(function: Callable[..., Any], backend: Callable[..., Any] | 
     from torch._dynamo import pgo
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list, cached_backends
 
-    code = function._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined]
+    code = code_of_compiled(function)
     guards = {id(entry.guard_manager) for entry in _debug_get_cache_entry_list(code)}
     reset_code(code)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]

@@ -7,10 +7,13 @@ process. Here both are facts of a thread.
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import types
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +26,11 @@ __all__ = [
     "NotCompiled",
     "OwnStance",
     "capturing",
+    "code_of_compiled",
     "constant_in_traces",
     "exporting_here",
     "left_out_of_traces",
+    "not_exporting",
     "tracing_here",
 ]
 
@@ -42,11 +47,22 @@ def exporting_here() -> bool:
     """
     if torch.compiler.is_exporting():  # in some thread
         return tracing_here() or _guards.detect_fake_mode() is not None
-    if _symbolic_trace._is_fx_tracing_flag:
+    if _fx_traces_here():
         return not tracing_here()
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None and not tracing_here()
+
+
+def _fx_traces_here() -> bool:
+    """Whether ``torch.fx`` traces on this thread; its flag, which speaks for the process, is up in compilations too."""
+    if not _symbolic_trace._is_fx_tracing_flag:
+        return False
+    tracing = torch.fx.Tracer.trace.__code__
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not tracing:
+        frame = frame.f_back
+    return frame is not None
 
 
 _COMPILATION = re.compile(r"^(None|[\d/]+): ")
@@ -57,8 +73,20 @@ class NotCompiled(RuntimeError):
     """No compiled code of a function has guards that hold for this call."""
 
 
+_Stance = Callable[[Any, types.CodeType], Any]
+
+
+@dataclass
+class _Ours:
+    """A call of a compiled function under a stance of ours; ``asked`` is whether torch has asked for the stance."""
+
+    code: types.CodeType
+    stance: _Stance
+    asked: bool = False
+
+
 class _Here(threading.local):
-    stance: Callable[[Any], Any] | None = None
+    call: _Ours | None = None
 
 
 _here = _Here()
@@ -71,18 +99,18 @@ class OwnStance:
 
     Torch's stances hold for the whole process: under ``fail_on_recompile`` what somebody else compiles in another
     thread fails, and under a user's ``force_eager`` a step would run as it is written. While an object of this class
-    lives, what asks for the stance of a thread's calls (``eval_frame._callback_from_stance``) passes through here.
+    lives, what asks for the stance of a thread's calls (``eval_frame._callback_from_stance``) passes through here, and
+    so does what asks whether ``torch.fx`` traces (``is_fx_symbolic_tracing``), for a compiled function refuses calls
+    while some thread does: a function has to be given to ``torch.compile`` while an object of this class lives.
     """
 
     def __init__(self) -> None:
         from torch._dynamo import eval_frame
 
+        stance = Attribute(eval_frame, "_callback_from_stance")
+        traces = Attribute(_symbolic_trace, "is_fx_symbolic_tracing")
         with _sharing:
-            found = _patches.get("stance")
-            if found is None:
-                found = wrapped(Attribute(eval_frame, "_callback_from_stance"), _by_thread, lasting=True).open()
-                _patches["stance"] = found
-        self._patch = found
+            self._patches = [_shared(stance, _by_thread), _shared(traces, _tracing_by_thread)]
 
     def compiling(self, function: Callable[..., Any], *args: Any) -> Any:
         """What ``function`` returns, compiled first if nothing that is compiled holds."""
@@ -109,26 +137,61 @@ class OwnStance:
             return f"{guard} ({line})" if line else guard
         return ""
 
-    def _under(self, stance: Callable[[Any], Any], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        before, _here.stance = _here.stance, stance
+    def _under(self, stance: _Stance, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        before, _here.call = _here.call, _Ours(code_of_compiled(function), stance)
         try:
             return function(*args)
         finally:
-            _here.stance = before
+            _here.call = before
+
+
+def code_of_compiled(function: Callable[..., Any]) -> types.CodeType:
+    """Of what was given to ``torch.compile``."""
+    return function._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined, no-any-return]
+
+
+def _shared(place: Attribute, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
+    """The one patch of a place, which is open for as long as somebody keeps it."""
+    found = _patches.get(place.name)
+    if found is None:
+        _patches[place.name] = found = wrapped(place, make, lasting=True).open()
+    return found
+
+
+def _tracing_by_thread(found: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: found() and _fx_traces_here()
+
+
+@contextmanager
+def not_exporting() -> Iterator[None]:
+    """While open, nothing is being exported as far as this thread can tell: what is, is somebody else's.
+
+    ``torch.compile`` hands back a function as it is while any thread of the process exports.
+    """
+    if not torch.compiler.is_exporting():
+        yield
+        return
+    with wrapped(Attribute(torch.compiler, "is_exporting"), lambda _: lambda: False, this_thread=True):
+        yield
 
 
 def _by_thread(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def callback_from_stance(callback: Any) -> Any:
-        if _here.stance is None or callback is None or callback is False:
+        call = _here.call
+        if call is None or callback is None or callback is False:
             return found(callback)
-        return _here.stance(callback)
+        if not call.asked:
+            call.asked = True
+            return call.stance(callback, call.code)
+        # A compiled function of somebody's inside of ours: a part of the step while that is captured.
+        return callback if call.stance is _as_it_is else found(callback)
 
     return callback_from_stance
 
 
 def capturing() -> bool:
     """Whether this thread captures a step of ours."""
-    return _here.stance is _as_it_is
+    return _here.call is not None and _here.call.stance is _as_it_is
 
 
 def constant_in_traces(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -142,22 +205,42 @@ def left_out_of_traces(function: Callable[..., Any], reason: str) -> Callable[..
     return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
 
 
-def _as_it_is(callback: Any) -> Any:
-    return callback
+# Every frame that begins while a compiled function runs is shown to what compiles: those of finalizers as well, which
+# the garbage collector may call at any time. None but the frame of the function itself is ours.
 
 
-def _refusing(callback: Any) -> Callable[..., Any]:
-    """What Dynamo asks to compile a frame, refusing every one; it finds what ``callback`` has compiled."""
+def _for(code: types.CodeType, callback: Any, compile_frame: Callable[..., Any]) -> Callable[..., Any]:
+    """What Dynamo asks to compile a frame, and what finds what ``callback`` has compiled; others' frames just run."""
+    from torch._C._dynamo.eval_frame import _FrameAction as Action
+    from torch._C._dynamo.eval_frame import _FrameExecStrategy as Strategy
+    from torch._dynamo.types import ConvertFrameReturn
+
+    as_it_is = Strategy(Action.SKIP, Action.SKIP)
+
+    def compile_own(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code is not code:
+            return ConvertFrameReturn(frame_exec_strategy=as_it_is, apply_to_code=False)
+        return compile_frame(frame, *args, **kwargs)
+
+    compile_own._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
+    return compile_own
+
+
+def _as_it_is(callback: Any, code: types.CodeType) -> Callable[..., Any]:
+    return _for(code, callback, callback)
+
+
+def _refusing(callback: Any, code: types.CodeType) -> Callable[..., Any]:
+    """Refuse to compile."""
 
     def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotCompiled("no compiled code has guards that hold for this call")
 
-    refuse._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
-    return refuse
+    return _for(code, callback, refuse)
 
 
-def _explaining(callback: Any) -> Callable[..., Any]:
-    """Like :func:`_refusing`, with the guards that failed as the reason."""
+def _explaining(callback: Any, code: types.CodeType) -> Callable[..., Any]:
+    """Refuse with the guards that failed as the reason."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.guards import get_guard_fail_reason_helper
 
@@ -168,5 +251,4 @@ def _explaining(callback: Any) -> Callable[..., Any]:
                 reasons.append(get_guard_fail_reason_helper(entry.guard_manager, frame.f_locals, None, None))
         raise NotCompiled("; ".join(reasons))
 
-    refuse._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
-    return refuse
+    return _for(code, callback, refuse)
