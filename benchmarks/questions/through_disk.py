@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import statistics
 import tempfile
@@ -66,11 +67,11 @@ def _planned(known: Captured, above_bytes: int, options: PlanningOptions) -> Pla
 
 
 def _traffic(case: Case, plan: Plan, directory: str) -> tuple[list[float], list[float]]:
-    """Seconds of transfers and of waiting per step (definition 2)."""
-    model = ebbflow.fit(case.model, plan, tiers=f"disk:{directory}", verify=False, progress=None)
+    """Seconds of transfers and of waiting per step (definition 2), of a copy: steps change buffers."""
+    model = ebbflow.fit(copy.deepcopy(case.model), plan, tiers=f"disk:{directory}", verify=False, progress=None)
     transfers: list[float] = []
     waits: list[float] = []
-    try:
+    with torch.random.fork_rng():
         for _ in range(STEPS + 2):
             model.zero_grad()
             out = model(*case.args, **(case.kwargs or {}))
@@ -80,9 +81,6 @@ def _traffic(case: Case, plan: Plan, directory: str) -> tuple[list[float], list[
             if (traffic := ebbflow.step_of(model).traffic) is not None:
                 transfers.append(traffic.transfer_seconds)
                 waits.append(traffic.waited_seconds)
-    finally:
-        ebbflow.unfit(model)
-        case.model.zero_grad()
     return transfers[2:], waits[2:]
 
 

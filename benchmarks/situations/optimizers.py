@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from typing import Any
 
 import torch
@@ -110,3 +112,58 @@ def optimizer_state_loaded(run: Run) -> None:
         adam.step()
         adam.zero_grad()
     run.see_model(model)
+
+
+def _within(run: Run, model: Any, adam: torch.optim.Optimizer, i: int, micro: int = 1) -> None:
+    """One iteration, the optimizer's step with it: all of it is of the budget."""
+    x = run.x(i, 1024, 256)
+    with run.step():
+        for _ in range(micro):
+            loss = model(x)
+            loss.backward()
+            del loss
+        adam.step()
+        adam.zero_grad()
+    run.see_model(model, f"step {i}")
+
+
+@variants({name: each for name, each in OPTIMIZERS.items() if name not in ("sgd", "adafactor_hugging")}, share=0.8)
+def offloaded(run: Run, make: Any) -> None:
+    """``offload_optimizer=True``: the state is on the disk in the step, and the budget is of the whole iteration."""
+    model = Chain(256, 6)
+    adam = make(model.parameters())
+    with tempfile.TemporaryDirectory(dir=".") as directory:
+        run.fit(model, optimizer=adam, tiers=f"disk:{directory}", offload_optimizer=True)
+        for i in range(4):
+            _within(run, model, adam, i)
+        run.see("state", adam.state_dict()["state"])
+
+
+@variants({"accumulated": 3}, share=0.8)
+def offloaded_loop(run: Run, micro: int) -> None:
+    """It stays away over several backwards."""
+    model = Chain(256, 6)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with tempfile.TemporaryDirectory(dir=".") as directory:
+        run.fit(model, optimizer=adam, tiers=f"disk:{directory}", offload_optimizer=True)
+        for i in range(4):
+            _within(run, model, adam, i, micro)
+        run.see("state", adam.state_dict()["state"])
+
+
+@situation(share=0.8)
+def offloaded_and_read(run: Run) -> None:
+    """Checkpoints of the state are taken after the backward, and loaded again."""
+    model = Chain(256, 6)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with tempfile.TemporaryDirectory(dir=".") as directory:
+        run.fit(model, optimizer=adam, tiers=f"disk:{directory}", offload_optimizer=True)
+        for i in range(4):
+            _within(run, model, adam, i)
+            kept = copy.deepcopy(adam.state_dict())
+            x = run.x(i, 1024, 256)
+            model(x).backward()
+            run.see(f"state {i}", adam.state_dict()["state"])
+            adam.load_state_dict(kept)
+            adam.zero_grad()
+            del kept, x

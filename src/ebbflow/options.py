@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     AnyOptimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 
-__all__ = ["DEFAULT_EFFORT", "Options", "no_optimizer", "require_gradients", "require_text"]
+__all__ = ["DEFAULT_EFFORT", "Options", "no_optimizer", "require_flag", "require_gradients", "require_text"]
 
 GRADIENTS = ("loss", "all")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
@@ -151,6 +151,16 @@ def require_gradients(value: object) -> None:
     if value is None:
         raise _refusal("gradients", value, '"loss"', '"all"')
     _check_gradients(value)
+
+
+def require_flag(argument: str, value: object) -> None:
+    """Refuse what is neither ``True`` nor ``False``.
+
+    Raises:
+        UsageError: naming the argument.
+    """
+    if not isinstance(value, bool):
+        raise _refusal(argument, value, "True", "False")
 
 
 def require_text(argument: str, value: object) -> None:

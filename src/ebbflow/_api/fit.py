@@ -11,15 +11,16 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ebbflow._api.refusals import refuse_foreign_optimizer, refuse_to_fit, require_module
+from ebbflow._api.refusals import refuse_foreign_optimizer, refuse_to_fit, refuse_to_offload, require_module
 from ebbflow.engine.calls import Calls, watch_optimizers
 from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class, set_class
 from ebbflow.engine.model import FittedModel
+from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.step import Step
 from ebbflow.errors import PlanMismatch, UsageError
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.resident import device_of
-from ebbflow.options import Options, require_gradients
+from ebbflow.options import Options, require_flag, require_gradients
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.narration import aloud
@@ -52,6 +53,7 @@ def fit(
     seed: int = 0,
     start: Plan | None = None,
     tiers: str | Sequence[str] | None = None,
+    offload_optimizer: bool = False,
     verify: bool | Literal["always"] = True,
     progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
@@ -80,6 +82,9 @@ def fit(
         tiers: slower memory that tensors may be moved to and fetched from: ``"host"`` for a model on a CUDA device,
             ``"disk"``, a directory below your cache directory, ``"disk:PATH"``, or a list. ``None``: what does not fit
             is recomputed. By default those of a plan that is given.
+        offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
+            back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
+            budget also holds at ``optimizer.step()``, with what that takes while it runs.
         verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
             ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
             every buffer that comes back once more.
@@ -96,6 +101,7 @@ def fit(
         TierError: if a tier cannot be used; in a step, if one is full or fails.
     """
     require_module(model, "fit")
+    require_flag("offload_optimizer", offload_optimizer)
     if model in FITTED:
         raise UsageError(
             "the model is fitted already; ebbflow.set_budget(model, budget) gives it another budget, "
@@ -132,6 +138,8 @@ def fit(
             "name that; leave tiers out, or name the plan's",
             differences=[f"tiers: plan {list(given.tiers)}, here {sorted(opened)}"],
         )
+    if offload_optimizer:
+        refuse_to_offload(optimizer, opened)
     FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
@@ -148,6 +156,7 @@ def fit(
         every_output=options.every_output,
         start=start,
         tiers=opened,
+        offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
         calls=Calls(fitted_with_gradients=any(each.grad is not None for each in model.parameters())),
     )
     set_class(model, fitted_class(type(model)))
@@ -201,11 +210,14 @@ def unfit(model: ModelT) -> ModelT:
 
     Raises:
         UsageError: if the model is not fitted.
+        TierError: if an optimizer's state could not be brought back; it is tried again when it is read.
     """
     fitted = _fitted(model, "unfit")
     del FITTED[model]
     fitted.flights.disturb()
     set_class(model, fitted.plain_class)
+    if fitted.offloaded is not None:
+        fitted.offloaded.end()
     return model
 
 

@@ -6,14 +6,15 @@ A step is planned for one device that holds the whole model. So these are refuse
    the plan's back;
 3. models whose parameters and buffers are on several devices;
 4. modules that have no forward, but a ``__call__`` of their own;
-5. an optimizer that trains another model: parameters that were replaced after it was made, or somebody else's;
+5. an optimizer that trains another model: parameters that were replaced after it was made, or somebody else's; one
+   whose state cannot move, where that is asked for;
 6. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -23,7 +24,14 @@ from ebbflow.names import did_you_mean
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import FakeTensor
 
-__all__ = ["refuse_foreign_optimizer", "refuse_to_fit", "refuse_to_plan", "require_call", "require_module"]
+__all__ = [
+    "refuse_foreign_optimizer",
+    "refuse_to_fit",
+    "refuse_to_offload",
+    "refuse_to_plan",
+    "require_call",
+    "require_module",
+]
 
 _SUPPORTED = ("cpu", "cuda")
 _MOVING_HOOKS = ("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook")
@@ -110,6 +118,27 @@ def refuse_foreign_optimizer(model: torch.nn.Module, optimizer: torch.optim.Opti
             argument="optimizer",
             value=optimizer,
         )
+
+
+def refuse_to_offload(optimizer: torch.optim.Optimizer | None, tiers: Collection[str]) -> None:
+    """Refuse to move the state of no optimizer, to no tier, or where recorded kernels know where it lies.
+
+    Raises:
+        UsageError: saying what is missing.
+    """
+    if optimizer is None:
+        raise _refused_offload("no optimizer is given: fit(model, budget, optimizer=optimizer, ...)")
+    if not tiers:
+        raise _refused_offload("no tier is given to move its state to: tiers='disk' on a CPU, tiers='host' on a card")
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise _refused_offload(
+            "the optimizer is made with capturable=True: a CUDA graph of its step would read memory that its state has "
+            "left; make it without"
+        )
+
+
+def _refused_offload(why: str) -> UsageError:
+    return UsageError(f"offload_optimizer=True is not accepted: {why}", argument="offload_optimizer", value=True)
 
 
 def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:

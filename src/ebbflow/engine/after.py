@@ -21,9 +21,9 @@ from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program, analysis
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
-from ebbflow.units import Budget, format_bytes
+from ebbflow.units import Budget, format_allowed, format_bytes
 
-__all__ = ["AfterBackward", "budget_with_room", "end_bytes"]
+__all__ = ["AfterBackward", "Room", "budget_with_room", "end_bytes"]
 
 _MOST_MEASURED = 2
 _WHAT = "hooks on parameters, or sums with gradients from outside the step"
@@ -65,26 +65,43 @@ def end_bytes(program: Program) -> int:
     return int(live[-1]) if len(live) else 0
 
 
-def budget_with_room(budget: Budget, program: Program, resident_bytes: int, after_bytes: int) -> Budget:
-    """``budget``, in bytes of a step that ends with ``after_bytes`` (definition 3).
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a budget has to have room for at the end of a step, whatever the plan.
+
+    Attributes:
+        bytes: above what is alive when the backward graph returns.
+        held_bytes: of them, what the unplanned step holds from its start on, as this one does not.
+        what: takes them, a plural.
+        remedy: besides a larger budget.
+    """
+
+    bytes: int
+    held_bytes: int = 0
+    what: str = _WHAT
+    remedy: str = "let the hooks change gradients in place (grad.mul_(mask))"
+
+
+def budget_with_room(budget: Budget, program: Program, resident_bytes: int, room: Room) -> Budget:
+    """``budget``, in bytes of a step that ends with ``room`` (definition 3).
 
     Raises:
         BudgetError: if there is no room, whatever the plan.
     """
-    if not after_bytes:
+    if not room.bytes:
         return budget
-    needed = resident_bytes + end_bytes(program) + after_bytes
-    unplanned = max(resident_bytes + unplanned_bytes(program), needed)
-    allowed = budget.resolve(unplanned)
+    needed = resident_bytes + end_bytes(program) + room.bytes
+    held = resident_bytes + unplanned_bytes(program) + room.held_bytes
+    allowed = budget.resolve(max(held, needed))
     if needed <= allowed:
-        return Budget(bytes=allowed) if unplanned == needed else budget
+        return Budget(bytes=allowed) if room.held_bytes or held < needed else budget
     raise BudgetError(
-        f"a budget of {allowed} bytes is too small: {_WHAT}, take {format_bytes(after_bytes)} after the planned "
-        f"backward, so that a step takes {needed} bytes at its end, whatever the plan. Ask for {needed} bytes or more "
-        "(ebbflow.set_budget), or let the hooks change gradients in place (grad.mul_(mask))",
+        f"a budget of {format_allowed(allowed)} ({allowed} bytes) is too small: {room.what}, take "
+        f"{format_bytes(room.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes) are "
+        f"taken at its end, whatever the plan. Ask for {needed} bytes or more (ebbflow.set_budget), or {room.remedy}",
         budget_bytes=allowed,
         floor_bytes=needed,
         smallest_bytes=needed,
         resident_bytes=resident_bytes,
-        pinned_by=_WHAT,
+        pinned_by=room.what,
     )

@@ -25,7 +25,7 @@ import torch
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.cost.attach import costs_of
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.after import AfterBackward, budget_with_room, end_bytes
+from ebbflow.engine.after import AfterBackward, Room, budget_with_room, end_bytes
 from ebbflow.engine.between import Between, Knowledge, learn_flight
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.compiled import Call, Capture
@@ -34,6 +34,7 @@ from ebbflow.engine.executor import being_watched
 from ebbflow.engine.flights import Flight, Flights, aloft, flights_of, kept_bytes, kept_inputs
 from ebbflow.engine.given import given_plan_here, start_here
 from ebbflow.engine.key import Code, Slot, key_of, modes_of
+from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.engine.retained import Retained, plan_retained
 from ebbflow.engine.shared_calls import Kinds
@@ -124,6 +125,7 @@ class FittedModel:
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
         tiers: by name, those that plans may move buffers to.
+        offloaded: where the optimizer's state is in a step, if not in place.
         last: the step that ran last.
         flights: forwards whose backward has not come.
         number: of the model among all that were ever fitted.
@@ -140,6 +142,7 @@ class FittedModel:
     every_output: bool
     start: Plan | None = None
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
+    offloaded: Offloaded | None = None
     last: Step | None = None
     flights: Flights = field(init=False)
     number: int = field(default_factory=_numbers.__next__)
@@ -285,6 +288,8 @@ class FittedModel:
         """The forward of ``step`` has returned."""
         self.keep(step, now)
         self.last = step
+        if self.offloaded is not None:
+            step.optimizer_traffic = self.offloaded.traffic
         if step.forward_calls > 1:
             self._in_a_row[now.key] = 0
         if now.checkpointed:
@@ -318,7 +323,7 @@ class FittedModel:
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
         known = not self.is_guess(step, now)
-        after = self._after.bytes(now.slot, now.hooks)
+        after = self._room_after(now).bytes
         fitting = [
             each
             for each in step.executables
@@ -338,7 +343,8 @@ class FittedModel:
         reserve = reserve_bytes(program, now.device, verify=self.verify)
         resident = self.resident_bytes(step, now)
         if self.optimizer is not None:
-            resident += future_state_bytes(self.optimizer)
+            away = self.offloaded
+            resident += future_state_bytes(self.optimizer) if away is None else away.resident_to_come_bytes
         if self.given_plan is not None:
             if self.given_plan.schedule.moves and now.checkpointed:
                 raise CaptureError(
@@ -346,7 +352,9 @@ class FittedModel:
                     "somebody else's",
                     remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
                 )
-            return given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve), False
+            given = given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve)
+            budget_with_room(Budget(bytes=given.budget_bytes), program, resident, self._room_after(now))
+            return given, False
         guess = self._waits_for_a_loss(step, now)
         costs, estimated = costs_of(step.captured.calls if step.captured else (), now.device)
         source = replace(
@@ -355,6 +363,7 @@ class FittedModel:
             costs=costs,
             estimate=estimated,
             optimizer="" if self.optimizer is None else type(self.optimizer).__name__,
+            offloaded="" if self.offloaded is None else self.offloaded.note,
             loss=LossPlace.OUTSIDE if guess else None,
         )
         options = replace(self.options, provenance=source)
@@ -365,9 +374,19 @@ class FittedModel:
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
         seeds += start_here(self.start, program)
         between = self._between.of(now.slot)
-        after = self._after.bytes(now.slot, now.hooks)
-        budget = budget_with_room(self.budget, _with(program, between), resident, after)
-        make = functools.partial(make_plan, budget=budget, reserve_bytes=reserve, seeds=seeds)
+        make = functools.partial(make_plan, reserve_bytes=reserve, seeds=seeds)
+        try:
+            budget = budget_with_room(self.budget, _with(program, between), resident, self._room_after(now))
+        except BudgetError as error:
+            # Below what the end of the step takes; a plan may need more still, and then that is the smallest budget.
+            enough = Budget(bytes=error.smallest_bytes or 0)
+            try:
+                make(_with(program, between), budget=enough, resident_bytes=resident, options=options)
+            except BudgetError:
+                less = Budget(bytes=error.budget_bytes or 1)
+                make(_with(program, between), budget=less, resident_bytes=resident, options=options)
+            raise
+        make = functools.partial(make, budget=budget)
         try:
             plan = make(_with(program, between), resident_bytes=resident, options=options)
         except BudgetError as error:
@@ -391,6 +410,9 @@ class FittedModel:
                 self._warn_of("a forward of another fitted model")
             options = replace(options, planner="least_memory")
             return make(_with(program, between), resident_bytes=resident - now.flying_bytes, options=options), True
+        if (room := self._room_after(now).bytes) > 0:
+            needed = resident + end_bytes(plan.program) + room
+            plan = replace(plan, smallest_bytes=max(plan.smallest_bytes, needed))
         if (retained := self._between.retained(now.slot)) is None:
             return plan, guess
 
@@ -413,6 +435,15 @@ class FittedModel:
                 stacklevel=users_level(),
             )
         return roomy or plan, guess
+
+    def _room_after(self, now: Circumstances) -> Room:
+        """What a budget has to have room for when the backward has returned."""
+        hooks = Room(self._after.bytes(now.slot, now.hooks))
+        if self.offloaded is None or (end := self.offloaded.end_bytes) < hooks.bytes:
+            return hooks
+        what = f"the state of {type(self.optimizer).__name__}, which is back then, and its step"
+        remedy = "take an optimizer that keeps less (SGD, Adafactor) or takes less while it steps (foreach=False)"
+        return Room(end, self.offloaded.state_bytes, what, remedy)
 
     def _granted_bytes(self) -> int:
         """What a share of the unplanned peak has come to at the most, for any shape; 0 for a budget in bytes."""

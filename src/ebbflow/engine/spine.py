@@ -54,8 +54,11 @@ def train(model: FittedModel, call: Call) -> Any:
         CaptureError: if the call is not one graph.
         BudgetError: if no schedule within the budget was found; nothing of the model has run.
         PlanMismatch: if the plan that the user gave is not of this step.
+        TierError: if a tier has no room or fails.
     """
     refuse_transforms()
+    if model.offloaded is not None:
+        model.offloaded.leave()
     now = model.look_around(call)
     if now.key in model.not_captured:
         return _as_it_is(model, call)

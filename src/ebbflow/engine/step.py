@@ -43,6 +43,7 @@ class Step:
         executable: what ran last; ``None`` before the first plan.
         forward_calls: how many forwards ran.
         hidden: its inputs that no walk over model and arguments finds.
+        optimizer_traffic: of the optimizer's state, what has moved since it left last; ``None`` if it does not move.
         accumulated: primals whose gradients are copied, unless all of the model's parameters have gradients.
     """
 
@@ -54,6 +55,7 @@ class Step:
         self.executable: Executable | None = None
         self.forward_calls = 0
         self.hidden: list[weakref.ref[torch.Tensor]] = []
+        self.optimizer_traffic: Traffic | None = None
         self._changed_buffers: list[str] = []
         self._changed_others: list[weakref.ref[torch.Tensor]] = []
         self.accumulated: frozenset[int] = frozenset()

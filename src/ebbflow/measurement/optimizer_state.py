@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ebbflow.errors import UsageError
-from ebbflow.measurement.resident import resident_bytes, tensors_in
+from ebbflow.measurement.resident import storages_in, tensors_in
 from ebbflow.torch_seams.fake_tensors import FakeTensorMode, numbers_are, quiet_log, without_modes
 
-__all__ = ["future_state_bytes"]
+__all__ = ["future_state_bytes", "future_state_sizes"]
 
 _ANSWERS = (1, 0)
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # of definition 2
@@ -32,8 +32,17 @@ def future_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         UsageError: if an optimizer of this class cannot be made from its parameter groups, or steps otherwise than
             by ``step()``.
     """
-    sizes: dict[tuple[object, ...], int] = {}
-    total = 0
+    return sum(future_state_sizes(optimizer))
+
+
+def future_state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Bytes of each tensor of that state.
+
+    Raises:
+        UsageError: as :func:`future_state_bytes`.
+    """
+    sizes: dict[tuple[object, ...], list[int]] = {}
+    total: list[int] = []
     for position, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
@@ -42,7 +51,7 @@ def future_state_bytes(optimizer: torch.optim.Optimizer) -> int:
             key = (position, tuple(parameter.shape), parameter.dtype, parameter.device)
             if key not in sizes:
                 try:
-                    sizes[key] = _state_bytes(type(optimizer), options, parameter)
+                    sizes[key] = _state_sizes(type(optimizer), options, parameter)
                 except UsageError:
                     if not any(optimizer.state.values()):
                         raise
@@ -51,7 +60,7 @@ def future_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
-def _state_bytes(kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter) -> int:
+def _state_sizes(kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter) -> list[int]:
     failures: list[Exception] = []
     with without_modes():  # a capture traces under a fake-tensor mode of its own
         for size in _tries(kind, options, like):
@@ -68,12 +77,12 @@ def _state_bytes(kind: type[torch.optim.Optimizer], options: dict[str, object], 
 
 def _tries(
     kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter
-) -> Iterator[int | Exception]:
-    """Bytes of the state, or why one way did not find them."""
+) -> Iterator[list[int] | Exception]:
+    """Bytes of each tensor of the state, or why one way did not find them."""
     for answer in _ANSWERS:
         try:
             with quiet_log(), FakeTensorMode(allow_non_fake_inputs=True), numbers_are(answer):
-                yield resident_bytes([_state_after(kind, options, like, tuple(like.shape))])
+                yield list(storages_in([_state_after(kind, options, like, tuple(like.shape))]).values())
         except Exception as error:  # any optimizer of the user's may raise anything here
             yield error
     known: dict[int, int] = dict(zip(_SIZES, like.shape, strict=False))
@@ -85,7 +94,7 @@ def _tries(
     except Exception as error:  # likewise
         yield error
     else:
-        yield sum(_scaled_bytes(each, shape, like, known) for each in tensors_in(state))
+        yield [_scaled_bytes(each, shape, like, known) for each in tensors_in(state)]
 
 
 def _state_after(

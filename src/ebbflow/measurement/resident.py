@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from ebbflow.measurement.leftovers import left_bytes
+from ebbflow.torch_seams.away import is_away
 from ebbflow.torch_seams.storages import (
     StorageWatch,
     buffer_table,
@@ -25,8 +26,10 @@ __all__ = ["device_of", "hidden_in", "resident_bytes", "start_bytes", "storages_
 
 
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
-    """Every tensor reachable from ``root``: a module, an optimizer, a tensor, or a container of these."""
+    """Every tensor with memory reachable from ``root``: a module, an optimizer, a tensor, or a container of these."""
     if isinstance(root, torch.Tensor):
+        if is_away(root):
+            return
         yield root
         if root.is_leaf and root.grad is not None:
             yield root.grad

@@ -62,6 +62,7 @@ class Provenance(Mapping[str, str]):
         usable_bytes: what of that a step can take.
         usable: what is taken off, with sources.
         optimizer: class of the one whose state is counted.
+        offloaded: what of that is away while a step runs.
         estimate: what is not as on the real device.
         mapped: which ops stand for those of another device.
         workspace: which workspaces of libraries are counted.
@@ -86,6 +87,7 @@ class Provenance(Mapping[str, str]):
     usable_bytes: int | None = None
     usable: str = ""
     optimizer: str = ""
+    offloaded: str = ""
     estimate: str = ""
     mapped: str = ""
     workspace: str = ""

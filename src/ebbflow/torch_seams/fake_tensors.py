@@ -7,6 +7,7 @@ among the arguments; a description is cached by the class, for all modes and thr
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ebbflow.torch_seams.patches import Attribute, Patch, patched, wrapped
+from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -31,6 +33,7 @@ __all__ = [
     "FakeTensorMode",
     "described_by",
     "fake_device",
+    "fakes_are_counted",
     "has_symbolic_sizes",
     "mode_of",
     "numbers_are",
@@ -84,6 +87,37 @@ class numbers_are(TorchDispatchMode):
             dtype = args[0].dtype
             kind = bool if dtype is torch.bool else float if dtype.is_floating_point else int
             return kind(self._answer)
+
+
+class fakes_are_counted(TorchDispatchMode):
+    """While open, counts bytes of the storages of fake tensors that ops make, for as long as these live.
+
+    Attributes:
+        peak_bytes: at the most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count what is new among the results."""
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, FakeTensor):
+                self._known.add(each.untyped_storage())
+        results = func(*args, **(kwargs or {}))
+        for each in tree_leaves(results):
+            if isinstance(each, FakeTensor) and (storage := each.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self._live_bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        return results
+
+    def _gone(self, size: int) -> None:
+        self._live_bytes -= size
 
 
 def quiet_log() -> Patch:

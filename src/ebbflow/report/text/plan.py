@@ -56,6 +56,7 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("resident", f"{format_bytes(plan.resident_bytes)}, reserve {format_bytes(plan.reserve_bytes)}"),
         ("counted", counted_of(plan.provenance, between=plan.program.between_bytes > 0)),
+        *([("offloaded", plan.provenance.offloaded)] if plan.provenance.offloaded else []),
         (
             "overhead",
             f"{format_percent(plan.overhead)} predicted ({format_seconds(plan.step_seconds)} against "
@@ -143,14 +144,19 @@ def counted_of(source: Provenance, *, between: bool = False) -> str:
         counted = ["all that the allocator has handed out"]
     missing: list[str] = []
     if source.optimizer:
-        counted.append(f"state of {source.optimizer}")
+        counted.append(f"state of {source.optimizer}" + (" at its step" if source.offloaded else ""))
     else:
         missing.append("optimizer state (none was given)")
     if between:
         counted.append("what user code takes between forward and backward")
     if source.loss is LossPlace.OUTSIDE:
         missing.append("the loss, which is outside the model")
-    missing.append("what optimizer.step() takes while it runs")
+    if source.offloaded:
+        counted.append("what optimizer.step() takes while it runs")
+    else:
+        missing.append("what optimizer.step() takes while it runs")
+    if not missing:
+        return ", ".join(counted)
     return f"{', '.join(counted)}; not {', '.join(missing)}"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from ebbflow.torch_seams.canaries import (
     aot,
     autograd,
+    away,
     branches,
     dispatcher,
     dynamo,
@@ -27,6 +28,7 @@ __all__ = [
     "CANARIES",
     "aot",
     "autograd",
+    "away",
     "branches",
     "dispatcher",
     "dynamo",

@@ -76,3 +76,17 @@ def modes_can_be_left() -> None:
     """Inside ``without_modes`` ops run on real memory, though a mode is active outside."""
     with fake_tensors.FakeTensorMode(), fake_tensors.without_modes():
         expect(torch.ones(2).sum().item() == 2, "a mode is active still")
+
+
+@canary
+def fake_storages_can_be_counted() -> None:
+    """A fake tensor's storage is one object for all that share it, which goes with the last of them."""
+    with fake_tensors.FakeTensorMode(), fake_tensors.fakes_are_counted() as counted:
+        one = torch.empty(1000)
+        view = one[:10]
+        del one
+        view.add_(1)
+        two = torch.empty(500)
+        del view, two
+        torch.empty(1200)
+    expect(counted.peak_bytes == 6000, f"{counted.peak_bytes} bytes are counted instead of 6000")

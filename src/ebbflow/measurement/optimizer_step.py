@@ -1,0 +1,47 @@
+"""What an optimizer's step takes while it runs, above parameters, gradients and state; found out without that memory.
+
+A stand-in of the optimizer steps twice on fake tensors, the first time to make its state. What the second step holds at
+its peak is counted as storages come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ebbflow.torch_seams.fake_tensors import FakeTensorMode, fakes_are_counted, numbers_are, quiet_log, without_modes
+
+__all__ = ["step_bytes"]
+
+
+def step_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """Bytes that a step of ``optimizer`` takes at its peak; ``None`` if that cannot be found out.
+
+    Steps on fake tensors cannot be taken by optimizers with kernels of their own, nor those that want a closure.
+    """
+    with without_modes(), quiet_log():
+        for answer in (1, 0):
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True), numbers_are(answer):
+                    return _taken(optimizer)
+            except Exception:  # any optimizer of the user's may raise anything here
+                continue
+    return None
+
+
+def _taken(optimizer: torch.optim.Optimizer) -> int:
+    groups = [{**group, "params": list(_stand_ins(group["params"]))} for group in optimizer.param_groups]
+    trial = type(optimizer)(groups)  # type: ignore[call-arg]
+    trial.step()
+    with fakes_are_counted() as counted:
+        trial.step()
+    return counted.peak_bytes
+
+
+def _stand_ins(parameters: list[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+    for each in parameters:
+        stand_in = torch.nn.Parameter(torch.zeros(each.shape, dtype=each.dtype, device=each.device))
+        if each.requires_grad:
+            stand_in.grad = torch.zeros_like(stand_in)
+        yield stand_in

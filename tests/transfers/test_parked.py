@@ -1,0 +1,264 @@
+"""State of optimizers that is away: every way to read it brings it back, and no failure loses it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ebbflow.errors import TierError
+from ebbflow.torch_seams.away import can_leave, is_away
+from ebbflow.transfers.disk import DiskTier
+from ebbflow.transfers.parked import LEAST_BYTES, Parking, parking_of
+
+SIZE = LEAST_BYTES // 4
+
+
+def stepped(count: int = 2, kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam) -> torch.optim.Optimizer:
+    """An optimizer of ``count`` parameters that has stepped once."""
+    parameters = [torch.nn.Parameter(torch.randn(SIZE)) for _ in range(count)]
+    optimizer = kind(parameters, lr=1e-3)
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+    optimizer.step()
+    return optimizer
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its first moments."""
+    return [state["exp_avg"] for state in optimizer.state.values()]
+
+
+@pytest.fixture
+def way(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = DiskTier(tmp_path)
+    yield tier
+    tier.give_up_free()
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    torch.manual_seed(0)
+    return stepped()
+
+
+@pytest.fixture
+def parking(optimizer: torch.optim.Optimizer, way: DiskTier) -> Parking:
+    return parking_of(optimizer, way)
+
+
+READS: dict[str, Callable[[torch.Tensor, torch.optim.Optimizer], Any]] = {
+    "arithmetic": lambda t, _: t + 0,
+    "in place": lambda t, _: t.mul_(1),
+    "function": lambda t, _: torch.add(torch.zeros(SIZE), t),
+    "list of tensors": lambda t, _: torch._foreach_mul([t], 1.0)[0],
+    "aten": lambda t, _: torch.ops.aten.clone.default(t),
+    "element": lambda t, _: torch.stack([t[0], *t[1:].split(SIZE)[0]]),
+    "data": lambda t, _: t.data,
+    "numpy": lambda t, _: torch.from_numpy(t.numpy().copy()),
+    "array": lambda t, _: torch.from_numpy(np.asarray(t)),
+    "dlpack": lambda t, _: torch.from_dlpack(t).clone(),
+    "deepcopy": lambda t, _: copy.deepcopy(t),
+    "pickle": lambda t, _: pickle.loads(pickle.dumps(t)),
+    "print": lambda t, _: (repr(t), t)[1],
+    "storage": lambda t, _: torch.empty(0).set_(t.untyped_storage(), 0, (SIZE,)),
+    "copy_": lambda t, _: torch.empty(SIZE).copy_(t),
+    "state_dict": lambda _, o: copy.deepcopy(o.state_dict())["state"][0]["exp_avg"],
+    "save": lambda _, o: saved(o)["state"][0]["exp_avg"],
+    "copied optimizer": lambda _, o: moments(copy.deepcopy(o))[0],
+    "loaded": lambda _, o: loaded(o),
+    "thread": lambda t, _: in_thread(lambda: t.clone()),
+    "compiled": lambda t, _: torch.compile(lambda x: x * 1, backend="eager")(t),
+}
+
+
+def saved(optimizer: torch.optim.Optimizer) -> Any:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def loaded(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    other = torch.optim.Adam([torch.nn.Parameter(torch.randn(SIZE)) for _ in range(2)])
+    other.load_state_dict(optimizer.state_dict())
+    return moments(other)[0]
+
+
+def in_thread(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reading_brings_it_back(read: str, optimizer: torch.optim.Optimizer, parking: Parking) -> None:
+    held = moments(optimizer)[0]
+    expected = held.clone()
+    parking.leave()
+    assert all(map(is_away, moments(optimizer)))
+    assert torch.equal(READS[read](held, optimizer), expected)
+    assert moments(optimizer)[0] is held, "a reference is another tensor's now"
+    assert type(held) is torch.Tensor
+    assert not vars(held)
+    assert parking.traffic.in_bytes == parking.traffic.out_bytes == 4 * LEAST_BYTES
+    parking.leave()
+    # Torch does not resize a storage that NumPy has seen once.
+    assert is_away(held) == (read not in ("numpy", "array"))
+
+
+def test_what_needs_no_memory_brings_nothing_back(optimizer: torch.optim.Optimizer, parking: Parking) -> None:
+    held = moments(optimizer)[0]
+    parking.leave()
+    assert (held.shape, held.dtype, held.device.type, held.numel()) == ((SIZE,), torch.float32, "cpu", SIZE)
+    assert held.nbytes == held.numel() * held.element_size() == LEAST_BYTES
+    assert (len(held), held.dim(), held.stride(), held.requires_grad, held.grad_fn) == (SIZE, 1, (1,), False, None)
+    assert is_away(held)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert held.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}])
+def test_steps_are_those_of_a_state_that_never_left(
+    kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], way: DiskTier
+) -> None:
+    twins: list[torch.optim.Optimizer] = []
+    for leaving in (False, True):
+        torch.manual_seed(0)
+        optimizer = stepped(kind=lambda p, lr: kind(p, lr=lr, **options))
+        for _ in range(3):
+            if leaving:
+                parking_of(optimizer, way).leave()
+            for each in optimizer.param_groups[0]["params"]:
+                each.grad = torch.randn_like(each)
+            optimizer.step()
+        twins.append(optimizer)
+    for one, other in zip(twins[0].param_groups[0]["params"], twins[1].param_groups[0]["params"], strict=True):
+        assert torch.equal(one, other)
+        for name, value in twins[0].state[one].items():
+            assert torch.equal(value, twins[1].state[other][name])
+
+
+def test_what_somebody_else_has_stays(optimizer: torch.optim.Optimizer, parking: Parking) -> None:
+    first, second = moments(optimizer)
+    others: list[Any] = [first[:3], first.detach(), first.untyped_storage(), np.from_dlpack(first)]
+    while others:
+        parking.leave()
+        assert not is_away(first), type(others[-1])
+        assert is_away(second)
+        parking.back()
+        others.pop()
+    parking.leave()
+    assert is_away(first)
+    parking.back()
+    array = second.numpy()
+    parking.leave()
+    assert not is_away(second)
+    assert array[0] == second[0]
+
+
+def test_only_what_is_large_and_plain_can_leave() -> None:
+    fitting = torch.zeros(SIZE)
+    assert can_leave(fitting)
+    assert can_leave(torch.empty_strided((8, SIZE // 8), (1, 8)))
+    assert not can_leave(torch.zeros(2 * SIZE)[SIZE:])
+    assert not can_leave(torch.nn.Parameter(fitting))
+    assert not can_leave(torch.zeros(SIZE).share_memory_())
+    assert not can_leave(torch.from_numpy(np.zeros(SIZE)))
+    assert not can_leave(torch.zeros(SIZE).to_sparse())
+
+
+def failing(*_: object) -> int:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_disk_that_fails_on_the_way_out_leaves_everything_in_place(
+    optimizer: torch.optim.Optimizer, parking: Parking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [each.clone() for each in moments(optimizer)]
+    parking.leave()
+    parking.back()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing)
+        with pytest.raises(TierError, match="moving the optimizer's state 0"):
+            parking.leave()
+    assert not any(map(is_away, moments(optimizer)))
+    assert all(map(torch.equal, moments(optimizer), expected))
+    parking.leave()
+    assert all(map(torch.equal, moments(optimizer), expected))
+
+
+def test_a_disk_that_fails_on_the_way_back_loses_nothing(
+    optimizer: torch.optim.Optimizer, parking: Parking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [each.clone() for each in moments(optimizer)]
+    parking.leave()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        with pytest.raises(TierError, match="is fetched again when it is read next"):
+            optimizer.step()
+        with pytest.raises(TierError):
+            moments(optimizer)[0].sum()
+    assert is_away(moments(optimizer)[0])
+    assert all(map(torch.equal, moments(optimizer), expected))
+
+
+def test_regions_go_with_the_state(way: DiskTier) -> None:
+    optimizer = stepped()
+    parking_of(optimizer, way).leave()
+    assert not way._free
+    held = moments(optimizer)
+    expected = len(held)
+    del optimizer
+    gc.collect()
+    assert len([each.sum() for each in held]) == expected  # whoever holds a tensor can read it still
+    assert len(way._free) == 1
+    optimizer = stepped()
+    parking_of(optimizer, way).leave()
+    del optimizer, held
+    gc.collect()
+    assert len(way._free) == 1
+
+
+def test_a_forked_process_is_told(optimizer: torch.optim.Optimizer, parking: Parking) -> None:
+    expected = moments(optimizer)[0].clone()
+    parking.leave()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            moments(optimizer)[0].sum()
+        except TierError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    assert b"this process was forked while the optimizer's state was on the disk tier" in os.read(reader, 1000)
+    os.close(reader)
+    assert torch.equal(moments(optimizer)[0], expected)
+
+
+def test_models_share_the_parking_of_an_optimizer(optimizer: torch.optim.Optimizer, way: DiskTier) -> None:
+    one, other = parking_of(optimizer, way), parking_of(optimizer, way)
+    assert one is other
+    one.leave()
+    one.end()
+    assert not any(map(is_away, moments(optimizer)))
+    other.leave()
+    assert is_away(moments(optimizer)[0])
+    other.end()
+    assert parking_of(optimizer, way) is not one
