@@ -219,3 +219,14 @@ def test_a_fitted_model_is_freed_with_its_last_reference() -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_calls_that_raise_as_in_eager_are_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitted_module, "_MOST_IN_A_ROW", 3)
+    model = ebbflow.fit(nn.Sequential(nn.Linear(8, 8), nn.GELU()), "1GiB")
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="reduction dim|cannot be multiplied") as raised:
+            model(torch.ones(4, 7))
+        assert not isinstance(raised.value, CaptureError)
+    model(torch.ones(4, 8)).sum().backward()
+    assert ebbflow.calls_of(model).planned == 1

@@ -223,7 +223,7 @@ class FittedModel:
             if shared is not None:
                 yield Step(shared, verify=self.verify, tiers=self.tiers)
                 self._kinds.failed(shared)
-        self._count_capture(now.key, functools.partial(known[-1].capture.changed_for, call) if known else str)
+        self._refuse_endless(now.key, functools.partial(known[-1].capture.changed_for, call) if known else str)
         yield Step(self._capture(call.device, None), verify=self.verify, tiers=self.tiers)
 
     def knows(self, now: Circumstances) -> bool:
@@ -241,9 +241,14 @@ class FittedModel:
             known = Answers(set().union(*(one.compiled for one in each)), any(one.everywhere for one in each))
         return Capture(device=device, name=self.plain_class.__name__, changing=changing, answers=known)
 
-    def _count_capture(self, key: object, changed: Callable[[], str]) -> None:
-        self._captures[key] = count = self._captures.get(key, 0) + 1
-        self._in_a_row[key] = in_a_row = self._in_a_row.get(key, 0) + 1
+    def count_capture(self, now: Circumstances) -> None:
+        """A call was captured for itself. One that raises as it does in eager was not."""
+        self._captures[now.key] = self._captures.get(now.key, 0) + 1
+        self._in_a_row[now.key] = self._in_a_row.get(now.key, 0) + 1
+
+    def _refuse_endless(self, key: object, changed: Callable[[], str]) -> None:
+        """The call of this key is about to be captured again."""
+        count, in_a_row = self._captures.get(key, 0) + 1, self._in_a_row.get(key, 0) + 1
         if count != _MANY_CAPTURES and in_a_row <= _MOST_IN_A_ROW:
             return
         what = changed()

@@ -153,6 +153,8 @@ def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
     except Unplanned as asked:
         if step.captured is None:
             step.captured = step.capture.at(asked.sizes)
+            if not step.capture.symbolic:
+                model.count_capture(now)
         step.look_at_inputs(asked.inputs, call)
         leave(watches_of(step.captured.constants))
         asked.inputs.clear()
