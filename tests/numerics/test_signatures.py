@@ -225,7 +225,7 @@ def test_calls_that_raise_as_in_eager_are_no_captures(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fitted_module, "_MOST_IN_A_ROW", 3)
     model = ebbflow.fit(nn.Sequential(nn.Linear(8, 8), nn.GELU()), "1GiB")
     for _ in range(5):
-        with pytest.raises(RuntimeError, match="reduction dim|cannot be multiplied") as raised:
+        with pytest.raises(RuntimeError, match=r"reduction dim|cannot be multiplied") as raised:
             model(torch.ones(4, 7))
         assert not isinstance(raised.value, CaptureError)
     model(torch.ones(4, 8)).sum().backward()
