@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning import cache as plan_cache
 
 # A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
@@ -36,6 +37,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None or here in item.path.parents:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_descents() -> Iterator[tuple[object, ...]]:
+    """Every first plan looks for the smallest peak, seconds by default; gives what the defaults were.
+
+    How low that search gets is for tests of planners, which call it with efforts of their own.
+    """
+    defaults = smallest_of.__defaults__ or ()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(smallest_of, "__defaults__", (500, *defaults[1:]))
+        yield defaults
 
 
 _frozen_modules = 0

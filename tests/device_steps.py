@@ -39,17 +39,17 @@ class Images(nn.Module):
 
 
 def _chain(large: bool) -> ebbflow.Case:
-    return mlp_chain(8192, layers=12, width=512, dropout=0.1) if large else mlp_chain(256, layers=8, width=32)
+    return mlp_chain(8192, layers=12, width=512, dropout=0.1) if large else mlp_chain(256, layers=5, width=32)
 
 
 def _gpt(large: bool) -> ebbflow.Case:
-    sizes = (512, 256, 6, 512, 8) if large else (64, 32, 2, 32, 2)
+    sizes = (512, 256, 6, 512, 8) if large else (64, 32, 1, 32, 2)
     names = ("vocabulary", "length", "layers", "width", "heads")
     return gpt(8 if large else 4, GPTConfig(**dict(zip(names, sizes, strict=True)), dropout=0.1))
 
 
 def _images(large: bool) -> ebbflow.Case:
-    return ebbflow.Case(Images(64, 8) if large else Images(8, 5), (torch.randn(16, 3, 64 if large else 16, 64),))
+    return ebbflow.Case(Images(64, 8) if large else Images(8, 4), (torch.randn(16, 3, 64 if large else 16, 64),))
 
 
 MODELS: dict[str, Callable[[bool], ebbflow.Case]] = {"chain": _chain, "gpt": _gpt, "images": _images}

@@ -34,13 +34,13 @@ from ebbflow.step.program import Program
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.units import Budget
-from ebbflow.zoo import GPTConfig, gpt
+from ebbflow.zoo import GPTConfig, MobileNet, gpt
 from ebbflow.zoo.small import SMALL
 
 aten = torch.ops.aten
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 GRANULARITY = 512
-LAYERS = 2
+LAYERS = 1
 FORWARD = {
     "flash": aten._scaled_dot_product_flash_attention.default,
     "efficient": aten._scaled_dot_product_efficient_attention.default,
@@ -362,7 +362,7 @@ def vit() -> Case:
 
     config = ViTConfig(
         hidden_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         intermediate_size=128,
         image_size=64,
@@ -373,22 +373,31 @@ def vit() -> Case:
     return Case(ViTForImageClassification(config).train(), kwargs=kwargs, name="vit")
 
 
+def short_mobilenet() -> Case:
+    """The stem and two separable convolutions of it."""
+    case = SMALL["mobilenet"]()
+    model = case.model
+    assert isinstance(model, MobileNet)
+    model.features, model.head = model.features[:7], nn.Linear(96, 10)
+    return case
+
+
 def small_gpt() -> Case:
     return gpt(2, GPTConfig(vocabulary=64, length=32, layers=LAYERS, width=64, heads=4, dropout=0.1))
 
 
 CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "gpt": (small_gpt, "efficient"),
-    "hf_bert": (partial(SMALL["hf_bert"], layers=2), "efficient"),
-    "hf_gpt2": (partial(SMALL["hf_gpt2"], layers=2), "efficient"),
+    "hf_bert": (partial(SMALL["hf_bert"], layers=1), "efficient"),
+    "hf_gpt2": (partial(SMALL["hf_gpt2"], layers=1), "efficient"),
     # Grouped heads are left to torch in eager, and no fused kernel of float32 takes them: products and a softmax.
-    "hf_llama": (partial(SMALL["hf_llama"], layers=2), "_softmax"),
-    "hf_t5": (partial(SMALL["hf_t5"], layers=2), ""),
+    "hf_llama": (partial(SMALL["hf_llama"], layers=1), "_softmax"),
+    "hf_t5": (partial(SMALL["hf_t5"], layers=1), ""),
     "vit": (vit, "efficient"),
-    "mobilenet": (SMALL["mobilenet"], ""),
-    "unet": (SMALL["unet"], ""),
-    "lstm_lm": (partial(SMALL["lstm_lm"], length=5), ""),
-    "nmt": (partial(SMALL["nmt"], length=4), "_thnn_fused_lstm_cell"),
+    "mobilenet": (short_mobilenet, ""),
+    "unet": (partial(SMALL["unet"], levels=2), ""),
+    "lstm_lm": (partial(SMALL["lstm_lm"], length=3), ""),
+    "nmt": (partial(SMALL["nmt"], length=2), "_thnn_fused_lstm_cell"),
 }
 QUICK = ("gpt", "hf_llama", "vit", "nmt")
 

@@ -1,6 +1,7 @@
 """Every code block of the README and of the pages in ``docs`` runs, and prints what the page shows.
 
-1. A python block is a file, named by its first line, and is run by itself in one folder that all blocks share.
+1. A python block is a file, named by its first line, and is run by itself in one folder that all blocks share: a script
+   in a process of its own, forked from one that has imported torch (``reader.py``).
 2. A console block is ``$ ebbflow ...`` with its output. An sh block holds ``make`` targets, which must exist, and
    commands that a console block shows with their output.
 3. The text block after a python block is its output. Every word has to be there.
@@ -9,15 +10,19 @@
    (times, with them the plan, its peak and its status) may be another.
 5. For a machine of the catalogue nothing is measured here: statuses are those that are shown, and so are all numbers up
    to :data:`TOLERANCE`, since another processor sums floats in another order. How long planning took is left out.
-6. A block without a language is a drawing or a listing of commands; it is not run.
+6. So searches for plans are short where costs are measured here, unless a block says how long they are: any plan will
+   do. The smallest budget and plans for machines of the catalogue are searched for as long as a reader's are.
+7. A block without a language is a drawing or a listing of commands; it is not run.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +31,7 @@ from typer.testing import CliRunner
 
 import ebbflow
 from ebbflow.cli import app
+from ebbflow.planners.search.smallest import smallest_of
 
 BLOCKS = all_blocks()
 PYTHON = [block for block in BLOCKS if block.language == "python"]
@@ -33,6 +39,8 @@ CONSOLE = [block for block in BLOCKS if block.language == "console"]
 
 
 TOLERANCE = 0.02
+SHORT = 1_000
+"""Effort of searches, definition 6."""
 NUMBER = re.compile(r"(?<![\w.])\d[\d.]*")
 OWN_BYTES = re.compile(r"^(?:budget|resident|smallest|floor) |\bbytes\b|\bresident\b|of the unplanned [\d.]+ .?i?B")
 
@@ -105,6 +113,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def script(folder: Path) -> Iterator[Callable[[Block, int], str]]:
+    """Runs a python block at an effort, and gives what it prints; it has to succeed."""
+    command = [sys.executable, str(Path(__file__).with_name("reader.py"))]
+    with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        told, answers = reader.stdin, reader.stdout
+        assert told is not None
+        assert answers is not None
+
+        def run_block(block: Block, effort: int) -> str:
+            output, errors = (folder / f"{block.name}.{kind}" for kind in ("out", "err"))
+            print(json.dumps([block.name, str(output), str(errors), effort]), file=told, flush=True)
+            assert answers.readline() == "0\n", errors.read_text(encoding="utf-8") if errors.exists() else "no reader"
+            return output.read_text(encoding="utf-8")
+
+        yield run_block
+        told.close()
+
+
+@pytest.fixture
+def _whole_descents(monkeypatch: pytest.MonkeyPatch, short_descents: tuple[object, ...]) -> None:
+    """The smallest budget is what a reader gets."""
+    monkeypatch.setattr(smallest_of, "__defaults__", short_descents)
+
+
 def test_blocks_are_of_kinds_that_are_tested() -> None:
     assert {block.language for block in BLOCKS} <= {"python", "console", "sh"}
     assert PYTHON
@@ -116,12 +149,14 @@ def test_blocks_are_of_kinds_that_are_tested() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
-def test_python_block_prints_what_the_page_shows(block: Block, folder: Path) -> None:
-    printed = run([sys.executable, block.name], folder)
-    assert_shown(printed, block.output, of_catalogue='machine="' in block.text)
+def test_python_block_prints_what_the_page_shows(block: Block, script: Callable[[Block, int], str]) -> None:
+    of_catalogue = 'machine="' in block.text
+    printed = script(block, 0 if of_catalogue else SHORT)
+    assert_shown(printed, block.output, of_catalogue=of_catalogue)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_whole_descents")
 @pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.text.partition("\n")[0][2:])
 def test_console_block_prints_what_the_page_shows(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which has imported torch already."""

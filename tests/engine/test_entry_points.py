@@ -192,7 +192,7 @@ def state_bytes(model: nn.Module) -> int:
 
 def test_an_optimizer_counts_in_every_estimate() -> None:
     def make(batch: int, **more: Any) -> ebbflow.Case:
-        case = mlp_chain(batch, layers=4, width=64)
+        case = mlp_chain(batch, layers=2, width=64)
         return ebbflow.Case(case.model, case.args, name="chain", **more)
 
     case = make(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 
-EFFORT = 1_000
+EFFORT = 200
 
 
 def small_gpt(dropout: float, tied: bool) -> Case:
@@ -25,8 +26,8 @@ def small_gpt(dropout: float, tied: bool) -> Case:
 
 
 BUILDERS: dict[str, Callable[[], Case]] = {
-    "mlp_chain": lambda: mlp_chain(128, layers=6, width=32),
-    "mlp_chain with dropout": lambda: mlp_chain(128, layers=6, width=32, dropout=0.1),
+    "mlp_chain": lambda: mlp_chain(128, layers=4, width=32),
+    "mlp_chain with dropout": lambda: mlp_chain(128, layers=4, width=32, dropout=0.1),
     "gpt": lambda: small_gpt(0.0, tied=True),
     "gpt with dropout": lambda: small_gpt(0.1, tied=True),
     "gpt untied": lambda: small_gpt(0.0, tied=False),
@@ -50,6 +51,7 @@ class Study:
 
     def __post_init__(self) -> None:
         self._verifier = Verifier(self.case.model, self.case.args, self.case.kwargs)
+        self._within = functools.cache(self._planned)
 
     def check(self, plan: ebbflow.Plan) -> ebbflow.Verification:
         """``plan`` against the captured and the eager step, which are run once, from one seed."""
@@ -66,7 +68,7 @@ class Study:
         smallest, _ = smallest_of(self.unplanned.program)
         return self._within(int(1.02 * smallest))
 
-    def _within(self, above_bytes: int) -> ebbflow.Plan:
+    def _planned(self, above_bytes: int) -> ebbflow.Plan:
         resident = self.unplanned.resident_bytes
         options = PlanningOptions(effort=EFFORT, provenance=self.unplanned.provenance)
         return make_plan(

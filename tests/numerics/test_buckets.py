@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import random
 import weakref
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import ebbflow
 from ebbflow._api.fit import step_of
@@ -25,12 +28,29 @@ LENGTHS = (8, 17, 31, 36, 44, 48)
 EFFORT = 1_000
 
 
+class Chain(nn.Module):
+    """A language model without attention: a fraction of the ops, for what does not depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + self.drop(torch.tanh(layer(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 class Text:
     """Eight sequences of tokens, cut to any length; a step on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, chain: bool = False) -> None:
         case = gpt(8, CONFIG)
-        self.model = case.model
+        self.model = Chain() if chain else case.model
         self.tokens, self.targets = case.args
 
     def arguments(self, length: int, batch: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,13 +66,25 @@ class Text:
         return found
 
     def unplanned(self, length: int) -> ebbflow.Plan:
-        return ebbflow.plan(self.model, self.arguments(length), budget="1000%", planner="keep_all")
+        return unplanned(isinstance(self.model, Chain), length)
+
+
+@functools.cache
+def unplanned(chain: bool, length: int) -> ebbflow.Plan:
+    text = Text(chain)
+    return ebbflow.plan(text.model, text.arguments(length), budget="1000%", planner="keep_all")
 
 
 @pytest.fixture
 def text(monkeypatch: pytest.MonkeyPatch) -> Text:
     monkeypatch.setattr("ebbflow.engine.shared_calls.OWN_CAPTURES", 2)
     return Text()
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Text:
+    monkeypatch.setattr("ebbflow.engine.shared_calls.OWN_CAPTURES", 2)
+    return Text(chain=True)
 
 
 @pytest.fixture
@@ -82,15 +114,16 @@ def budget_for(text: Text, share: float) -> int:
     return plan.baseline_peak_bytes - round(share * plan.baseline.above_bytes)
 
 
-@pytest.mark.parametrize("budget", ["bytes", "80%"])
+@pytest.mark.parametrize(("kind", "budget", "lengths"), [("text", "bytes", LENGTHS), ("short", "80%", LENGTHS[1:])])
 def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
-    text: Text, searched: list[str], budget: str
+    kind: str, budget: str, lengths: tuple[int, ...], searched: list[str], request: pytest.FixtureRequest
 ) -> None:
+    text: Text = request.getfixturevalue(kind)
     plain, model = text.model, copy.deepcopy(text.model)
     limit = budget_for(text, 0.4) if budget == "bytes" else budget
     searched.clear()
     ebbflow.fit(model, limit, effort=EFFORT)
-    order = [length for length in LENGTHS for _ in range(3)]
+    order = [length for length in lengths for _ in range(3)]
     random.Random(3).shuffle(order)
     recomputed = 0
     for length in order:
@@ -100,9 +133,9 @@ def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
         assert plan is not None
         recomputed += len(plan.schedule.computes) > len(plan.program.ops) + 1
         assert step.forward_calls > 1 or step.verified_buffers > 0 or plan.overhead == 0, "not proven"
-    assert recomputed > len(LENGTHS), "the budget tests nothing"
+    assert recomputed > len(lengths), "the budget tests nothing"
     assert len(searched) <= 3, searched
-    for length in LENGTHS:
+    for length in lengths:
         arguments = text.arguments(length)
         with ebbflow.measure(model, arguments) as peak:
             model(*arguments).backward()
@@ -114,12 +147,12 @@ def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
         assert isinstance(limit, str) or plan.budget_bytes == limit
 
 
-def test_a_larger_shape_is_planned_before_it_runs(text: Text) -> None:
-    limit = budget_for(text, 0.5)
-    model = ebbflow.fit(text.model, limit, effort=EFFORT)
+def test_a_larger_shape_is_planned_before_it_runs(short: Text) -> None:
+    limit = budget_for(short, 0.5)
+    model = ebbflow.fit(short.model, limit, effort=EFFORT)
     for length in (24, 36):
-        text.gradients(model, length)
-    arguments = text.arguments(LONGEST)
+        short.gradients(model, length)
+    arguments = short.arguments(LONGEST)
     torch.manual_seed(1)
     model(*arguments).backward()  # its ops are measured here, which a running measurement does not allow
     plan, step = ebbflow.plan_of(model), step_of(model)
@@ -135,58 +168,58 @@ def test_a_larger_shape_is_planned_before_it_runs(text: Text) -> None:
 
 
 def test_a_shape_that_no_bucket_serves_is_searched_for(
-    text: Text, searched: list[str], monkeypatch: pytest.MonkeyPatch
+    short: Text, searched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, limit = copy.deepcopy(text.model), budget_for(text, 0.5)
-    model = ebbflow.fit(text.model, limit, effort=EFFORT)
-    text.gradients(model, 40)
+    plain, limit = copy.deepcopy(short.model), budget_for(short, 0.5)
+    model = ebbflow.fit(short.model, limit, effort=EFFORT)
+    short.gradients(model, 40)
     monkeypatch.setattr("ebbflow.planning.shape_plans.WASTE", -1.0)  # nothing is good enough
     searched.clear()
-    assert equal(text.gradients(model, LONGEST), text.gradients(plain, LONGEST))
+    assert equal(short.gradients(model, LONGEST), short.gradients(plain, LONGEST))
     assert searched == ["auto"]
 
 
-def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(text: Text) -> None:
-    plain = copy.deepcopy(text.model)
-    short = ebbflow.plan(text.model, text.arguments(24), budget="1000%", planner="keep_all").smallest_bytes
-    model = ebbflow.fit(text.model, short + 20_000, effort=EFFORT)
+def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(short: Text) -> None:
+    plain = copy.deepcopy(short.model)
+    least = short.unplanned(24).smallest_bytes
+    model = ebbflow.fit(short.model, least + 20_000, effort=EFFORT)
     for length in (24,):
-        assert equal(text.gradients(model, length), text.gradients(plain, length))
+        assert equal(short.gradients(model, length), short.gradients(plain, length))
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
     with pytest.raises(BudgetError) as caught:
-        model(*text.arguments(LONGEST))
+        model(*short.arguments(LONGEST))
     error = caught.value
     assert error.budget_bytes < error.floor_bytes <= error.smallest_bytes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
     for length in (24, 12):
-        assert equal(text.gradients(model, length), text.gradients(plain, length))
+        assert equal(short.gradients(model, length), short.gradients(plain, length))
 
 
-def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(text: Text, searched: list[str]) -> None:
-    plain, limit = copy.deepcopy(text.model), budget_for(text, 0.6)
-    model = ebbflow.fit(text.model, limit, effort=EFFORT)
+def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(short: Text, searched: list[str]) -> None:
+    plain, limit = copy.deepcopy(short.model), budget_for(short, 0.6)
+    model = ebbflow.fit(short.model, limit, effort=EFFORT)
     searched.clear()
     for batch in (8, 8, 5, 8, 5):
-        assert equal(text.gradients(model, LONGEST, batch), text.gradients(plain, LONGEST, batch))
+        assert equal(short.gradients(model, LONGEST, batch), short.gradients(plain, LONGEST, batch))
     assert searched == ["auto"]
 
 
-def test_of_many_shapes_the_one_used_longest_ago_is_forgotten(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = copy.deepcopy(text.model)
+def test_of_many_shapes_the_one_used_longest_ago_is_forgotten(short: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = copy.deepcopy(short.model)
     monkeypatch.setattr(fitted, "_MOST_STEPS", 2)
-    model = ebbflow.fit(text.model, budget_for(text, 0.3), effort=EFFORT)
+    model = ebbflow.fit(short.model, budget_for(short, 0.3), effort=EFFORT)
     steps: list[weakref.ref[object]] = []
     for length in (16, 20):
-        text.gradients(model, length)
+        short.gradients(model, length)
         steps.append(weakref.ref(step_of(model)))  # type: ignore[arg-type]
-    text.gradients(model, 16)
+    short.gradients(model, 16)
     with pytest.warns(UserWarning, match="more than 2 kinds of arguments"):
-        text.gradients(model, 24)
+        short.gradients(model, 24)
     gc.collect()
     assert steps[0]() is not None
     assert steps[1]() is None, "what was captured for it is kept somewhere"
     for length in (20, 16, 24, 20):
-        assert equal(text.gradients(model, length), text.gradients(plain, length))
+        assert equal(short.gradients(model, length), short.gradients(plain, length))

@@ -18,7 +18,7 @@ from ebbflow.demo.training import DemoConfig, run_demo
 from ebbflow.report.text.demo import write_demo
 from ebbflow.step.plan import Plan
 
-SMALL = ["--steps", "5", "--layers", "2", "--width", "64", "--length", "64", "--batch", "8"]
+SMALL = ["--steps", "5", "--layers", "1", "--width", "64", "--length", "64", "--batch", "8"]
 
 
 def test_demo_keeps_its_promises_at_half_of_the_peak(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_demo_keeps_its_promises_at_half_of_the_peak(tmp_path: Path) -> None:
 
 def test_no_measured_figure_contradicts_a_claim_and_a_broken_promise_is_shown() -> None:
     told: list[str] = []
-    record, plan = run_demo(DemoConfig(steps=4, layers=2, width=64, length=64, batch=8, budget="80%"), told.append)
+    record, plan = run_demo(DemoConfig(steps=4, layers=1, width=64, length=64, batch=8, budget="80%"), told.append)
     assert record.kept
     assert re.fullmatch(r"step 3 of 4, about .* left", told[-4])
     assert "left" not in told[0]

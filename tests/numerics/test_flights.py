@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,12 @@ class Tower(nn.Module):
         for layer in self.layers:
             x = self.drop(torch.tanh(layer(x)))
         return x.square().mean()
+
+
+@functools.cache
+def unplanned() -> ebbflow.Plan:
+    """The plan that keeps everything, of one tower."""
+    return ebbflow.plan(Tower(), (rows(0),), budget="1000%", effort=100)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +88,7 @@ def test_rounds_of_several_forwards_settle_within_the_budget(
     step: Callable[[nn.Module, list[torch.Tensor]], None], room: float, made: dict[str, int]
 ) -> None:
     plain = Tower()
-    one = ebbflow.plan(copy.deepcopy(plain), (rows(0),), budget="1000%", effort=100)
+    one = unplanned()
     count = 3 if step is triplet else 2
     above = one.baseline.above_bytes
     budget = int(one.resident_bytes * count + room * count * above) + 40_000
@@ -113,7 +120,7 @@ def test_rounds_of_several_forwards_settle_within_the_budget(
 def test_two_models_leave_room_for_each_other(room: float, made: dict[str, int]) -> None:
     """Both forwards, then both backwards, as in adversarial training: the first model may not fill what both have."""
     plain = [Tower(), Tower()]  # on CPU a budget counts the weights of its own model
-    one = ebbflow.plan(copy.deepcopy(plain[0]), (rows(0),), budget="1000%", effort=100)
+    one = unplanned()
     budget = int(one.resident_bytes * 2 + room * 2 * one.baseline.above_bytes) + 40_000
     models = [ebbflow.fit(copy.deepcopy(each), budget, effort=500) for each in plain]
     made.update(captures=0, plans=0)

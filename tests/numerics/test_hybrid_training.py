@@ -27,7 +27,7 @@ def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def subject() -> Any:
     torch.manual_seed(0)
-    return gpt(4, GPTConfig(vocabulary=64, length=32, layers=2, width=32, heads=2, dropout=0.1, tied=True))
+    return gpt(4, GPTConfig(vocabulary=64, length=32, layers=1, width=32, heads=2, dropout=0.1, tied=True))
 
 
 def assert_trains(model: nn.Module, eager: nn.Module, args: tuple[Any, ...], steps: int = 3) -> None:

@@ -25,7 +25,7 @@ from ebbflow.units import Budget
 # torch.backends.mkldnn.flags says so on any CPU build.
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 
-STEPS, BATCH, VOCABULARY, WIDTH = 3, 8, 24, 16
+STEPS, BATCH, VOCABULARY, WIDTH = 2, 8, 24, 16
 EFFORT = 200
 
 

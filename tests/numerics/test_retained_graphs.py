@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import warnings
 from collections.abc import Callable
@@ -54,11 +55,14 @@ def three_times(one: torch.Tensor, other: torch.Tensor) -> None:
         (one + other).backward(retain_graph=not last)
 
 
+@functools.cache
+def _unplanned() -> ebbflow.Plan:
+    return ebbflow.plan(Tower(), (torch.randn(ROWS, WIDTH),), budget="1000%", effort=100)
+
+
 def _plain() -> tuple[nn.Module, int, int]:
     """A model, what is resident before its step, and what its unplanned step takes above that."""
-    plain = Tower()
-    case = ebbflow.plan(copy.deepcopy(plain), (torch.randn(ROWS, WIDTH),), budget="1000%", effort=100)
-    return plain, case.resident_bytes, case.baseline.above_bytes
+    return Tower(), _unplanned().resident_bytes, _unplanned().baseline.above_bytes
 
 
 @pytest.mark.parametrize(
@@ -104,9 +108,8 @@ def test_from_the_second_step_on_there_is_room(
 
 
 def test_where_there_is_no_room_that_is_said_once() -> None:
-    plain, resident, above = _plain()
-    smallest = ebbflow.plan(copy.deepcopy(plain), (torch.randn(ROWS, WIDTH),), budget=resident + above).smallest_bytes
-    model = ebbflow.fit(copy.deepcopy(plain), smallest + 20_000, effort=100)
+    plain, _, _ = _plain()
+    model = ebbflow.fit(copy.deepcopy(plain), _unplanned().smallest_bytes + 20_000, effort=100)
     x = torch.randn(ROWS, WIDTH)
     with pytest.warns(UserWarning, match="retains its graph"):
         twice(*model(x))

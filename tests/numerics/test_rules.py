@@ -5,6 +5,7 @@ A case is a module and its arguments. ``CAUSES`` names those whose captured step
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -470,6 +471,7 @@ def _() -> Case:
     return Written(lambda m, x: m.parts[0](x).square().mean(), body), (images(),)
 
 
+@functools.cache
 def verified(name: str) -> tuple[list[Verification], ebbflow.Plan]:
     """The case at its smallest budget and half-way up."""
     model, args = CASES[name]()
@@ -519,8 +521,8 @@ def test_random_ops_run_again() -> None:
 @pytest.mark.parametrize("name", ["in-place code", "batch norm", "every form of dropout"])
 def test_a_fitted_model_proves_its_first_step_and_measures_the_second(name: str) -> None:
     model, args = CASES[name]()
-    plan = ebbflow.plan(model, args, budget="1000%", planner="keep_all")
-    ebbflow.fit(model, plan.smallest_bytes + 1_000, effort=500)
+    _, plan = verified(name)
+    ebbflow.fit(model, plan.smallest_bytes + 1_000, effort=200)
     for _ in range(2):
         model(*args).backward()
         model.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_the_frontier_is_monotone_and_refuses_what_is_too_small() -> None:
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+        self.parts = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.parts(x).square().mean()
@@ -90,7 +91,7 @@ def test_the_largest_is_found_from_any_guess(answer: int, guess: int) -> None:
 
 @pytest.mark.slow
 def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
-    budget = 400_000
+    budget = 250_000
     free = ebbflow.max_batch(make, budget=budget, effort=200)
     none = ebbflow.max_batch(make, budget=budget, overhead=0.0, effort=200)
     once = ebbflow.max_batch(make, budget=budget, overhead="one-forward", effort=200)
@@ -169,6 +170,14 @@ def test_interpolation_gives_the_step_between() -> None:
     assert between(8).resident_bytes == step(8).resident_bytes
 
 
+SHORT_CHAIN = """
+from ebbflow.zoo import mlp_chain
+
+def chain(batch):
+    return mlp_chain(batch, layers=6)
+"""
+
+
 def graph_file(folder: Path) -> Path:
     nodes = [{"id": k, "cost_cpu": 1, "cost_ram": 10, "backward": k > 4} for k in range(9)]
     links = [{"source": k, "target": k + 1} for k in range(8)]
@@ -207,8 +216,11 @@ def test_compare_refuses_what_it_cannot_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_runs_plans_on_request() -> None:
-    arguments = ["compare", "zoo:mlp_chain", "--size", "64", "--budgets", "75%", "--planners", "greedy,keep_all"]
+def test_compare_runs_plans_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a case's folder is added to it
+    (tmp_path / "short.py").write_text(SHORT_CHAIN)
+    case = f"{tmp_path / 'short.py'}:chain"
+    arguments = ["compare", case, "--size", "64", "--budgets", "85%", "--planners", "greedy,keep_all"]
     result = CliRunner().invoke(app, [*arguments, "--effort", "100", "--run", "--json"])
     assert result.exit_code == 0, result.output
     rows = {row["planner"]: row for row in json.loads(result.stdout.strip().splitlines()[-1])}
@@ -220,8 +232,11 @@ def test_compare_runs_plans_on_request() -> None:
 
 
 @pytest.mark.slow
-def test_max_batch_on_the_command_line(tmp_path: Path) -> None:
-    arguments = ["max-batch", "zoo:vgg16", "--budget", "2GiB", "--machine", "v100-16gb", "--effort", "100"]
+def test_max_batch_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a case's folder is added to it
+    (tmp_path / "short.py").write_text(SHORT_CHAIN)
+    case = f"{tmp_path / 'short.py'}:chain"
+    arguments = ["max-batch", case, "--budget", "24MiB", "--machine", "v100-16gb", "--effort", "100"]
     result = CliRunner().invoke(app, [*arguments, "--overhead", "30%", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.strip().splitlines()[-1])
