@@ -4,6 +4,7 @@
    are seen; so a job lets go of what it copies before it says that it is done.
 2. A job that fails keeps the text of what happened. A stored exception would keep its frames, and these the step.
 3. A lane without work for a while has no thread. A process that was forked from has none either; it starts its own.
+   Where none can be started, whoever submits a job does it: nothing is waited for that nobody would do.
 """
 
 from __future__ import annotations
@@ -68,11 +69,19 @@ class Job:
             if work is not None:
                 work()
         except BaseException as error:
-            self.failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self.failure = _in_words(error)
         del work
         self.seconds = time.perf_counter() - begin
-        self._then()
-        self._done.set()
+        try:
+            self._then()
+        except Exception as error:  # whoever waits is let go, and the lane goes on
+            self.failure = self.failure or _in_words(error)
+        finally:
+            self._done.set()
+
+
+def _in_words(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
 class Lane:
@@ -96,13 +105,26 @@ class Lane:
         """Queue a copy; ``then`` is called in the end, also of one that failed or was cancelled."""
         job = Job(work, then)
         with self._lock:
-            self._jobs.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"ebbflow {self._name}", daemon=True)
-                self._thread.start()
+            if self._thread is None and not self._start():
+                job.run()  # nobody else's is waiting
+            else:
+                self._jobs.put(job)
         return job
 
+    def _start(self) -> bool:
+        """Start the thread, if the system gives one. The lock is held."""
+        thread = threading.Thread(target=self._serve, name=f"ebbflow {self._name}", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            return False
+        self._thread = thread
+        return True
+
     def _serve(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                return  # who started it was interrupted, and another one serves
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)
