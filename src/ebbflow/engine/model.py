@@ -309,12 +309,13 @@ class FittedModel:
         """Of the plans of ``step`` that hold the one of least overhead; ``None`` if none does (definition 2).
 
         A checkpoint compares what a repeated forward saves with what the first one did, so while one of a step's
-        forwards is in flight under saved-tensor hooks, its plan stays. Its backward cannot be told which forward it
-        belongs to, so no plan that moves buffers holds there.
+        forwards is in flight under saved-tensor hooks, its plan stays, for calls under hooks. Its backward cannot be
+        told which forward it belongs to, so no plan that moves buffers holds there.
         """
-        current = step.executable
-        if current is not None and now.checkpointed and flights_of(current):
-            return current
+        if now.checkpointed:
+            for each in reversed(step.executables):
+                if any(flight.hooked for flight in flights_of(each)):
+                    return each
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
         known = not self.is_guess(step, now)
