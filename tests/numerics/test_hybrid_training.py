@@ -143,6 +143,21 @@ def test_a_forward_under_hooks_beside_one_that_moves(tmp_path: Path, order: str)
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
+def test_a_budget_after_a_given_plan_moves_to_the_tiers_of_the_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
+    eager, x = copy.deepcopy(model), torch.randn(256, 64)
+    disk = f"disk:{tmp_path}"
+    plan = ebbflow.plan(model, (x,), budget="60%", effort=100, tiers=disk)
+    ebbflow.fit(model, plan, tiers=disk, effort=100)
+    for budget in ("55%", plan):
+        ebbflow.set_budget(model, budget)
+        assert_trains(model, eager, (x,), steps=1)
+        running = ebbflow.plan_of(model)
+        assert running is not None
+        assert running.schedule.moves
+
+
 def test_a_plan_that_moves_is_refused_where_its_tier_is_not(tmp_path: Path) -> None:
     case = subject()
     plan = ebbflow.plan(case.model, case.args, budget="60%", effort=100, tiers=f"disk:{tmp_path}")

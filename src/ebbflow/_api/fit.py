@@ -190,6 +190,9 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
         fitted.tiers,
         f"the model was fitted {how} {had}; ebbflow.unfit(model), then ebbflow.fit(model, plan), takes the plan's",
     )
+    if plan is None and fitted.tiers and not fitted.options.tiers:  # a plan was given so far: no link had to be known
+        machine = _machine_at_hand(model, fitted.tiers)
+        fitted.options = replace(fitted.options, machine=machine, tiers=tuple(fitted.tiers))
     fitted.set_budget(limit, plan)
     return model
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -145,7 +146,7 @@ class FittedModel:
     number: int = field(default_factory=_numbers.__next__)
     calls: Calls = field(default_factory=Calls)
     not_captured: set[object] = field(default_factory=set[object])
-    _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
+    _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
     _between: Knowledge = field(default_factory=Knowledge)
     _after: AfterBackward = field(default_factory=AfterBackward)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
@@ -262,10 +263,10 @@ class FittedModel:
 
     def keep(self, step: Step, now: Circumstances) -> None:
         """``step`` is captured, or ran once more."""
-        of_key = self._steps.pop(now.key, [])
-        if step in of_key:
-            of_key.remove(step)
-        self._steps[now.key] = [*of_key[1 - _MOST_OF_A_KEY :], step]
+        key = now.key
+        others = [each for each in self._steps.get(key, ()) if each is not step]
+        self._steps[key] = [*others[1 - _MOST_OF_A_KEY :], step]  # Ctrl-C in between loses no step
+        self._steps.move_to_end(key)
         if len(self._steps) <= _MOST_STEPS:
             return
         oldest = next(iter(self._steps))

@@ -5,6 +5,8 @@
 2. A job that fails keeps the text of what happened. A stored exception would keep its frames, and these the step.
 3. A lane without work for a while has no thread. A process that was forked from has none either; it starts its own.
    Where none can be started, whoever submits a job does it: nothing is waited for that nobody would do.
+4. Ctrl-C may come while somebody waits. ``threading.Event`` may then be left locked, which would stop the lane, so a job
+   says that it has ended by a queue of the standard library's C code.
 """
 
 from __future__ import annotations
@@ -27,23 +29,20 @@ class Job:
     """One copy.
 
     Attributes:
+        done: whether it has ended.
         failure: what went wrong, in words; empty if nothing did.
         seconds: that it took, on the lane's own clock; 0 until it is done.
     """
 
-    __slots__ = ("_done", "_then", "_work", "failure", "seconds")
+    __slots__ = ("_ended", "_then", "_work", "done", "failure", "seconds")
 
     def __init__(self, work: Callable[[], object], then: Callable[[], None]) -> None:
         self._work: Callable[[], object] | None = work
         self._then = then
-        self._done = threading.Event()
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.done = False
         self.failure = ""
         self.seconds = 0.0
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._done.is_set()
 
     def cancel(self) -> None:
         """Do nothing if it has not begun."""
@@ -51,12 +50,14 @@ class Job:
 
     def wait(self) -> None:
         """Return once it has ended."""
-        self._done.wait()
+        while not self.done:
+            self._ended.get()
+            self._ended.put(None)  # for whoever waits besides
 
     def join(self, traffic: Traffic) -> None:
         """Wait for it, and count its seconds and those of the wait."""
         begin = time.perf_counter()
-        self._done.wait()
+        self.wait()
         traffic.waited_seconds += time.perf_counter() - begin
         traffic.transfer_seconds += self.seconds
         self.seconds = 0.0  # counted
@@ -77,7 +78,8 @@ class Job:
         except Exception as error:  # whoever waits is let go, and the lane goes on
             self.failure = self.failure or _in_words(error)
         finally:
-            self._done.set()
+            self.done = True
+            self._ended.put(None)
 
 
 def _in_words(error: BaseException) -> str:
