@@ -212,6 +212,7 @@ def _held(
     wrong = differences(ours.seen, eager.seen)
     columns |= {
         "above_predicted_bytes": ours.unforeseen,
+        "moves": ours.moves,
         "budget_bytes": max(ours.budgets, default=0),
         "peak_bytes": max(ours.peaks, default=0),
         "steps_over": ", ".join(map(str, over[:8])) + (f" of {len(ours.peaks)}" if over else ""),

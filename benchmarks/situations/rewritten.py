@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from situations.parts import Chain
 from situations.registry import Refusal, situation, variants
-from situations.run import Run
+from situations.run import MOVING, Run
 
 
 def _loss(model: Any, x: Any) -> torch.Tensor:
@@ -83,7 +84,8 @@ def numpy_view_rewritten(run: Run) -> None:
         run.see_model(model, f"step {i}")
 
 
-@situation(share=0.45, refused=Refusal("VerificationError", "rewritten|input|changed"))
+# What moves is not computed again from what is rewritten, and the step may be right.
+@situation(share=0.45, refused=Refusal("VerificationError", "rewritten|input|changed"), either=MOVING in os.environ)
 def numpy_view_rewritten_always_verified(run: Run) -> None:
     """``verify="always"`` says so instead."""
 
@@ -101,6 +103,7 @@ def numpy_view_rewritten_always_verified(run: Run) -> None:
                 x.numpy()[:] = 0.0
             loss.backward()
         del loss
+        run.see_model(model, f"step {i}")
 
 
 @situation()

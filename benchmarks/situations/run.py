@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.step.schedule import Offload
 from situations.oracle import counter
 
 __all__ = ["Counts", "Run", "Seen", "differences"]
@@ -95,6 +96,7 @@ class Run:
         self.peaks: list[int] = []
         self.budgets: list[int] = []
         self.unforeseen = 0
+        self.moves = 0
         self.seen: Seen = {}
         self.wrong: list[str] = []
         self.facts: dict[str, Any] = {}
@@ -136,6 +138,7 @@ class Run:
         self.peaks.append(peak)
         if not self.eager:
             self.budgets.append(self._budget_now())
+            self.moves = max(self.moves, *map(_moves, self._plans()), 0)
             predicted = max((plan.timeline.above_bytes for plan in self._plans()), default=above)
             self.unforeseen = max(self.unforeseen, above - predicted)
 
@@ -249,6 +252,11 @@ class Run:
         if self._own or self._budget is None:
             return max((plan.budget_bytes for plan in self._plans()), default=0)
         return self._budget
+
+
+def _moves(plan: ebbflow.Plan) -> int:
+    """How many buffers leave in a step."""
+    return sum(isinstance(each, Offload) for each in plan.schedule.actions)
 
 
 def seed_all(seed: int = 0) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbflow
-from ebbflow.errors import BudgetError, UsageError
+from ebbflow.errors import BudgetError, PlanMismatch, UsageError
 from ebbflow.transfers import links
 from ebbflow.zoo import GPTConfig, gpt
 
@@ -23,6 +23,11 @@ def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = links._Measured(4e10, 4e10, 1e-6, 0.0)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(links, "_measure", lambda _: measured)
     monkeypatch.setattr(links, "_LEAST_BYTES", 256)
+
+
+class MeanSquare(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
 
 
 def subject() -> Any:
@@ -111,6 +116,58 @@ def test_inside_of_a_checkpoint_nothing_moves_and_the_numbers_are_right(tmp_path
     assert step is not None
     assert step.plan is not None
     assert not step.plan.schedule.moves
+
+
+@pytest.mark.filterwarnings("ignore:another forward of this model")
+@pytest.mark.parametrize("order", ["hooked last", "hooked first"])
+def test_a_forward_under_hooks_beside_one_that_moves(tmp_path: Path, order: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
+    eager, x = copy.deepcopy(model), torch.randn(256, 64, requires_grad=True)
+    ebbflow.fit(model, "70%", tiers=f"disk:{tmp_path}", effort=200)
+    assert_trains(model, eager, (x,), steps=1)
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.schedule.moves
+
+    def step(each: nn.Module) -> None:
+        calls = [lambda: each(x), lambda: checkpoint(each, x, use_reentrant=False)]
+        one, other = (call() for call in (calls if order == "hooked last" else calls[::-1]))
+        (one + other).backward()
+
+    for each in (model, eager):
+        each.zero_grad()
+        step(each)
+        step(each)
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_budget_after_a_given_plan_moves_to_the_tiers_of_the_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
+    eager, x = copy.deepcopy(model), torch.randn(256, 64)
+    disk = f"disk:{tmp_path}"
+    plan = ebbflow.plan(model, (x,), budget="60%", effort=100, tiers=disk)
+    ebbflow.fit(model, plan, tiers=disk, effort=100)
+    for budget in ("55%", plan):
+        ebbflow.set_budget(model, budget)
+        assert_trains(model, eager, (x,), steps=1)
+        running = ebbflow.plan_of(model)
+        assert running is not None
+        assert running.schedule.moves
+
+
+def test_a_plan_that_moves_is_refused_where_its_tier_is_not(tmp_path: Path) -> None:
+    case = subject()
+    plan = ebbflow.plan(case.model, case.args, budget="60%", effort=100, tiers=f"disk:{tmp_path}")
+    assert plan.schedule.moves
+    model = ebbflow.fit(case.model, "100%")
+    with pytest.raises(PlanMismatch, match="moves tensors to disk, and the model was fitted without tiers"):
+        ebbflow.set_budget(model, plan)
+    with pytest.raises(PlanMismatch, match="does not name that"):
+        ebbflow.fit(copy.deepcopy(model), plan, tiers=[])
+    assert ebbflow.calls_of(model).planned == 0
 
 
 def test_the_hosts_memory_is_refused_before_anything_is_fitted() -> None:

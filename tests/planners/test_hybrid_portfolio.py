@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.errors import BudgetError, UsageError
-from ebbflow.planners.base import Problem, Status, planner_named
+from ebbflow.planners.base import Interrupt, Problem, Status, planner_named
 from ebbflow.planners.hybrid.portfolio import moves_alone
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.cache import PlanCache
@@ -129,6 +129,22 @@ def test_other_planners_leave_tiers_alone(planner: str):
     plan = make_plan(program, Budget(bytes=9 * SIZE), resident_bytes=0, options=options)
     if planner != "least_memory":
         assert plan.tiers == ()
+        assert not plan.schedule.moves
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("planner", ["auto", "greedy"])
+def test_a_seed_that_moves_is_none_where_nothing_may_move(planner: str, stopped: bool):
+    program, card = layers(12), machine(10.0)
+    moving = PlanningOptions(machine=card, tiers=("host",), effort=500)
+    seed = make_plan(program, Budget(bytes=9 * SIZE), resident_bytes=0, options=moving).schedule
+    assert seed.moves
+    interrupt = Interrupt()
+    if stopped:
+        interrupt.set()
+    for without in (card, None):
+        options = PlanningOptions(machine=without, planner=planner, effort=500, interrupt=interrupt)
+        plan = make_plan(program, Budget(bytes=9 * SIZE), resident_bytes=0, options=options, seeds=[seed])
         assert not plan.schedule.moves
 
 

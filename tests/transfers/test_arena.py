@@ -144,6 +144,61 @@ def test_a_transfer_that_fails_is_said_where_it_is_waited_for(
     wait_until(lambda: idle_regions(tier) == 1)
 
 
+def test_a_region_in_which_a_copy_failed_is_not_used_again(tier: DiskTier, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    arena = Arena(slots(), {"disk": tier})
+    tensor = torch.randn(SHAPES[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fail)
+        arena.offload(0, tensor)
+        with pytest.raises(TierError):
+            arena.settle(0, tensor)
+    arena.close()
+    assert idle_regions(tier) == 0
+    again = Arena(slots(), {"disk": tier})
+    again.offload(0, tensor)
+    again.settle(0, tensor)
+    assert torch.equal(again.arrive(0, again.reload(0)), tensor)
+
+
+def test_an_interrupted_issue_does_not_give_a_region_to_others(tier: DiskTier, monkeypatch: pytest.MonkeyPatch):
+    submit, going_on = tier.lane.submit, threading.Event()
+
+    def interrupted(work: Callable[[], object], then: Callable[[], None]) -> None:
+        submit(lambda: going_on.wait(10) and work(), then)
+        raise KeyboardInterrupt
+
+    arena = Arena(slots(), {"disk": tier})
+    region = weakref.ref(arena._regions.of["disk"])  # pyright: ignore[reportPrivateUsage]
+    with monkeypatch.context() as patched:
+        patched.setattr(tier.lane, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            arena.offload(0, torch.randn(SHAPES[0]))
+    arena.close()
+    assert idle_regions(tier) == 0
+    assert region() is not None, "a copy to it may be under way"
+    going_on.set()
+    submit(lambda: None).wait()
+    wait_until(lambda: gc.collect() >= 0 and region() is None)
+    assert idle_regions(tier) == 0
+
+
+def test_a_finalizer_may_close_an_arena_while_its_thread_is_at_its_regions(tier: DiskTier):
+    arena = Arena(slots(), {"disk": tier})
+
+    def collected() -> None:
+        with arena._regions._lock:  # pyright: ignore[reportPrivateUsage]
+            arena.close()
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert idle_regions(tier) == 1
+
+
 def test_an_error_keeps_no_tensor_alive(tier: DiskTier, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")

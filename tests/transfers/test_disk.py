@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -166,3 +167,23 @@ def test_the_hosts_memory_is_no_tier_of_a_cpu():
 
 def test_one_directory_is_one_tier(tmp_path: Path):
     assert open_tiers(parse_tiers(f"disk:{tmp_path}"), "cpu")["disk"] is disk_tier(tmp_path)
+
+
+def test_the_space_goes_with_the_last_who_has_the_tier(tmp_path: Path):
+    before = len(os.listdir("/proc/self/fd"))
+    tier = disk_tier(tmp_path)
+    tier.give_back(tier.region(1 << 20))
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del tier
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_somebody_closed_is_no_error_in_the_end(tmp_path: Path):
+    tier = DiskTier(tmp_path)
+    region = tier.region(4096)
+    os.close(region._file)  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        region.write(0, torch.zeros(4))
+    tier.give_back(region)
+    assert tier.region(4096) is not region

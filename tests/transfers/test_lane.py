@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -100,3 +102,69 @@ def test_a_forked_child_has_lanes_of_its_own():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     gate.set()
     held.wait()
+
+
+def test_where_no_thread_can_be_started_whoever_submits_does_the_job(monkeypatch: pytest.MonkeyPatch):
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lane, done = Lane("test"), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert lane.submit(lambda: done.append(threading.get_ident())).done
+    later = lane.submit(lambda: done.append(threading.get_ident()))
+    later.wait()
+    assert done[0] == threading.get_ident() != done[1]
+
+
+def test_an_interrupted_submit_leaves_a_lane_that_works(monkeypatch: pytest.MonkeyPatch):
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    lane, done = Lane("test to interrupt"), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lane.submit(lambda: done.append(-1))
+    jobs = [lane.submit(lambda i=i: done.append(i)) for i in range(5)]
+    jobs[-1].wait()
+    assert done == [0, 1, 2, 3, 4], "what was not submitted is not done"
+    for _ in range(1000):  # the first thread sees that it is not wanted once it comes to run
+        if [each.name for each in threading.enumerate()].count("ebbflow test to interrupt") == 1:
+            return
+        time.sleep(0.005)
+    raise AssertionError("two threads serve one lane")
+
+
+def test_an_end_that_fails_does_not_end_the_lane():
+    lane = Lane("test")
+    job = lane.submit(lambda: None, lambda: 1 // 0)
+    job.wait()
+    assert "ZeroDivisionError" in job.failure
+    after = lane.submit(lambda: None)
+    after.wait()
+    assert not after.failure
+
+
+def test_ctrl_c_while_somebody_waits_stops_nobody():
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    lane = Lane("test")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for i in range(300):
+            job = lane.submit(lambda: time.sleep(2e-4))
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 2e-6 * i)
+                job.wait()
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            job.wait()
+            assert job.done
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -132,12 +132,7 @@ def fit(
     refuse_foreign_optimizer(model, optimizer)
     named = parse_tiers(list(given.tiers) if given is not None and tiers is None else tiers)
     opened = open_tiers(named, device_of([model]))
-    if given is not None and (missing := set(given.tiers).difference(opened)):
-        raise PlanMismatch(
-            f"the plan for {given.case} moves tensors to {', '.join(sorted(missing))}, and tiers={tiers!r} does not "
-            "name that; leave tiers out, or name the plan's",
-            differences=[f"tiers: plan {list(given.tiers)}, here {sorted(opened)}"],
-        )
+    _require_tiers(given, opened, f"tiers={tiers!r} does not name that; leave tiers out, or name the plan's")
     if offload_optimizer:
         refuse_to_offload(optimizer, opened)
     FITTED[model] = FittedModel(
@@ -164,6 +159,19 @@ def fit(
     return model
 
 
+def _require_tiers(plan: Plan | None, tiers: Mapping[str, Way], otherwise: str) -> None:
+    """Refuse a plan that moves tensors to a tier that is not among ``tiers``.
+
+    Raises:
+        PlanMismatch: with ``otherwise``.
+    """
+    if plan is not None and (missing := set(plan.tiers).difference(tiers)):
+        raise PlanMismatch(
+            f"the plan for {plan.case} moves tensors to {', '.join(sorted(missing))}, and {otherwise}",
+            differences=[f"tiers: plan {list(plan.tiers)}, here {sorted(tiers)}"],
+        )
+
+
 def _machine_at_hand(model: torch.nn.Module, tiers: Mapping[str, Way]) -> Machine | None:
     with on_device_of([model]):
         return this_machine(tiers, device_of([model]))
@@ -180,8 +188,21 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
 
     Raises:
         UsageError: if the model is not fitted, or for a budget that is none.
+        PlanMismatch: for a plan that moves tensors to a tier that the model was fitted without.
     """
-    _fitted(model, "set_budget").set_budget(*_limit_of(budget))
+    fitted = _fitted(model, "set_budget")
+    limit, plan = _limit_of(budget)
+    had = f"tiers={sorted(fitted.tiers)}" if fitted.tiers else "tiers"
+    how = "with" if fitted.tiers else "without"
+    _require_tiers(
+        plan,
+        fitted.tiers,
+        f"the model was fitted {how} {had}; ebbflow.unfit(model), then ebbflow.fit(model, plan), takes the plan's",
+    )
+    if plan is None and fitted.tiers and not fitted.options.tiers:  # a plan was given so far: no link had to be known
+        machine = _machine_at_hand(model, fitted.tiers)
+        fitted.options = replace(fitted.options, machine=machine, tiers=tuple(fitted.tiers))
+    fitted.set_budget(limit, plan)
     return model
 
 

@@ -4,6 +4,7 @@
    node is what knows, since user code may drop the outputs or keep them. A backward that retains its graph leaves it
    *retained*, until another does not or the node is gone.
 2. What a flight in the air or retained keeps (``Executable.leaves_bytes``) is resident for whatever starts meanwhile.
+   Ctrl-C may come in the finalizer that says that the node is gone; whoever looks for flights sees to those.
 3. A flight that another forward of its model joins is *disturbed*: nothing is measured in it any more, and a failed
    proof puts nothing back.
 """
@@ -75,6 +76,7 @@ class Flight:
         restore: puts buffers and random state back to where they were before the forward.
         returned: watches what the forward returned.
         thread: that started it.
+        node: its autograd node, once the forward has returned.
         arena: holds what its forward has moved to other tiers.
         capture: of the step. AOTAutograd compiles a backward when it first comes, also after the model is let go.
     """
@@ -93,6 +95,7 @@ class Flight:
     returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
     arena: Arena | None = None
+    node: weakref.ref[Any] | None = None
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -115,6 +118,7 @@ class Flight:
             self.home.unseen.append(self)
             return
         _with_node[self.number] = _keeping[self.number] = self.home.in_the_air[self.number] = self
+        self.node = weakref.ref(node)
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
         node.register_prehook(note_arrived)
@@ -191,24 +195,33 @@ class Flights:
             each.disturb()
 
 
+def _keepers() -> list[Flight]:
+    """All that keep what they saved (definition 2)."""
+    for each in list(_keeping.values()):
+        if each.node is not None and each.node() is None:
+            _with_node.pop(each.number, None)
+            each.give_up()
+    return list(_keeping.values())
+
+
 def aloft(home: Flights) -> list[Flight]:
     """Flights in the air, the first of them first: all of one model, and those of others that this thread started."""
     here = threading.get_ident()
-    flights = list(_keeping.values())
     return [
-        each for each in flights if (each.home is home or each.thread == here) and each.number in each.home.in_the_air
+        each
+        for each in _keepers()
+        if (each.home is home or each.thread == here) and each.number in each.home.in_the_air
     ]
 
 
 def kept_bytes() -> int:
     """What flights of all models keep (definition 2)."""
-    flights = list(_keeping.values())
-    return sum(each.executable.leaves_bytes for each in flights if each.executable is not None)
+    return sum(each.executable.leaves_bytes for each in _keepers() if each.executable is not None)
 
 
 def kept_inputs() -> dict[int, int]:
     """Bytes of the arguments that they were called with, as far as they live still, by key of the storage."""
-    watches = (watch for each in list(_keeping.values()) for watch in each.inputs)
+    watches = (watch for each in _keepers() for watch in each.inputs)
     return {watch.key: watch.bytes for watch in watches if watch.alive}
 
 
@@ -219,11 +232,7 @@ def flight_numbered(number: int) -> Flight | None:
 
 def flights_of(executable: Executable) -> list[Flight]:
     """All in the air that run ``executable``."""
-    return [
-        each
-        for each in list(_keeping.values())
-        if each.executable is executable and each.number in each.home.in_the_air
-    ]
+    return [each for each in _keepers() if each.executable is executable and each.number in each.home.in_the_air]
 
 
 def _end(number: int) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -148,7 +149,7 @@ class FittedModel:
     number: int = field(default_factory=_numbers.__next__)
     calls: Calls = field(default_factory=Calls)
     not_captured: set[object] = field(default_factory=set[object])
-    _steps: dict[object, list[Step]] = field(default_factory=dict[object, list[Step]])  # what ran last comes last
+    _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
     _between: Knowledge = field(default_factory=Knowledge)
     _after: AfterBackward = field(default_factory=AfterBackward)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
@@ -270,10 +271,10 @@ class FittedModel:
 
     def keep(self, step: Step, now: Circumstances) -> None:
         """``step`` is captured, or ran once more."""
-        of_key = self._steps.pop(now.key, [])
-        if step in of_key:
-            of_key.remove(step)
-        self._steps[now.key] = [*of_key[1 - _MOST_OF_A_KEY :], step]
+        key = now.key
+        others = [each for each in self._steps.get(key, ()) if each is not step]
+        self._steps[key] = [*others[1 - _MOST_OF_A_KEY :], step]  # Ctrl-C in between loses no step
+        self._steps.move_to_end(key)
         if len(self._steps) <= _MOST_STEPS:
             return
         oldest = next(iter(self._steps))
@@ -319,12 +320,13 @@ class FittedModel:
         """Of the plans of ``step`` that hold the one of least overhead; ``None`` if none does (definition 2).
 
         A checkpoint compares what a repeated forward saves with what the first one did, so while one of a step's
-        forwards is in flight under saved-tensor hooks, its plan stays. Its backward cannot be told which forward it
-        belongs to, so no plan that moves buffers holds there.
+        forwards is in flight under saved-tensor hooks, its plan stays, for calls under hooks. Its backward cannot be
+        told which forward it belongs to, so no plan that moves buffers holds there.
         """
-        current = step.executable
-        if current is not None and now.checkpointed and flights_of(current):
-            return current
+        if now.checkpointed:
+            for each in reversed(step.executables):
+                if any(flight.hooked for flight in flights_of(each)):
+                    return each
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
         known = not self.is_guess(step, now)

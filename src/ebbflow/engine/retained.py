@@ -5,7 +5,7 @@
 2. Autograd tells only when the backward starts, so the first one of a slot runs as it was planned, without that room.
    It is learned from there, and later steps of the slot are planned with it.
 3. Planners know nothing of this: a plan's *excess* over its budget is put aside and planned around, until there is
-   none.
+   none. What a plan leaves free of its budget is put aside besides: with less the same plan would come again.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ def plan_retained(plan: Plan, make: Callable[[int], Plan], retained: Retained) -
         make: one within the same budget with so many bytes put aside; raises ``BudgetError`` if there is none.
         retained: what is known.
     """
-    aside = 0
+    aside, reserve = 0, plan.reserve_bytes
     for _ in range(_MOST_TRIES):
         needs = retained_above_bytes(plan.program, plan.schedule, plan.timeline, retained)
         excess = plan.resident_bytes + needs - plan.budget_bytes
         if excess <= 0:
             return plan
-        aside += excess
+        free = plan.budget_bytes - plan.predicted_peak_bytes - reserve
+        aside = max(aside + excess, free + 1)
         try:
             plan = make(aside)
         except BudgetError:

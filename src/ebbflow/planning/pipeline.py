@@ -117,6 +117,8 @@ def make_plan(
         tiers=options.tiers,
     )
     links = problem.links
+    # A seed that moves may be from where there were other tiers.
+    problem = replace(problem, seeds=tuple(each for each in seeds if not each.moves or _is_legal(problem, each)))
     floor_above, floor_op = floor_with_tiers(program, links) if links else floor_bytes(program)
     known, planned = _known(problem, options)
     smallest: Schedule | None = None

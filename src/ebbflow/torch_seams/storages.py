@@ -176,7 +176,8 @@ class StorageWatch:
         return not torch.UntypedStorage._expired(self._reference)
 
     def __del__(self) -> None:
-        self._forget(self._reference)
+        if hasattr(self, "_reference"):  # making it may have been interrupted
+            self._forget(self._reference)
 
 
 def parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

@@ -8,7 +8,8 @@
    which it computes on CUDA: how is known to the tier (``ways``).
 3. A way back comes after its own way out. A copy that is made once more, by another backward of a retained graph, comes
    after the ways back of the copy before it.
-4. A region is given back once no copy to or from it is under way, by whoever sees that last.
+4. A region is given back once no copy to or from it is under way, by whoever sees that last. Where an interruption
+   leaves open whether a copy has been issued, it is not used again: it goes with the last copy that knows it.
 5. An arena is used in the process that made it. In one that was forked from it, its regions are nobody's.
 """
 
@@ -36,8 +37,9 @@ class _Regions:
     def __init__(self, tiers: Mapping[str, Way], sizes: Mapping[str, int]) -> None:
         self._tiers = tiers
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may close them while this very thread is here
         self._closed = False
+        self._unsure = False
         self._under_way = 0
         self.of: dict[str, Place] = {}
         try:
@@ -52,10 +54,23 @@ class _Regions:
         """A copy is issued inside; gives what it calls once it uses them no more."""
         with self._lock:
             self._under_way += 1
+        under_way = [self]
+
+        def end() -> None:
+            try:
+                under_way.pop()
+            except IndexError:
+                return  # it has ended already
+            self._end()
+
         try:
-            yield self._end
+            yield end
+        except Exception:
+            end()  # it was not issued
+            raise
         except BaseException:
-            self._end()  # it was not issued
+            self._unsure = True
+            end()
             raise
 
     def _end(self) -> None:
@@ -81,6 +96,8 @@ class _Regions:
 
     def _give_back(self) -> None:
         regions, self.of = self.of, {}
+        if self._unsure:
+            return
         for tier, region in regions.items():
             self._tiers[tier].give_back(region)
 

@@ -4,7 +4,8 @@
    process, however that ends; where a process was killed in between, the next one removes it.
 2. A region is filled when it is made: the space is there, and the first write to fresh blocks, which takes ten times
    as long as later ones, does not happen in a step.
-3. Regions that are free are used again. All regions of a directory share one lane, for both ways.
+3. Regions that are free are used again, unless a copy failed in them. All regions of a directory share one lane, for
+   both ways. They go with the last who has the tier: a fitted model, or a step of it in flight.
 4. A process that was forked from makes regions of its own: both would write to the same blocks.
 """
 
@@ -16,7 +17,7 @@ import errno
 import os
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch
@@ -40,12 +41,16 @@ class Region:
         directory: to make it in.
         size: bytes.
 
+    Attributes:
+        failed: whether something could not be written or read.
+
     Raises:
         TierError: if the file cannot be made that large.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
         self.size = size
+        self.failed = False
         self._directory = directory
         path = directory / f"ebbflow-{os.getpid()}-{secrets.token_hex(8)}.tier"
         try:
@@ -57,7 +62,7 @@ class Region:
                 tier="disk",
                 path=directory,
             ) from None
-        self.close = weakref.finalize(self, os.close, self._file)
+        self.close = weakref.finalize(self, _close, self._file)
         try:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
@@ -87,7 +92,8 @@ class Region:
         Raises:
             OSError: if it cannot be written.
         """
-        _write(self._file, _memory_of(tensor)[:size], offset)
+        with self._noted():
+            _write(self._file, _memory_of(tensor)[:size], offset)
 
     def read(self, offset: int, tensor: torch.Tensor, size: int | None = None) -> None:
         """Fill the storage of ``tensor``, or its first ``size`` bytes, from ``offset`` on.
@@ -95,7 +101,16 @@ class Region:
         Raises:
             OSError: if it cannot be read, or ends too early.
         """
-        _read(self._file, _memory_of(tensor)[:size], offset)
+        with self._noted():
+            _read(self._file, _memory_of(tensor)[:size], offset)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except OSError:
+            self.failed = True
+            raise
 
     def failure(self, what: str, why: str) -> TierError:
         """What to raise where a copy failed."""
@@ -126,6 +141,13 @@ class DiskTier(Pool[Region]):
         _remove_abandoned(self.directory)
         return Region(self.directory, size)
 
+    def give_back(self, region: Region) -> None:
+        """Nobody uses ``region`` any more. May be called from a finalizer."""
+        if region.failed:
+            region.close()
+        else:
+            super().give_back(region)
+
     def send(self, region: Region, slot: Slot, tensor: torch.Tensor, then: Callable[[], None], *, timed: bool) -> Job:
         """Issue the copy of ``tensor`` to its slot."""
         return self.lane.submit(lambda: region.write(slot.offset, tensor), then)
@@ -144,7 +166,7 @@ class DiskTier(Pool[Region]):
         return self.lane.submit(read, then)
 
 
-_tiers: dict[Path, DiskTier] = {}
+_tiers: weakref.WeakValueDictionary[Path, DiskTier] = weakref.WeakValueDictionary()
 
 
 def disk_tier(directory: Path) -> DiskTier:
@@ -214,6 +236,12 @@ def _read(file: int, memory: memoryview, offset: int) -> None:
     done = 0
     while done < len(memory):
         done += _moved(os.preadv(file, [memory[done:]], offset + done), done, memory)
+
+
+def _close(file: int) -> None:
+    """Close it; where that fails, or somebody has closed it, nobody can do anything about it."""
+    with contextlib.suppress(OSError):
+        os.close(file)
 
 
 def _moved(count: int, done: int, memory: memoryview) -> int:

@@ -4,6 +4,9 @@
    are seen; so a job lets go of what it copies before it says that it is done.
 2. A job that fails keeps the text of what happened. A stored exception would keep its frames, and these the step.
 3. A lane without work for a while has no thread. A process that was forked from has none either; it starts its own.
+   Where none can be started, whoever submits a job does it: nothing is waited for that nobody would do.
+4. Ctrl-C may come while somebody waits. ``threading.Event`` may then be left locked, which would stop the lane, so a job
+   says that it has ended by a queue of the standard library's C code.
 """
 
 from __future__ import annotations
@@ -26,23 +29,20 @@ class Job:
     """One copy.
 
     Attributes:
+        done: whether it has ended.
         failure: what went wrong, in words; empty if nothing did.
         seconds: that it took, on the lane's own clock; 0 until it is done.
     """
 
-    __slots__ = ("_done", "_then", "_work", "failure", "seconds")
+    __slots__ = ("_ended", "_then", "_work", "done", "failure", "seconds")
 
     def __init__(self, work: Callable[[], object], then: Callable[[], None]) -> None:
         self._work: Callable[[], object] | None = work
         self._then = then
-        self._done = threading.Event()
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.done = False
         self.failure = ""
         self.seconds = 0.0
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._done.is_set()
 
     def cancel(self) -> None:
         """Do nothing if it has not begun."""
@@ -50,12 +50,14 @@ class Job:
 
     def wait(self) -> None:
         """Return once it has ended."""
-        self._done.wait()
+        while not self.done:
+            self._ended.get()
+            self._ended.put(None)  # for whoever waits besides
 
     def join(self, traffic: Traffic) -> None:
         """Wait for it, and count its seconds and those of the wait."""
         begin = time.perf_counter()
-        self._done.wait()
+        self.wait()
         traffic.waited_seconds += time.perf_counter() - begin
         traffic.transfer_seconds += self.seconds
         self.seconds = 0.0  # counted
@@ -68,11 +70,20 @@ class Job:
             if work is not None:
                 work()
         except BaseException as error:
-            self.failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self.failure = _in_words(error)
         del work
         self.seconds = time.perf_counter() - begin
-        self._then()
-        self._done.set()
+        try:
+            self._then()
+        except Exception as error:  # whoever waits is let go, and the lane goes on
+            self.failure = self.failure or _in_words(error)
+        finally:
+            self.done = True
+            self._ended.put(None)
+
+
+def _in_words(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
 class Lane:
@@ -96,13 +107,26 @@ class Lane:
         """Queue a copy; ``then`` is called in the end, also of one that failed or was cancelled."""
         job = Job(work, then)
         with self._lock:
-            self._jobs.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"ebbflow {self._name}", daemon=True)
-                self._thread.start()
+            if self._thread is None and not self._start():
+                job.run()  # nobody else's is waiting
+            else:
+                self._jobs.put(job)
         return job
 
+    def _start(self) -> bool:
+        """Start the thread, if the system gives one. The lock is held."""
+        thread = threading.Thread(target=self._serve, name=f"ebbflow {self._name}", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            return False
+        self._thread = thread
+        return True
+
     def _serve(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                return  # who started it was interrupted, and another one serves
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def _pieces(size: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(_PIECE_BYTES, size - begin)) for begin in range(0, size, _PIECE_BYTES))
 
 
-_tiers: dict[Path, StagedDisk] = {}
+_tiers: weakref.WeakValueDictionary[Path, StagedDisk] = weakref.WeakValueDictionary()
 
 
 def staged_disk(directory: Path) -> StagedDisk:

@@ -1,0 +1,35 @@
+"""Room for backwards that retain their graph: what planners, who know nothing of it, are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ebbflow
+from ebbflow.engine.retained import Retained, plan_retained, retained_above_bytes
+from ebbflow.step.plan import Plan
+from ebbflow.zoo import mlp_chain
+
+AGAIN = Retained(again=True)
+
+
+def needs(plan: Plan) -> int:
+    return plan.resident_bytes + retained_above_bytes(plan.program, plan.schedule, plan.timeline, AGAIN)
+
+
+def test_a_plan_that_leaves_much_free_does_not_come_again_and_again() -> None:
+    case = mlp_chain(layers=6)
+    loose = ebbflow.plan(case.model, case.args, budget="100%", effort=50)
+    tight = ebbflow.plan(case.model, case.args, budget=loose.smallest_bytes, effort=50)
+    budget = needs(loose) - 1
+    assert needs(tight) <= budget
+    asked: list[int] = []
+
+    def make(aside: int) -> Plan:
+        asked.append(aside)
+        fits = loose.predicted_peak_bytes + loose.reserve_bytes + aside <= budget
+        return replace(loose if fits else tight, budget_bytes=budget, reserve_bytes=loose.reserve_bytes + aside)
+
+    found = plan_retained(replace(loose, budget_bytes=budget), make, AGAIN)
+    assert found is not None
+    assert needs(found) <= budget
+    assert len(asked) == 1
