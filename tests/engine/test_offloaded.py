@@ -218,6 +218,44 @@ def test_steps_with_a_closure_and_a_state_that_is_loaded(tmp_path: Path) -> None
     assert same(reference, optimizer)
 
 
+@pytest.mark.parametrize("load_first", [True, False])
+def test_state_from_a_file_leaves_too(load_first: bool, tmp_path: Path) -> None:
+    source, x, file = twins(), batch(512), tmp_path / "checkpoint.pt"
+    (model, optimizer), (plain, reference) = next(source), next(source)
+    train(plain, reference, x, steps=1)
+    torch.save({"model": plain.state_dict(), "optimizer": reference.state_dict()}, file)
+    losses = train(plain, reference, x, steps=2)
+
+    def load() -> Any:
+        kept = torch.load(file)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        return kept
+
+    kept = load() if load_first else None
+    ebbflow.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    kept = kept or load()
+    assert train(model, optimizer, x, steps=1) == losses[:1]
+    seen = ebbflow.step_of(model)
+    assert seen is not None
+    assert seen.optimizer_traffic is not None
+    assert seen.optimizer_traffic.out_bytes == seen.optimizer_traffic.in_bytes == 2 * 4 * WIDTH * WIDTH * 4
+    first = next(iter(optimizer.state.values()))["exp_avg"]
+    assert kept["optimizer"]["state"][0]["exp_avg"] is first  # as in eager, whose state it is too
+
+
+def test_state_that_numpy_holds_stays(tmp_path: Path) -> None:
+    source, x = twins(), batch(512)
+    model, optimizer = next(source)
+    train(model, optimizer, x, steps=1)
+    first = next(iter(optimizer.state.values()))["exp_avg"]
+    array = first.numpy()
+    ebbflow.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    model(x).backward()
+    assert not is_away(first)
+    assert array.ctypes.data == first.data_ptr()
+
+
 def test_what_it_needs_is_said(tmp_path: Path) -> None:
     model, optimizer = next(twins())
     disk: dict[str, Any] = {"tiers": f"disk:{tmp_path}"}

@@ -5,6 +5,8 @@
    before anything else the tensor is brought back, and is what it was.
 2. A tensor can leave if nobody else has its storage: a view, an array of NumPy's or another process would read memory
    that is gone. Who holds the Python object itself, however often, does no harm.
+3. The memory of what ``torch.load`` has read, and of what NumPy has seen, cannot be resized, and such a tensor cannot
+   leave. Where nobody else uses the memory now, the tensor can be given memory of its own, and then leave.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["can_leave", "empty", "fill", "is_away"]
+__all__ = ["can_leave", "empty", "fill", "is_away", "own_memory"]
 
 _BACK = "_ebbflow_back"
 
@@ -68,13 +70,26 @@ def is_away(tensor: torch.Tensor) -> bool:
 
 def can_leave(tensor: torch.Tensor) -> bool:
     """Definition 2. ``tensor`` fills its storage, is a plain one and no part of a graph."""
+    return _alone(tensor) and tensor.untyped_storage().resizable()
+
+
+def own_memory(tensor: torch.Tensor) -> None:
+    """Definition 3: copy ``tensor``, in place, if that is all that keeps it from leaving."""
+    if _alone(tensor) and not tensor.untyped_storage().resizable() and not tensor.is_inference():
+        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        copied.copy_(tensor)
+        tensor.set_(copied)  # pyright: ignore[reportArgumentType]
+
+
+def _alone(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` fills its storage, which nobody else uses, is a plain one and no part of a graph."""
     if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.layout is not torch.strided:
         return False
     if tensor.device.type == "cpu" and tensor.is_shared():
         return False
     if tensor.storage_offset() or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return False
-    return tensor.untyped_storage().resizable() and _uses(tensor) == _USES
+    return _uses(tensor) == _USES
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int, int]:

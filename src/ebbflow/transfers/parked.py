@@ -7,7 +7,9 @@
 3. It comes *back* all at once before any of it is read: by the optimizer's step, by ``state_dict()``, by user code on
    any thread. If that fails it stays away, so that it can be tried again.
 4. It leaves at every training call, also if it was only read: what is rewritten through ``.data`` has no mark.
-5. What is away belongs to the process that sent it. In one that was forked from it, it cannot be read.
+5. State that there is when a parking is made, and state that is loaded, is given memory that can leave: that of what
+   ``torch.load`` has read cannot.
+6. What is away belongs to the process that sent it. In one that was forked from it, it cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbflow.errors import TierError
-from ebbflow.torch_seams.away import can_leave, empty, fill, is_away
+from ebbflow.torch_seams.away import can_leave, empty, fill, is_away, own_memory
 from ebbflow.transfers.slots import Slot
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Copy, Way
@@ -63,7 +65,11 @@ class Parking:
         self._lock = threading.RLock()
         self._lots: list[_Lot] = []
         self.traffic = Traffic(timed=way.always_timed)
-        self._hook = optimizer.register_step_pre_hook(_before_step)
+        self._hooks = (
+            optimizer.register_step_pre_hook(_before_step),
+            optimizer.register_load_state_dict_post_hook(_can_leave),
+        )
+        _can_leave(optimizer)
         self.users = 0
         self.moving_bytes = 0
 
@@ -105,7 +111,8 @@ class Parking:
         """A model uses it no more. After the last one it brings back what is away and moves nothing from then on."""
         self.users -= 1
         if not self.users:
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             optimizer = self._optimizer()
             if optimizer is not None:
                 _parkings.pop(optimizer, None)
@@ -254,3 +261,10 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     found = _parkings.get(optimizer)
     if found is not None:
         found.back()
+
+
+def _can_leave(optimizer: torch.optim.Optimizer) -> None:
+    """Definition 5."""
+    for each in _state(optimizer):
+        if not is_away(each) and moves(each.untyped_storage().nbytes()):
+            own_memory(each)
