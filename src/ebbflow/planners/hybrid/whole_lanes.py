@@ -70,6 +70,8 @@ class WholeModel(SpanModel):
             left out.
     """
 
+    presolved = False  # HiGHS 1.15 then says of some of these models that their optimum is higher than it is
+
     def __init__(self, program: Program, budget: int, links: Mapping[str, Link], *, ordered: bool = True) -> None:
         super().__init__(program, budget, links, ordered=ordered)
         if self.hopeless:
