@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from ebbflow.planners import Interrupt
-from ebbflow.planners.hybrid.cut_lanes import lane_bounds
+from ebbflow.planners.hybrid.bounds import lane_bounds
 from ebbflow.planners.hybrid.floor import floor_with_tiers
 from ebbflow.step.program import Program
 from harness.graphs import unplanned_bytes

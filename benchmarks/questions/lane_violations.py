@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ebbflow.planners import Interrupt
+from ebbflow.planners.hybrid.bounds import lane_bounds
 from ebbflow.planners.hybrid.choice import Choice, schedule_of
-from ebbflow.planners.hybrid.cut_lanes import LaneModel, lane_bounds
+from ebbflow.planners.hybrid.cut_lanes import LaneModel
 from ebbflow.planners.hybrid.floor import floor_with_tiers, tiers_of
 from ebbflow.planners.hybrid.rounding import looked_at
 from ebbflow.planners.search.orders import CapturedOrder

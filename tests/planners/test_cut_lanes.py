@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ebbflow.planners import Interrupt
 from ebbflow.planners.bounds.cut_bound import CutModel
+from ebbflow.planners.hybrid.bounds import LaneBound, lane_bounds
 from ebbflow.planners.hybrid.choice import Choice, schedule_of
-from ebbflow.planners.hybrid.cut_lanes import GAP, PRICE, LaneBound, LaneModel, lane_bounds
+from ebbflow.planners.hybrid.cut_lanes import GAP, PRICE, LaneModel
 from ebbflow.planners.hybrid.floor import floor_with_tiers
 from ebbflow.planners.hybrid.rounding import looked_at
 from ebbflow.planners.search.orders import CapturedOrder

@@ -162,6 +162,7 @@ class CutModel:
     """The sparse arrays of one relaxation, a method per block of rows."""
 
     gap = 1e-6  # percent of the step at which a solution counts as the best
+    presolved = True  # before branch and bound
     price = 0.0  # the most that columns which cost no time may add to the objective: no part of the bound
 
     def __init__(self, program: Program, budget: int, cuts: list[int], order: CapturedOrder) -> None:
@@ -348,7 +349,7 @@ class CutModel:
         whole = whole and len(self.program.ops) < LARGE_OPS
         weight = self._weight
         # From the slack basis the dual simplex takes less time than presolve alone.
-        presolve = {} if whole else {"presolve": "off"}
+        presolve = {} if whole and self.presolved else {"presolve": "off"}
         solved = solve(
             self.model,
             interrupt,

@@ -38,103 +38,30 @@ together, which is taken off the bound again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbflow.planners.base import LARGE_OPS, Interrupt
-from ebbflow.planners.bounds.cut_bound import CUTS, OP_CUTS, PERCENT, WORK, CutModel
-from ebbflow.planners.hybrid.choice import Choice
+from ebbflow.planners.base import LARGE_OPS
+from ebbflow.planners.bounds.cut_bound import PERCENT, CutModel
 from ebbflow.planners.hybrid.floor import tiers_of
-from ebbflow.planners.hybrid.rounding import Load, looked_at, rounded
+from ebbflow.planners.hybrid.rounding import Load
 from ebbflow.planners.search.orders import CapturedOrder
 from ebbflow.step.machine import Link
 from ebbflow.step.program import Program
 
-__all__ = ["LaneBound", "LaneModel", "lane_bounds"]
+__all__ = ["GAP", "PRICE", "LaneModel", "Transfer"]
 
 PRICE = 1e-3  # of moving everything, in percent of the unplanned step
-CLOSE = 1e-3  # a plan within the budget whose overhead is this near the bound needs no further cut
 GAP = 0.01  # percent of the unplanned step: with less, small objectives take branch and bound minutes
 ENTRIES = 4  # of a row of :class:`CutModel`, about
 WINDOWS = 64  # of clause 7 per lane and cut, in large programs
 
 
-@dataclass(frozen=True)
-class LaneBound:
-    """What the relaxation says after a number of cuts.
-
-    Attributes:
-        bound: proven lower bound on the overhead, a fraction; the best so far.
-        infeasible: whether no schedule fits the budget, proven.
-        choice: its solution, rounded, to be repaired: it may be over the budget elsewhere. ``None`` if there is none.
-        work: what all rounds together have taken, as ``bounds.cut_bound`` counts it.
-    """
-
-    bound: float
-    infeasible: bool
-    choice: Choice | None = None
-    work: int = 0
-
-
-def lane_bounds(
-    program: Program,
-    above_budget_bytes: int,
-    links: Mapping[str, Link],
-    interrupt: Interrupt,
-    *,
-    work: int = WORK,
-    enough: Callable[[], float] = lambda: math.inf,
-) -> Iterator[LaneBound]:
-    """Bounds of a program at a budget, cut by cut, each at least as high as the one before; none if nothing is over.
-
-    The first cut is solved in linear relaxation and then, unless that plan is as good as its bound, in whole numbers.
-    The next cut is placed at the fullest stage of the last plan, if that is over the budget or much slower than the
-    bound.
-
-    Args:
-        program: with costs.
-        above_budget_bytes: that the step may take above its start.
-        links: to the tiers that there are, by tier.
-        interrupt: when to stop with what is known.
-        work: what all rounds together may take.
-        enough: asked for an overhead that is known to be possible: a bound that reaches it ends the search.
-    """
-    order = CapturedOrder(program)
-    choice, cuts = Choice(), list[int]()
-    bound, left = 0.0, work
-    while len(cuts) < min(CUTS, len(program.ops)) and not (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
-        taken, overhead = looked_at(program, choice, links)
-        taken[cuts] = 0
-        stage = int(taken.argmax())
-        if taken[stage] <= above_budget_bytes and overhead - bound <= CLOSE:
-            return
-        cuts = sorted([*cuts, stage])
-        model = LaneModel(program, above_budget_bytes, cuts, order, links)
-        if model.may_merge:
-            model.merge()
-        for whole in (False, True) if len(cuts) == 1 and len(program.ops) < LARGE_OPS else (True,):
-            if left <= 0 or bound >= enough() or interrupt:
-                return
-            solved = model.solve(interrupt, left, enough(), whole=whole)
-            left -= solved.work
-            bound = max(bound, solved.bound)
-            if solved.reruns is None:
-                yield LaneBound(bound, solved.infeasible, None, work - left)
-                return
-            loads = [] if solved.values is None else model.loads(solved.values)
-            choice = rounded(program, links, cuts, solved.reruns, loads)
-            yield LaneBound(bound, solved.infeasible, choice, work - left)
-            if not whole:
-                taken, overhead = looked_at(program, choice, links)
-                if taken.max() <= above_budget_bytes and overhead - bound <= GAP / PERCENT:
-                    return
-
-
 @dataclass(frozen=True, slots=True)
-class _Transfer:
+class Transfer:
     """Clause 7: a column whose transfer lies after the first run of ``after`` and before that of ``before``."""
 
     column: int
@@ -155,7 +82,7 @@ class LaneModel(CutModel):
         self.stall: list[int] = []  # per span
         self._unit = PERCENT / max(program.seconds, 1e-30)
         super().__init__(program, budget, cuts, order)
-        if self.hopeless or not any(self.into):
+        if self.hopeless or not self.stall:
             return
         self.gap, self.price = GAP, PRICE
         self._copy_rows()
@@ -208,8 +135,11 @@ class LaneModel(CutModel):
                     if self._old(i, b) and (b, tier) not in self.out[i]:
                         self.out[i][b, tier] = self.model.column(integer=True)
         if moved:
-            self.stall = [self.model.column(1.0, upper=math.inf) for _ in range(len(self.cuts) + 1)]
-            self._lost = [self.model.column(upper=math.inf) for _ in range(len(self.cuts) + 1)]
+            self._stall_columns()
+
+    def _stall_columns(self) -> None:
+        self.stall = [self.model.column(1.0, upper=math.inf) for _ in range(len(self.cuts) + 1)]
+        self._lost = [self.model.column(upper=math.inf) for _ in range(len(self.cuts) + 1)]
 
     def _brought(self, spans: Iterable[int], b: int) -> list[tuple[int, float]]:
         return [(self.into[j][b, tier], 1.0) for j in spans for tier in self._tiers(b) if (b, tier) in self.into[j]]
@@ -257,21 +187,30 @@ class LaneModel(CutModel):
             if sum(size for _, size in sizes) > 1.0:
                 self._row("capacities", sizes, -math.inf, 1.0 + 1e-9)
 
-    def _transfers(self) -> dict[str, list[_Transfer]]:
+    def _transfers(self) -> dict[str, list[Transfer]]:
         """By lane."""
-        program, found = self.program, dict[str, list[_Transfer]]()
-        for j, cut in enumerate(self.cuts):
+        found: dict[str, list[Transfer]] = {}
+        for j in range(len(self.cuts)):
             for (b, tier), column in self.out[j].items():
-                link, producer = self.links[tier], program.buffers[b].producer
-                assert producer is not None
-                seconds = link.seconds(program.buffers[b].bytes, "out") * self._unit
-                found.setdefault(link.lane("out"), []).append(_Transfer(column, seconds, producer, cut))
+                found.setdefault(self.links[tier].lane("out"), []).append(self._away(column, j, b, tier))
             for (b, tier), column in self.into[j].items():
-                link = self.links[tier]
-                seconds = link.seconds(program.buffers[b].bytes, "in") * self._unit
-                need = next((k for k in program.readers[b] if k > cut), len(program.ops))
-                found.setdefault(link.lane("in"), []).append(_Transfer(column, seconds, cut, need))
+                found.setdefault(self.links[tier].lane("in"), []).append(self._back(column, j, b, tier))
         return found
+
+    def _away(self, column: int, j: int, b: int, tier: str) -> Transfer:
+        """A copy that is there at cut ``j``."""
+        producer = self.program.buffers[b].producer
+        assert producer is not None
+        seconds = self.links[tier].seconds(self.program.buffers[b].bytes, "out") * self._unit
+        return Transfer(column, seconds, producer, self.cuts[j])
+
+    def _back(self, column: int, j: int, b: int, tier: str) -> Transfer:
+        """A load that is issued in span ``j``: the boundary waits for it, if the whole span lies before."""
+        program, cut = self.program, self.cuts[j]
+        need = next((k for k in program.readers[b] if k > cut), len(program.ops))
+        if j + 1 < len(self.cuts) and self.cuts[j + 1] < program.boundary:
+            need = min(need, program.boundary)
+        return Transfer(column, self.links[tier].seconds(program.buffers[b].bytes, "in") * self._unit, cut, need)
 
     def _lane_rows(self) -> None:
         """Clause 7."""
@@ -279,6 +218,7 @@ class LaneModel(CutModel):
         for j, lost in enumerate(self._lost):
             reruns = self.rerun[j - 1].items() if j else ()
             terms = [(c, self.program.ops[i].seconds * self._unit) for i, c in reruns]
+            terms += [(c, self.program.ops[i].seconds * self._unit) for i, c in self._more_runs(j - 1)] if j else []
             self._row("lanes", [*terms, (self.stall[j], 1.0), (lost, -1.0)], 0.0, math.inf)
         for transfers in self._transfers().values():
             after, before = (np.array([getattr(t, end) for t in transfers]) for end in ("after", "before"))
@@ -290,6 +230,10 @@ class LaneModel(CutModel):
                 free = float(base[k] - base[p + 1])
                 if len(inside) and seconds[inside].sum() > free:
                     self._window(p, k, columns[inside], seconds[inside], free)
+
+    def _more_runs(self, j: int) -> Iterable[tuple[int, int]]:
+        """Ops that are known to run once more in span ``j``, with the columns that say so."""
+        return ()
 
     def _some(self, ends: list[int]) -> Sequence[int]:
         """Distinct ends of windows, not too many in large programs."""

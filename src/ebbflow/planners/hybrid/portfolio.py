@@ -17,8 +17,8 @@ from dataclasses import replace
 from ebbflow.planners.base import DEFAULT_EFFORT, LARGE_OPS, Answer, Problem, Progress, Status, tiers_order
 from ebbflow.planners.bounds.cut_bound import WORK
 from ebbflow.planners.hybrid import local_search
+from ebbflow.planners.hybrid.bounds import lane_bounds
 from ebbflow.planners.hybrid.choice import Choice, choice_of
-from ebbflow.planners.hybrid.cut_lanes import lane_bounds
 from ebbflow.planners.hybrid.state import HybridState
 from ebbflow.planners.search.greedy import HEAT, HOTTEST, PROVEN, assert_within
 from ebbflow.planners.search.smallest import smallest_of
