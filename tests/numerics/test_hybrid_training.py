@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbflow
-from ebbflow.errors import BudgetError, PlanMismatch, UsageError
+from ebbflow.engine.fitted_class import FITTED
+from ebbflow.engine.flights import returned_tensors
+from ebbflow.errors import BudgetError, PlanMismatch, TierError, UsageError
 from ebbflow.transfers import links
 from ebbflow.zoo import GPTConfig, gpt
 
@@ -23,6 +26,25 @@ def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = links._Measured(4e10, 4e10, 1e-6, 0.0)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(links, "_measure", lambda _: measured)
     monkeypatch.setattr(links, "_LEAST_BYTES", 256)
+
+
+class Box:
+    """Nothing that torch knows, and without a dictionary."""
+
+    __slots__ = "loss"
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+
+class Boxed(nn.Sequential):
+    depth = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        loss = super().forward(x)
+        for _ in range(self.depth):
+            loss = Box(loss)
+        return loss
 
 
 class MeanSquare(nn.Module):
@@ -141,6 +163,28 @@ def test_a_forward_under_hooks_beside_one_that_moves(tmp_path: Path, order: str)
         step(each)
     for one, other in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:another forward of this model")
+def test_losses_that_no_walk_finds(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Boxed(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
+    model.depth, x = 5, torch.randn(256, 64)
+    ebbflow.fit(model, "60%", tiers=f"disk:{tmp_path}", effort=100)
+    flights = FITTED[model].flights
+    flights.unseen = deque(maxlen=1)
+    first, second = model(x), model(x)
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.schedule.moves
+    with pytest.raises(TierError, match="one of too many whose backward has not come"):
+        first.loss.loss.loss.loss.loss.backward()
+    second.loss.loss.loss.loss.loss.backward()
+
+
+def test_tensors_in_objects_with_slots_are_found() -> None:
+    loss = torch.zeros(1)
+    assert [each is loss for each in returned_tensors((Box(Box(loss)), Box(None)))] == [True]
 
 
 def test_a_budget_after_a_given_plan_moves_to_the_tiers_of_the_plan(tmp_path: Path) -> None:

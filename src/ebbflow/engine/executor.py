@@ -24,7 +24,7 @@ from ebbflow.errors import CaptureError, VerificationError
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
-from ebbflow.transfers.arena import arena_numbered, travelling
+from ebbflow.transfers.arena import arena_numbered, gone, travelling
 
 __all__ = [
     "NothingToTrain",
@@ -148,6 +148,8 @@ def run_backward(args: list[Any]) -> Any:
     number, name = read_ticket(args.pop(0))
     executable = executable_numbered(number)
     arena = arena_numbered(name)
+    if arena is None and executable.moves:
+        raise gone(executable.plan.tiers[0])
     with travelling(arena):
         gradients = _gradients(executable, name, args)
     if arena is not None:

@@ -278,8 +278,11 @@ def returned_tensors(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module):
-            for value in vars(leaf).values():
+        elif depth and not isinstance(leaf, type | torch.nn.Module):
+            slots = (vars(kind).get("__slots__", ()) for kind in type(leaf).__mro__)
+            names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
+            held = [getattr(leaf, name, None) for name in names if name not in {"__dict__", "__weakref__"}]
+            for value in (*held, *getattr(leaf, "__dict__", {}).values()):
                 yield from returned_tensors(value, depth - 1)
 
 

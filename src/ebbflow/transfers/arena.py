@@ -28,7 +28,7 @@ from ebbflow.transfers.slots import Slot, region_bytes
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Copy, Place, Way
 
-__all__ = ["Arena", "arena_numbered", "current_arena", "travelling"]
+__all__ = ["Arena", "arena_numbered", "current_arena", "gone", "travelling"]
 
 
 class _Regions:
@@ -201,16 +201,21 @@ class Arena:
             )
         region = self._regions.of.get(slot.tier)
         if region is None:
-            raise TierError(
-                f"what this step moved to the {slot.tier} tier is gone: its backward has run already, without "
-                "retain_graph=True, or its forward is one of too many whose backward has not come",
-                tier=slot.tier,
-            )
+            raise gone(slot.tier)
         return slot, region
 
     def _wait(self, job: Copy | None) -> None:
         if job is not None:
             job.join(self.traffic)
+
+
+def gone(tier: str) -> TierError:
+    """What to raise where the copies are there no more."""
+    return TierError(
+        f"what this step moved to the {tier} tier is gone: its backward has run already, without "
+        "retain_graph=True, or its forward is one of too many whose backward has not come",
+        tier=tier,
+    )
 
 
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()

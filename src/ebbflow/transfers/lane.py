@@ -6,7 +6,7 @@
 3. A lane without work for a while has no thread. A process that was forked from has none either; it starts its own.
    Where none can be started, whoever submits a job does it: nothing is waited for that nobody would do.
 4. Ctrl-C may come while somebody waits. ``threading.Event`` may then be left locked, which would stop the lane, so a
-   job says that it has ended by a queue of the standard library's C code.
+   job says that it has ended by a queue, which is C code.
 """
 
 from __future__ import annotations
