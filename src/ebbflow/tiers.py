@@ -57,8 +57,17 @@ def _tier(name: object, value: list[object]) -> Tier:
             return Tier("disk", Path(path).expanduser().absolute() if path else cache_directory() / "tier")
         if name == "host":
             return Tier("host")
-        raise _refusal(value, did_you_mean(kind, TIERS))
+        raise _refusal(value, _meant(name, kind))
     raise _refusal(value, "")
+
+
+def _meant(name: str, kind: str) -> str:
+    """A word on what was probably meant by ``name``; empty if nothing is near."""
+    if "," in name:
+        return f"; did you mean {[each.strip() for each in name.split(',')]!r}?"
+    if "/" in kind:
+        return f"; did you mean {f'disk:{name}'!r}?"
+    return did_you_mean(kind, TIERS)
 
 
 def _refusal(names: list[object], near: str) -> UsageError:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.engine.calls import Calls
 from ebbflow.errors import UsageError
 from ebbflow.torch_seams.patches import open_patches
 
@@ -258,6 +259,23 @@ def test_gradients_from_before_fit_are_the_users() -> None:
     model.rest(model.first(X)).mean().backward()
     with pytest.raises(UsageError, match="no planned call"):
         optimizer.step()
+
+
+def test_a_model_that_is_fitted_again_is_counted_anew(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model, x = Net(), X
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        ebbflow.fit(model, "100%", optimizer=optimizer)
+        model(x).backward()
+        optimizer.step()
+        assert ebbflow.calls_of(model) == Calls(planned=1)
+        ebbflow.unfit(model)
+        optimizer.zero_grad()
+        model(x).backward()
+    ebbflow.fit(model, "100%", optimizer=optimizer)
+    optimizer.step()  # gradients from before
+    assert not recwarn.list
 
 
 def test_ordinary_optimizer_loops_are_left_alone(recwarn: pytest.WarningsRecorder) -> None:

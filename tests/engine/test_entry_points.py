@@ -167,6 +167,8 @@ def test_fit_says_where_a_loss_goes_and_takes_no_function_that_makes_an_optimize
         ebbflow.fit(Untouchable(), ANY, loss=torch.mean)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="make it first"):
         ebbflow.fit(Untouchable(), ANY, optimizer=lambda model: torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"the one optimizer that trains the model .* and not list"):
+        ebbflow.fit(Untouchable(), ANY, optimizer=[])  # type: ignore[arg-type]
 
 
 def test_fit_takes_seed_and_time_limit() -> None:

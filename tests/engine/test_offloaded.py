@@ -13,9 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import ebbflow
+from ebbflow.engine.offloaded import Offloaded
 from ebbflow.errors import BudgetError, TierError, UsageError
 from ebbflow.measurement.optimizer_step import step_bytes
 from ebbflow.torch_seams.away import is_away
+from ebbflow.transfers.disk import disk_tier
 
 WIDTH = 256
 MADE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -254,6 +256,12 @@ def test_state_that_numpy_holds_stays(tmp_path: Path) -> None:
     model(x).backward()
     assert not is_away(first)
     assert array.ctypes.data == first.data_ptr()
+
+
+def test_that_nothing_leaves_is_said(tmp_path: Path) -> None:
+    model, _ = next(twins())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert Offloaded(plain, disk_tier(tmp_path)).note.startswith("nothing: the optimizer keeps no tensor of 64.00 KiB")
 
 
 def test_what_it_needs_is_said(tmp_path: Path) -> None:

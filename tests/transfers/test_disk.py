@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -155,9 +156,18 @@ def test_other_names_are_refused(value: object):
     assert caught.value.argument == "tiers"
 
 
-def test_a_near_miss_is_named():
-    with pytest.raises(UsageError, match="did you mean 'disk'"):
-        parse_tiers("dsik")
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("dsik", "'disk'"),
+        ("/data/scratch", "'disk:/data/scratch'"),
+        ("host,disk:/x", "['host', 'disk:/x']"),
+        ("host, disk", "['host', 'disk']"),
+    ],
+)
+def test_a_near_miss_is_named(value: str, meant: str):
+    with pytest.raises(UsageError, match=re.escape(f"did you mean {meant}?")):
+        parse_tiers(value)
 
 
 def test_the_hosts_memory_is_no_tier_of_a_cpu():

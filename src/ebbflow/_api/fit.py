@@ -257,15 +257,16 @@ def _options(**given: Any) -> Options:
             value=given["loss"],
         )
     require_gradients(given["gradients"])
-    options = Options(**given)
-    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
+    optimizer = given["optimizer"]
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer | type):
+        what = "a function that makes one" if callable(optimizer) else f"{type(optimizer).__name__}"
         raise UsageError(
-            "fit takes the optimizer that trains the model and no function that makes one: its state is what is "
-            "resident; make it first and give it",
+            f"fit takes the one optimizer that trains the model (a torch.optim.Optimizer) and not {what}: its state is "
+            "what is resident; make it first and give it",
             argument="optimizer",
-            value=options.optimizer,
+            value=optimizer,
         )
-    return options
+    return Options(**given)
 
 
 def step_of(model: torch.nn.Module) -> Step | None:

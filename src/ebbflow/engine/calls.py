@@ -76,9 +76,10 @@ class Calls:
 
 
 class _OfOptimizer:
-    """What one optimizer has seen of one fitted model.
+    """What one optimizer has seen of one fitted model, since it was fitted last.
 
     Attributes:
+        calls: of the model.
         trains: whether it trains a parameter of it.
         planned: planned calls at its last step.
         used: the first gradient that its last step used, and how often that had been written to.
@@ -86,6 +87,7 @@ class _OfOptimizer:
 
     def __init__(self, trains: bool, calls: Calls) -> None:
         self.trains = trains
+        self.calls = calls
         self.planned = -1 if calls.fitted_with_gradients else 0
         self.warned = False
         self.used: tuple[StorageWatch, int] | None = None
@@ -147,7 +149,7 @@ def _look(models: list[tuple[torch.nn.Module, Calls]], optimizer: Callable[[], t
     of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
     for model, calls in models:
         of_model = of_optimizer.get(model)
-        if of_model is None:
+        if of_model is None or of_model.calls is not calls:
             of_model = of_optimizer[model] = _OfOptimizer(_trains(stepping, model), calls)
         if of_model.trains:
             _look_at(of_model, stepping, model, calls)

@@ -13,7 +13,7 @@ import torch
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.optimizer_step import step_bytes
-from ebbflow.transfers.parked import Parking, moves, parking_of
+from ebbflow.transfers.parked import LEAST_BYTES, Parking, moves, parking_of
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
 from ebbflow.units import format_bytes
@@ -71,6 +71,11 @@ class Offloaded:
         """For people: what is counted of it."""
         _, moving, taken = self._look()
         taken_text = "not known" if taken is None else format_bytes(taken)
+        if not moving:
+            return (
+                f"nothing: the optimizer keeps no tensor of {format_bytes(LEAST_BYTES)} or more that nobody else uses; "
+                f"optimizer.step() takes {taken_text}"
+            )
         return (
             f"{format_bytes(moving)} to the {self._parking.way.name} before the forward and back for optimizer.step(), "
             f"which takes {taken_text} besides"

@@ -37,19 +37,20 @@ class Advice:
     text: str
 
 
-def advise(program: Program, floor: Floor, resident_bytes: int) -> tuple[Advice, ...]:
+def advise(program: Program, floor: Floor, resident_bytes: int, optimizer: str = "") -> tuple[Advice, ...]:
     """All that applies, the most bytes first.
 
     Args:
         program: whose floor it is.
         floor: taken apart.
         resident_bytes: at the step's start, besides the floor.
+        optimizer: class of the one whose state is in them, if any.
     """
     found = [
         *_of_the_op(program, floor),
         *_gradients(program, floor),
         *_kept(floor),
-        *_resident(floor, resident_bytes),
+        *_resident(floor, resident_bytes, optimizer),
     ]
     return tuple(sorted(found, key=lambda each: (-each.bytes, each.rule)))
 
@@ -138,13 +139,14 @@ def _kept(floor: Floor) -> Iterable[Advice]:
         )
 
 
-def _resident(floor: Floor, resident_bytes: int) -> Iterable[Advice]:
+def _resident(floor: Floor, resident_bytes: int, optimizer: str) -> Iterable[Advice]:
+    state = f"; fit(..., offload_optimizer=True) moves the state of {optimizer} out of the step" if optimizer else ""
     if resident_bytes > floor.bytes:
         yield Advice(
             "resident",
             resident_bytes,
             f"{format_bytes(resident_bytes)} are resident before the step starts, more than all that it has to add: "
-            "parameters in a smaller dtype, or fewer of them, lower this; no plan does",
+            f"parameters in a smaller dtype, or fewer of them, lower this; no plan does{state}",
         )
 
 

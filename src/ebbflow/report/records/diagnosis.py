@@ -251,7 +251,7 @@ def find(plan: Plan, top: int = 10) -> Findings:
             at=_at(program, floor.op, floor.moment),
             parts={each.part.value: each.bytes for each in floor.parts},
         ),
-        advice=advise(program, floor, plan.resident_bytes),
+        advice=advise(program, floor, plan.resident_bytes, plan.provenance.optimizer),
         provenance=plan.provenance,
     )
 
