@@ -179,23 +179,23 @@ def test_a_shape_that_no_bucket_serves_is_searched_for(
     assert searched == ["auto"]
 
 
-def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(short: Text) -> None:
-    plain = copy.deepcopy(short.model)
-    least = short.unplanned(24).smallest_bytes
-    model = ebbflow.fit(short.model, least + 20_000, effort=EFFORT)
+def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(text: Text) -> None:
+    plain = copy.deepcopy(text.model)
+    least = text.unplanned(24).smallest_bytes
+    model = ebbflow.fit(text.model, least + 20_000, effort=EFFORT)
     for length in (24,):
-        assert equal(short.gradients(model, length), short.gradients(plain, length))
+        assert equal(text.gradients(model, length), text.gradients(plain, length))
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
     with pytest.raises(BudgetError) as caught:
-        model(*short.arguments(LONGEST))
+        model(*text.arguments(LONGEST))
     error = caught.value
     assert error.budget_bytes < error.floor_bytes <= error.smallest_bytes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
     for length in (24, 12):
-        assert equal(short.gradients(model, length), short.gradients(plain, length))
+        assert equal(text.gradients(model, length), text.gradients(plain, length))
 
 
 def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(short: Text, searched: list[str]) -> None:

@@ -88,7 +88,7 @@ class Fitted:
 @pytest.fixture
 def fitted(study: Any, tmp_path: Path) -> Fitted:
     subject = study("mlp_chain with dropout")
-    return Fitted(subject, moving(subject, 3, room=2**20), tmp_path)
+    return Fitted(subject, moving(subject, 3, 0.1, room=2**20), tmp_path)
 
 
 def test_what_comes_back_from_a_tier_is_proven_measured_and_then_steady(fitted: Fitted, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_what_always_comes_first_does_in_every_legal_order(program: Program) -> 
         assert not free.is_late(op) or all(each[op] > each[None] for each in place)
 
 
+@settings(max_examples=examples(50))
 @given(program=programs(max_ops=12), share=st.floats(0.3, 1.0))
 def test_is_legal_and_as_good_as_captured_order_where_that_is_proven(program: Program, share: float) -> None:
     problem = Problem(program, int(share * unplanned_bytes(program)), effort=100)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import networkx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow import Program
@@ -29,7 +29,7 @@ from ebbflow.step.program import Buffer, Op
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
-from strategies import chain, programs
+from strategies import chain, examples, programs
 
 CHEN = ["chen_sqrt", "chen_greedy", "ap_sqrt", "ap_greedy", "linearized_sqrt", "linearized_greedy"]
 BASELINES = [*CHEN, "per_block", "min_cut", "revolve"]
@@ -73,6 +73,7 @@ def test_none_beats_the_optimum(program: Program, share: float):
                 assert overhead_of(program, answer) <= best + 2e-6
 
 
+@settings(max_examples=examples(50))
 @given(program=programs(max_ops=30), share=st.floats(0.0, 1.0))
 def test_plans_are_legal_and_within_budget(program: Program, share: float):
     for name in BASELINES:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.planners import Interrupt, Problem, Status, planner_named
@@ -22,7 +22,7 @@ from ebbflow.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from oracle.chains import mlp_chain
 from strategies import chain as chain_program
-from strategies import programs
+from strategies import examples, programs
 
 GRAPHS = Path(__file__).parents[2].parent / "shared" / "data" / "graphs"
 
@@ -87,6 +87,7 @@ def test_a_plan_of_the_table_costs_and_takes_what_the_table_says(data: st.DataOb
             assert taken <= memory
 
 
+@settings(max_examples=examples(50))
 @given(program=programs(max_ops=30), share=st.floats(0.0, 1.0))
 def test_plans_are_legal_and_within_budget(program: Program, share: float):
     budget = int(share * unplanned_bytes(program))

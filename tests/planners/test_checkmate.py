@@ -40,7 +40,7 @@ def unit_chain(nodes: int) -> Program:
     return Program("chain", tuple(ops), tuple(Buffer(str(k), 1, k) for k in range(nodes)), 0, gradients=(nodes - 1,))
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(150))
 @given(program=programs(max_ops=7, max_tangents=1), share=st.floats(0.0, 1.0))
 def test_both_forms_equal_exhaustive_search(program: Program, share: float) -> None:
     budget = budget_at(program, share)

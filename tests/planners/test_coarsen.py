@@ -80,7 +80,7 @@ def test_a_group_of_which_a_rerun_makes_nothing_takes_what_its_first_run_takes()
     assert unplanned_bytes(coarse) == unplanned_bytes(program) == 5
 
 
-@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(program=tilted(max_ops=6), shares=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3))
 def test_fusing_keeps_the_optimum(program: Program, shares: list[float]):
     coarse = fuse(program)

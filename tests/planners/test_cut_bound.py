@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ebbflow._api.estimate import capture_ahead
@@ -18,7 +18,7 @@ from ebbflow.step.program import Program
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.zoo import GPTConfig, gpt
-from strategies import programs
+from strategies import examples, programs
 
 TOLERANCE = 1e-5  # HiGHS' gap; bounds are shares of the step
 PLENTY = 10**12  # of work
@@ -29,6 +29,7 @@ def solved(model: CutModel, *, whole: bool) -> tuple[float, bool]:
     return answer.bound, answer.infeasible
 
 
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(program=programs(max_ops=16), share=st.floats(0.3, 0.95), free=st.booleans(), data=st.data())
 def test_merged_spans_keep_the_whole_optimum_and_lift_the_linear_bound(
     program: Program, share: float, free: bool, data: st.DataObject

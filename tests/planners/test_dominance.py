@@ -69,6 +69,7 @@ def test_a_larger_budget_never_costs_more(program: Program, shares: list[float])
         seeds, before = (*seeds, answer.schedule), overhead
 
 
+@settings(max_examples=examples(40))
 @given(program=programs(max_ops=30))
 def test_the_smallest_known_budget_always_has_a_plan(program: Program) -> None:
     smallest, _ = smallest_of(program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.errors import BudgetError
@@ -20,7 +20,7 @@ from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.units import Budget
 from oracle.brute_force import optimal_overhead
-from strategies import chain, programs
+from strategies import chain, examples, programs
 
 
 def overhead_of(program: Program, schedule) -> float:
@@ -80,6 +80,7 @@ def test_with_the_boundary_elsewhere_less_may_do_than_floor_and_bound_say_and_th
         make_plan(program, Budget(bytes=budget), resident_bytes=0)
 
 
+@settings(max_examples=examples(50))
 @given(program=programs(max_ops=30), share=st.floats(0.0, 1.0))
 def test_plans_are_legal_and_within_budget(program: Program, share: float):
     unplanned = simulate(program, unplanned_schedule(program)).above_bytes
@@ -103,6 +104,7 @@ def test_chain_is_solved_near_its_bound(share: float):
     assert answer.bound - 1e-6 <= overhead_of(program, answer.schedule) <= answer.bound + 0.02
 
 
+@settings(max_examples=examples(50))
 @given(program=programs(max_ops=30))
 def test_auto_fits_whatever_budget_the_smallest_schedule_fits(program: Program):
     smallest, schedule = smallest_schedule(program, effort=100)
