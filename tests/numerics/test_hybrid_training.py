@@ -40,8 +40,8 @@ class Box:
 class Boxed(nn.Sequential):
     depth = 0
 
-    def forward(self, x: torch.Tensor) -> Any:
-        loss = super().forward(x)
+    def forward(self, input: torch.Tensor) -> Any:
+        loss = super().forward(input)
         for _ in range(self.depth):
             loss = Box(loss)
         return loss
