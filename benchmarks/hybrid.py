@@ -2,8 +2,9 @@
 
     python benchmarks/hybrid.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/hybrid.json]
 
-NAME is a question (plan, disk) or part of ``question:case``. Every case runs in a process of its own. ``plan`` needs no
-card: models are captured from shapes, costs and links are those of the catalogue. ``disk`` runs steps on this machine.
+NAME is a question (plan, time, disk) or part of ``question:case``. Every case runs in a process of its own. ``plan``
+and ``time`` need no card: models are captured from shapes, costs and links are those of the catalogue. ``disk`` runs
+steps on this machine.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import sys
 from types import ModuleType
 
 from harness.suite import main
-from questions import hybrid_plan, through_disk
+from questions import hybrid_plan, hybrid_time, through_disk
 
-QUESTIONS: dict[str, ModuleType] = {"plan": hybrid_plan, "disk": through_disk}
+QUESTIONS: dict[str, ModuleType] = {"plan": hybrid_plan, "time": hybrid_time, "disk": through_disk}
 MOST_SECONDS = 1800.0
 """For one case; a child that takes longer is ended and reported."""
 
