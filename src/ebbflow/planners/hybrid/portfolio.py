@@ -32,8 +32,10 @@ FULL_EFFORT_OPS = 750  # as in auto
 LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
 LANES_SHARE = 1  # of the solver's work is for the cut relaxation with lanes
 ALONE, PROMISING = 64, 0.05  # share of the effort for moves alone, and overhead from which on it is not worth any
+FAR = 0.03  # above the best plan known: so much is not gained by annealing moves alone
 COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
 ROUNDS, TURN = 6, 5  # of annealing at most; share of the effort for each
+FIRST = 20  # share of the effort for annealing what the linear relaxation rounds to: whole numbers may do better
 CLOSE, ENOUGH = 1e-3, 2e-4  # gaps at which rounds end, and at which the cut relaxation does
 
 
@@ -88,7 +90,7 @@ class _Found:
 
     def anneal(self, choice: Choice, moves: int, seed: int, *, moves_only: bool = False) -> None:
         """Anneal a choice that fits."""
-        overhead, enough = self.overhead, self.bound + PROVEN
+        overhead, enough = self.overhead, self.bound + ENOUGH
         self.state.load_choice(choice)
         if moves <= 0 or overhead <= enough or self.state.peak_bytes > self.problem.above_budget_bytes:
             return
@@ -139,7 +141,7 @@ def _moves_alone(found: _Found) -> None:
     known = found.best
     found.best = []
     found.start_from(Choice(), moves_only=True)
-    if found.overhead <= PROMISING:
+    if found.overhead <= PROMISING and not (known and found.overhead > known[0][0] + FAR):
         found.anneal(found.best[0][1], found.problem.effort // ALONE, found.problem.seed, moves_only=True)
     found.best = sorted([*known, *found.best], key=lambda each: each[0])
 
@@ -166,7 +168,7 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
         if each.choice is not None:
             found.start_from(each.choice)
         if turn == 0 and found.best and found.overhead - found.bound > ENOUGH:  # whole numbers take the solver long
-            found.anneal(found.best[0][1], effort // TURN, problem.seed)
+            found.anneal(found.best[0][1], effort // FIRST, problem.seed)
         found.tell("cut relaxation with lanes")
     if infeasible or problem.interrupt or found.overhead <= found.bound + PROVEN:
         return infeasible

@@ -112,9 +112,9 @@ class WholeModel(SpanModel):
             self._wait_rows(j, first)
         known: dict[int, int] = {}  # buffers that stay all through the span, where runs have no order
         fits = True
-        leaving = {b for b, _ in self.out[j + 1]} if self.ordered and self.stall else set()
+        leaving = {b for b, _ in self.out[j + 1]} if self.ordered and self.stall else set[int]()
         for i in runs:
-            uses = set() if i == BOUNDARY else {*program.ops[i].inputs, *program.made_by_rerun(i)}
+            uses = set[int]() if i == BOUNDARY else {*program.ops[i].inputs, *program.made_by_rerun(i)}
             there: dict[int, int] = {}
             for b in sorted((wanted | leaving) - uses):
                 if self.ordered:
@@ -271,7 +271,7 @@ class WholeModel(SpanModel):
         loads = self._loads(j, b)
         for each in wanted:
             self._at_least("there", [(column, 1.0), *loads, *made], [each])
-            if self.ordered and made and maker != i:
+            if self.ordered and made and maker is not None and maker != i:
                 before = _Sum(((first[maker, i], 1.0),), -1.0)
                 self._at_least("there", [(column, 1.0), *loads], [each, before])
         return column

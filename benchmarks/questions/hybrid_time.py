@@ -1,0 +1,73 @@
+"""What planning costs where buffers may move: CPU seconds with a host tier against recomputing alone, on some 600 ops.
+
+Both plans are made in turn, several times, in one process; medians are compared. Budgets are those of ``hybrid_plan``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ebbflow import Case
+from ebbflow._api.estimate import capture_ahead
+from ebbflow.planners.base import Problem, planner_named
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.step.machine import machine_named
+from ebbflow.step.simulate import overhead_of
+from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.zoo.gpt import GPTConfig, gpt
+from ebbflow.zoo.mlp_chain import mlp_chain
+from harness.record import Row, at_most
+
+TITLE = "Planning seconds with a host tier against recomputing alone (v100-16gb, medians of interleaved runs)"
+MODELS: dict[str, Callable[[], Case]] = {
+    "gpt-18L": partial(gpt, 8, GPTConfig(vocabulary=32000, length=1024, width=768, heads=12, layers=18)),
+    "mlp_chain-84": partial(mlp_chain, 512, layers=84, width=64),
+}
+CASES = tuple(MODELS)
+QUICK = CASES[:1]
+SHARES = (0.6, 0.4, 0.2)
+RUNS = 3
+MOST_TIMES = 2.0
+
+
+def rows(case: str, quick: bool) -> Iterator[Row]:
+    machine = machine_named("v100-16gb")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = MODELS[case]()
+    program = capture_ahead(model.model, model.args, model.kwargs, machine=machine, name=case).program
+    floor, unplanned = 1.02 * floor_bytes(program)[0], unplanned_bytes(program)
+    plan = planner_named("auto")
+    both = Problem(program, unplanned - 1, machine=machine, tiers=("host",))
+    plan(replace(both, above_budget_bytes=int(floor + 0.5 * (unplanned - floor)), effort=100))  # compiles
+    for share in SHARES[:1] if quick else SHARES:
+        both = replace(both, above_budget_bytes=int(floor + share * (unplanned - floor)))
+        seconds: tuple[list[float], list[float]] = ([], [])
+        overheads = [0.0, 0.0]
+        for _ in range(1 if quick else RUNS):
+            for index, asked in enumerate((replace(both, tiers=()), both)):
+                begin = time.process_time()
+                answer = plan(asked)
+                seconds[index].append(time.process_time() - begin)
+                assert answer.schedule is not None
+                overheads[index] = overhead_of(program, answer.schedule, machine)
+        alone, hybrid = (statistics.median(each) for each in seconds)
+        yield Row(
+            "time",
+            {
+                "case": case,
+                "ops": len(program.ops),
+                "f": share,
+                "recompute_overhead": overheads[0],
+                "hybrid_overhead": overheads[1],
+                "recompute_cpu_seconds": alone,
+                "hybrid_cpu_seconds": hybrid,
+                "times": hybrid / alone,
+            },
+            (at_most("times", hybrid / alone, MOST_TIMES),),
+        )
