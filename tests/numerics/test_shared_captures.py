@@ -255,7 +255,7 @@ def test_a_graph_that_reads_otherwise_at_other_sizes_is_not_used(
 
     monkeypatch.setattr(compiled, "at_sizes", elsewhere)
     assert equal(step(model, tokens(27)), step(plain, tokens(27)))
-    assert own_captures == [False, True]
+    assert own_captures[-1:] == [True]  # whether there was a shared one already, is for other tests to say
 
 
 @pytest.mark.filterwarnings("ignore:another forward of this model is in flight")

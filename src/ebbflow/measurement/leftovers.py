@@ -17,7 +17,7 @@ import torch
 
 from ebbflow.torch_seams.storages import StorageWatch, has_memory
 
-__all__ = ["forget_dead", "leave", "left_bytes", "watches_of"]
+__all__ = ["forget_all", "forget_dead", "leave", "left_bytes", "watches_of"]
 
 LOOKED_AT = 32  # of what is left, the longest not looked at, per question
 
@@ -56,6 +56,14 @@ def forget_dead() -> None:
     """Look at all that is left."""
     with _lock:
         _look(len(_watches))
+
+
+def forget_all() -> None:
+    """Count nothing of what lives now: for tests, each of which begins as a process does."""
+    global _total_bytes
+    with _lock:
+        _watches.clear()
+        _total_bytes = 0
 
 
 def _look(count: int) -> None:
