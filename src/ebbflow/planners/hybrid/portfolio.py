@@ -34,7 +34,8 @@ LANES_SHARE = 1  # of the solver's work is for the cut relaxation with lanes
 ALONE, PROMISING = 64, 0.05  # share of the effort for moves alone, and overhead from which on it is not worth any
 FAR = 0.03  # above the best plan known: so much is not gained by annealing moves alone
 COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
-ROUNDS, TURN = 6, 5  # of annealing at most; share of the effort for each
+ROUNDS, TURN = 7, 5  # of annealing at most; share of the effort for each
+AGAIN, AHEAD = 3, 10  # every so many rounds the best is annealed; seeds of rounds begin there
 FIRST = 20  # share of the effort for annealing what the linear relaxation rounds to: whole numbers may do better
 CLOSE, ENOUGH = 1e-3, 2e-4  # gaps at which rounds end, and at which the cut relaxation does
 
@@ -47,6 +48,7 @@ class _Found:
         self.state = HybridState(problem.program, problem.links)
         self.best: list[tuple[float, Choice]] = []  # ascending by overhead
         self.bound = 0.0
+        self.rounded: Choice | None = None  # the best before any annealing
 
     @property
     def overhead(self) -> float:
@@ -167,6 +169,8 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
         found.bound, infeasible = max(found.bound, each.bound), each.infeasible
         if each.choice is not None:
             found.start_from(each.choice)
+        if turn == 0 and found.best:
+            found.rounded = found.best[0][1]
         if turn == 0 and found.best and found.overhead - found.bound > ENOUGH:  # whole numbers take the solver long
             found.anneal(found.best[0][1], effort // FIRST, problem.seed)
         found.tell("cut relaxation with lanes")
@@ -186,16 +190,18 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
 
 
 def _anneal(found: _Found, effort: int) -> None:
-    """Anneal the best two in rounds until the bound is near or rounds gain nothing."""
+    """Anneal in rounds until the bound is near: the best, then what was rounded to, twice, and so on.
+
+    What has been annealed lies in a valley; another way down from the start leads to another one.
+    """
     if len(found.problem.program.ops) >= LARGE_OPS and found.overhead - found.bound <= CLOSE:
         return
     for turn in range(ROUNDS):
         if not found.best or found.problem.interrupt or found.overhead - found.bound <= CLOSE:
             return
         found.tell("local search")
-        starts = [choice for _, choice in found.best[: 2 if turn == 0 else 1]]
-        for choice in starts:
-            found.anneal(choice, effort // TURN, found.problem.seed + turn)
+        start = found.rounded if turn % AGAIN and found.rounded is not None else found.best[0][1]
+        found.anneal(start, effort // TURN, found.problem.seed + AHEAD + turn)
 
 
 def _answer(found: _Found, recompute: Answer, bound_class: str, *, infeasible: bool, effort: int) -> Answer:
