@@ -25,7 +25,7 @@ import torch
 
 from ebbflow.errors import TierError
 from ebbflow.torch_seams.away import can_leave, empty, fill, is_away, own_memory
-from ebbflow.transfers.slots import Slot
+from ebbflow.transfers.slots import Slot, Space, region_bytes
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Copy, Way
 
@@ -33,8 +33,6 @@ __all__ = ["LEAST_BYTES", "Parking", "moves", "parking_of"]
 
 LEAST_BYTES = 64 * 2**10
 """Smaller tensors of state stay."""
-
-_ALIGNMENT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ class _Lot:
         self._lock = threading.RLock()
         slots = list(_slots(tensors, way.name))
         self.bytes = sum(slot.bytes for slot in slots)
-        self._region = region = way.region(slots[-1].offset + slots[-1].bytes)
+        self._region = region = way.region(region_bytes(slots)[way.name])
         # Once nobody can bring anything back any more, the region is free: the tensors hold on to this.
         self._end = weakref.finalize(self, _give_back, way, region, os.getpid())
         self._end.atexit = False
@@ -201,21 +199,20 @@ def _give_back(way: Way, region: object, process: int) -> None:
 
 
 def _slots(tensors: list[torch.Tensor], tier: str) -> Iterator[Slot]:
-    offset = 0
+    space = Space({})
     for index, each in enumerate(tensors):
         size = each.untyped_storage().nbytes()
         yield Slot(
             buffer=index,
             name=f"the optimizer's state {index} ({'x'.join(map(str, each.shape))})",
             tier=tier,
-            offset=offset,
+            offset=space.take(tier, size),
             bytes=size,
             shape=tuple(each.shape),
             stride=each.stride(),
             dtype=each.dtype,
             device=each.device,
         )
-        offset += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def moves(size: int) -> bool:
