@@ -62,6 +62,8 @@ class Options:
     tiers: str | Sequence[str] | None = None
     """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
     preferred one first; ``None`` moves nothing."""
+    offload_optimizer: bool = False
+    """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
     start: Plan | None = None
     """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
     verify: bool | Literal["always"] = True
@@ -83,6 +85,7 @@ class Options:
         _check_gradients(self.gradients)
         _check_start(self.start)
         parse_tiers(self.tiers)
+        require_flag("offload_optimizer", self.offload_optimizer)
         if not isinstance(self.verify, bool) and self.verify != "always":  # pyright: ignore[reportUnnecessaryComparison]
             raise _refusal("verify", self.verify, "True", "False", "'always'")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]

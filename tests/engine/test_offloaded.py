@@ -320,3 +320,62 @@ def test_what_a_step_takes_is_foreseen(name: str) -> None:
     foreseen = step_bytes(optimizer)
     assert foreseen is not None
     assert foreseen <= found[0] <= foreseen + 64
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "with state"])
+def test_ahead_of_time_a_plan_says_what_fit_will(stepped: bool, tmp_path: Path) -> None:
+    model, optimizer = next(twins())
+    if stepped:
+        train(model, optimizer, batch(8), steps=1)
+    given: dict[str, Any] = {"tiers": f"disk:{tmp_path}", "optimizer": optimizer, "offload_optimizer": True}
+    ahead = ebbflow.plan(model, (batch(),), budget="60%", effort=200, progress=None, **given)
+    ebbflow.fit(model, "60%", effort=200, progress=None, **given)
+    train(model, optimizer, batch(), steps=1)
+    mine = ebbflow.plan_of(model)
+    assert mine is not None
+    for told in (ahead, mine):
+        assert told.provenance.offloaded.startswith("2.0")  # MiB: twice the four square weights
+    assert ahead.provenance.offloaded == mine.provenance.offloaded
+    assert (ahead.resident_bytes, ahead.budget_bytes) == (mine.resident_bytes, mine.budget_bytes)
+    assert ahead.smallest_bytes == mine.smallest_bytes
+
+
+def test_a_card_that_is_not_at_hand_steps_all_parameters_at_once(tmp_path: Path) -> None:
+    """Cards have implementations that need memory for all of them, which optimizers prefer there."""
+    model, optimizer = next(twins())
+    of_all = sum(each.nbytes for each in model.parameters())
+    assert (step_bytes(optimizer, "cpu") or 0) < of_all / 2
+    assert (step_bytes(optimizer, "cuda") or 0) >= of_all
+
+
+def test_the_largest_batch_is_larger_without_the_state() -> None:
+    """Two MiB of state are back when activations are gone."""
+
+    def case(size: int) -> ebbflow.Case:
+        torch.manual_seed(0)
+        return ebbflow.Case(Net(), (batch(size),))
+
+    found = [
+        ebbflow.max_batch(
+            case,
+            budget="32MiB",
+            machine="v100-16gb",
+            tiers="host",
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), foreach=False),
+            offload_optimizer=offload,
+            planner="keep_all",
+            effort=50,
+            progress=None,
+        ).batch
+        for offload in (False, True)
+    ]
+    assert found[1] > found[0] + 100, "a sample takes some 10 KiB"
+
+
+def test_ahead_of_time_it_needs_the_same(tmp_path: Path) -> None:
+    model, optimizer = next(twins())
+    for given in ({"optimizer": optimizer}, {"tiers": f"disk:{tmp_path}"}):
+        with pytest.raises(UsageError, match="offload_optimizer=True is not accepted"):
+            ebbflow.plan(model, (batch(8),), budget="1GiB", offload_optimizer=True, **given)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="offload_optimizer='yes'"):
+        ebbflow.plan(model, (batch(8),), budget="1GiB", offload_optimizer="yes")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,7 @@ def test_merged_spans_keep_the_whole_optimum_and_lift_the_linear_bound(
     assert infeasible or linear_merged <= whole + TOLERANCE
 
 
+@pytest.mark.slow
 def test_more_cuts_lower_the_linear_bound_of_a_transformer_only_where_spans_are_not_merged() -> None:
     case = gpt(8, GPTConfig(vocabulary=2048, length=128, layers=4, width=64, heads=4, dropout=0.1))
     program = capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb", name="gpt").program

@@ -49,7 +49,7 @@ def test_no_planner_is_better_on_random_programs(program: Program, share: float)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-@pytest.mark.parametrize("length", [6, 11])
+@pytest.mark.parametrize("length", [6, pytest.param(11, marks=pytest.mark.slow)])
 def test_no_planner_is_better_on_chains(length: int, share: float) -> None:
     assert better_than_auto(chain(length), share) == {}
 

@@ -110,6 +110,7 @@ def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
         ebbflow.plan(case.model, case.args, budget=budget, effort=200)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_that_does_not_fit_is_refused_with_the_least_budget_for_it() -> None:
     case = make(8)
     smallest = ebbflow.plan(case.model, case.args, budget="1GiB", effort=50).smallest_bytes
@@ -131,6 +132,7 @@ def test_progress_of_several_plans_says_which_is_made() -> None:
     assert {line.partition(" within ")[0] for line in told} == {"greedy", "auto"}
 
 
+@pytest.mark.slow
 def test_a_table_of_measured_plans_says_what_its_bounds_are_of() -> None:
     rows = [row_of("chain", each).measured(1, 0.01) for each in outcomes(["45%"], ["auto", "checkmate"], chain(6))]
     assert all(row.bound is not None and row.bound > 0.01 for row in rows)
@@ -157,6 +159,7 @@ def test_bad_input_to_max_batch_is_named(arguments: dict[str, object], message: 
         ebbflow.max_batch(make, **arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_interpolation_gives_the_step_between() -> None:
     from ebbflow._api.estimate import capture_ahead
 

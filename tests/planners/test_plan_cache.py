@@ -170,6 +170,7 @@ def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_a_second_fit_takes_the_plan_of_the_first(cache_directory: Path) -> None:
     def step() -> Plan:
         torch.manual_seed(0)

@@ -82,6 +82,7 @@ def test_seeds_in_the_new_order_are_translated_and_others_are_left_out(
     assert len(seeds) == (2 if same_ops else 1)
 
 
+@pytest.mark.slow
 def test_a_stand_in_gives_start_points_within_its_program_at_a_budget_that_means_as_much() -> None:
     case = gpt(2, GPTConfig(vocabulary=64, length=16, layers=6, width=16, heads=2, dropout=0.1))
     captured = find_repeats(capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb").program)

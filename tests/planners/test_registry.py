@@ -57,7 +57,7 @@ def loaded_by(statement: str) -> set[str]:
         "import ebbflow.planners; ebbflow.planners.planner_names()",
         "from ebbflow.planners.base import require_planner; require_planner('auto')",
         "import ebbflow.planning.frontier, ebbflow.planning.shape_plans, ebbflow.step.plan, ebbflow.report.text.plan",
-        "import ebbflow; [getattr(ebbflow, name) for name in ebbflow.__all__]",
+        pytest.param("import ebbflow; [getattr(ebbflow, name) for name in ebbflow.__all__]", marks=pytest.mark.slow),
     ],
     ids=["planners", "a name checked", "planning", "every public name"],
 )

@@ -94,6 +94,7 @@ def test_the_hint_of_a_start_plan_takes_the_bytes_that_the_plan_takes(
         )
 
 
+@pytest.mark.slow
 @needs_solver
 @settings(max_examples=examples(5))
 @given(program=programs(max_ops=20), share=st.floats(0.3, 1.0))
@@ -120,6 +121,7 @@ def test_more_copies_are_never_worse_and_one_is_the_unplanned_step():
     assert retention_plan(problem, copies=2) == two
 
 
+@pytest.mark.slow
 @needs_solver
 @pytest.mark.parametrize(
     ("graph", "share", "percent"),

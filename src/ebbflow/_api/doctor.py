@@ -39,6 +39,7 @@ def doctor(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
+    offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -60,6 +61,7 @@ def doctor(
         tiers: as for :func:`ebbflow.plan`.
         loss: as for :func:`ebbflow.plan`.
         optimizer: as for :func:`ebbflow.plan`.
+        offload_optimizer: as for :func:`ebbflow.plan`.
         gradients: as for :func:`ebbflow.plan`.
         effort: local-search moves of the plan within the budget.
         time_limit: seconds for that plan.
@@ -83,6 +85,7 @@ def doctor(
         tiers=tiers,
         loss=loss,
         optimizer=optimizer,
+        offload_optimizer=offload_optimizer,
         gradients=gradients,
         effort=effort,
         time_limit=time_limit,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from ebbflow._api.refusals import refuse_to_plan, require_call, require_module
+from ebbflow._api.refusals import refuse_to_offload, refuse_to_plan, require_call, require_module
 from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.capture.offline import capture
@@ -16,18 +16,20 @@ from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_cos
 from ebbflow.cost.cache import device_context
 from ebbflow.cost.cuda_workspace import cublas_bytes
 from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
+from ebbflow.engine.offloaded import Foreseen, foresee
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.errors import UsageError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
-from ebbflow.measurement.resident import device_of, resident_bytes
+from ebbflow.measurement.resident import device_of, resident_bytes, tensors_in
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.narration import aloud, narrated
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -53,6 +55,7 @@ def plan(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
+    offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -78,6 +81,8 @@ def plan(
             loss. Such a plan tells what the step takes; to run it, put the loss inside the model.
         optimizer: its state counts as resident, also what it does not hold yet; or a function that makes it from
             the model.
+        offload_optimizer: plan for that state in the first of ``tiers`` while a step runs, as :func:`ebbflow.fit` does
+            with it: it is not resident then, and the budget also holds at ``optimizer.step()``.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`.
         effort: local-search moves.
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
@@ -101,6 +106,7 @@ def plan(
         time_limit=time_limit,
         seed=seed,
         optimizer=optimizer,
+        offload_optimizer=offload_optimizer,
         loss=loss,
         machine=machine,
         tiers=tiers,
@@ -126,6 +132,7 @@ def sweep(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
+    offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -149,6 +156,7 @@ def sweep(
         tiers: as for :func:`plan`.
         loss: as for :func:`plan`.
         optimizer: as for :func:`plan`.
+        offload_optimizer: as for :func:`plan`.
         gradients: as for :func:`plan`.
         effort: local-search moves per plan.
         time_limit: seconds per plan.
@@ -173,6 +181,7 @@ def sweep(
         time_limit=time_limit,
         seed=seed,
         optimizer=optimizer,
+        offload_optimizer=offload_optimizer,
         loss=loss,
         machine=machine,
         tiers=tiers,
@@ -205,6 +214,7 @@ class AheadStep:
         machine: planned for; ``None`` is the device at hand.
         tiers: of it, that buffers may be moved to.
         provenance: where costs are from, for the plans.
+        end: what is taken when the backward has returned, whatever the plan.
     """
 
     program: Program
@@ -213,6 +223,7 @@ class AheadStep:
     machine: Machine | None = None
     tiers: tuple[str, ...] = ()
     provenance: Provenance = field(default_factory=Provenance)
+    end: StepEnd = NOTHING_AFTER
 
     def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
         """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does."""
@@ -222,6 +233,7 @@ class AheadStep:
                 budget,
                 resident_bytes=self.resident_bytes,
                 reserve_bytes=self.reserve_bytes,
+                end=self.end,
                 options=self._options(options),
             )
 
@@ -236,6 +248,7 @@ class AheadStep:
                 planners,
                 resident_bytes=self.resident_bytes,
                 reserve_bytes=self.reserve_bytes,
+                end=self.end,
                 options=self._options(options),
             )
 
@@ -284,17 +297,36 @@ def capture_ahead(
         )
         device = program.context["device"] if target is None else target.device
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
-        to_come = future_state_bytes(optimizer) if optimizer is not None else 0
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
+        if options.offload_optimizer:
+            state = _offloaded_state(optimizer, [model, args, kwargs], device, tiers)
+        else:
+            state = _resident_state(optimizer)
     held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
     return AheadStep(
         program,
-        resident_bytes([model, args, kwargs, optimizer], granularity) + to_come + held,
+        resident_bytes([model, args, kwargs, state.staying], granularity) + state.to_come_bytes + held,
         reserve_bytes(program, device, verify=options.verify),
         planned_for,
         tiers,
-        replace(provenance, optimizer="" if optimizer is None else type(optimizer).__name__),
+        replace(provenance, optimizer="" if optimizer is None else type(optimizer).__name__, offloaded=state.note),
+        state.end,
     )
+
+
+def _resident_state(optimizer: torch.optim.Optimizer | None) -> Foreseen:
+    """All of it stays, also what is to come."""
+    if optimizer is None:
+        return Foreseen([], 0, NOTHING_AFTER, "")
+    return Foreseen(list(tensors_in(optimizer)), future_state_bytes(optimizer), NOTHING_AFTER, "")
+
+
+def _offloaded_state(
+    optimizer: torch.optim.Optimizer | None, others: object, device: str, tiers: Sequence[str]
+) -> Foreseen:
+    refuse_to_offload(optimizer, tiers)
+    assert optimizer is not None
+    return foresee(optimizer, others, device, tiers[0])
 
 
 def _usable(machine: Machine) -> str:

@@ -20,7 +20,7 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import PlanMismatch, UsageError
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.resident import device_of
-from ebbflow.options import Options, require_flag, require_gradients
+from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.narration import aloud
@@ -101,7 +101,6 @@ def fit(
         TierError: if a tier cannot be used; in a step, if one is full or fails.
     """
     require_module(model, "fit")
-    require_flag("offload_optimizer", offload_optimizer)
     if model in FITTED:
         raise UsageError(
             "the model is fitted already; ebbflow.set_budget(model, budget) gives it another budget, "
@@ -111,6 +110,7 @@ def fit(
     options = _options(
         planner=planner,
         optimizer=optimizer,
+        offload_optimizer=offload_optimizer,
         loss=loss,
         gradients=gradients,
         effort=DEFAULT_EFFORT if effort is None else effort,
@@ -238,7 +238,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted.flights.disturb()
     set_class(model, fitted.plain_class)
     if fitted.offloaded is not None:
-        fitted.offloaded.end()
+        fitted.offloaded.close()
     return model
 
 

@@ -28,7 +28,6 @@ from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
-from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.units import Budget, format_allowed, format_percent
 
 if TYPE_CHECKING:
@@ -76,6 +75,7 @@ def max_batch(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+    offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] | None = None,
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -98,6 +98,7 @@ def max_batch(
         loss: as for :func:`ebbflow.plan`; ``None`` is what each case says.
         optimizer: a function that makes the optimizer of each case's model, whose state then counts as resident;
             ``None`` is what each case says.
+        offload_optimizer: as for :func:`ebbflow.plan`.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`; ``None`` is what each case says.
         effort: local-search moves of the answer's plan.
         time_limit: seconds per plan.
@@ -130,6 +131,7 @@ def max_batch(
         tiers=tiers,
         loss=loss,
         optimizer=optimizer,
+        offload_optimizer=offload_optimizer,
         gradients=gradients,
         effort=effort,
         time_limit=time_limit,
@@ -261,8 +263,8 @@ class _Search:
 
     def _unplanned_fits(self, step: AheadStep) -> bool:
         assert self._budget.bytes is not None
-        unplanned = unplanned_bytes(step.program)
-        return step.resident_bytes + step.reserve_bytes + unplanned <= self._budget.bytes
+        unplanned = step.end.unplanned_bytes(step.program, step.resident_bytes)
+        return step.reserve_bytes + unplanned <= self._budget.bytes
 
 
 def largest(fits: Callable[[int], bool], guess: int = 1) -> int:

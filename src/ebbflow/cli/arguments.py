@@ -26,6 +26,7 @@ __all__ = [
     "Effort",
     "Gradients",
     "MachineName",
+    "OffloadOptimizer",
     "OptimizerName",
     "PlannerName",
     "Seed",
@@ -102,6 +103,9 @@ OptimizerName = Annotated[
         help=f"whose state counts as resident: {', '.join(_OPTIMIZER_NAMES)}; default: the case's own",
         autocompletion=_beginning(lambda: _OPTIMIZER_NAMES),
     ),
+]
+OffloadOptimizer = Annotated[
+    bool, typer.Option("--offload-optimizer", help="keep its state in the first of --tiers while a step runs")
 ]
 Gradients = Annotated[
     str | None,

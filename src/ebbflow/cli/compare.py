@@ -18,6 +18,7 @@ from ebbflow.cli.arguments import (
     Effort,
     Gradients,
     MachineName,
+    OffloadOptimizer,
     OptimizerName,
     Seed,
     Size,
@@ -53,6 +54,7 @@ def compare(
     tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
+    offload_optimizer: OffloadOptimizer = False,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = 60.0,
@@ -69,6 +71,7 @@ def compare(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
+        offload_optimizer=offload_optimizer,
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,

@@ -19,6 +19,7 @@ from ebbflow.cli.arguments import (
     Effort,
     Gradients,
     MachineName,
+    OffloadOptimizer,
     OptimizerName,
     PlannerName,
     Seed,
@@ -47,6 +48,7 @@ def doctor(
     tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
+    offload_optimizer: OffloadOptimizer = False,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = None,
@@ -65,6 +67,7 @@ def doctor(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
+        offload_optimizer=offload_optimizer,
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,

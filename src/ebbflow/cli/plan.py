@@ -15,6 +15,7 @@ from ebbflow.cli.arguments import (
     Effort,
     Gradients,
     MachineName,
+    OffloadOptimizer,
     OptimizerName,
     PlannerName,
     Seed,
@@ -41,6 +42,7 @@ def plan(
     tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
+    offload_optimizer: OffloadOptimizer = False,
     gradients: Gradients = None,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
     effort: Effort = DEFAULT_EFFORT,
@@ -58,6 +60,7 @@ def plan(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
+        offload_optimizer=offload_optimizer,
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,

@@ -36,6 +36,7 @@ def check_request(case: str, size: int | None, options: Options, **given: object
             "--machine": options.machine,
             "--tiers": options.tiers,
             "--optimizer": options.optimizer,
+            "--offload-optimizer": options.offload_optimizer or None,
             "--gradients": options.gradients,
         }
         refuse_for_graphs(case, {**mine, **{f"--{name}": value for name, value in given.items()}})

@@ -5,7 +5,7 @@
    gradients, what user code holds.
 2. It is measured in the first step of a slot and, where it is more than a few scalars, in the second: a first one may
    make what stays, as an optimizer does, and what stays is not taken again. Other hooks are measured anew.
-3. From there on a budget has to have room for it, or is refused. A share is of what the step takes with it.
+3. From there on a budget has to hold it too, or is refused (``planning.step_end``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.engine.key import Slot
-from ebbflow.errors import BudgetError
 from ebbflow.faults import users_level
+from ebbflow.planning.step_end import StepEnd, end_bytes
 from ebbflow.step.plan import Plan
-from ebbflow.step.program import Program, analysis
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
-from ebbflow.units import Budget, format_allowed, format_bytes
+from ebbflow.units import format_bytes
 
-__all__ = ["AfterBackward", "Room", "budget_with_room", "end_bytes"]
+__all__ = ["AfterBackward", "hooks_end"]
 
 _MOST_MEASURED = 2
 _WHAT = "hooks on parameters, or sums with gradients from outside the step"
@@ -58,50 +55,6 @@ class AfterBackward:
             )
 
 
-@analysis
-def end_bytes(program: Program) -> int:
-    """What is alive when the backward graph returns, bytes above the step's start."""
-    live = simulate(program, unplanned_schedule(program)).live_bytes
-    return int(live[-1]) if len(live) else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a budget has to have room for at the end of a step, whatever the plan.
-
-    Attributes:
-        bytes: above what is alive when the backward graph returns.
-        held_bytes: of them, what the unplanned step holds from its start on, as this one does not.
-        what: takes them, a plural.
-        remedy: besides a larger budget.
-    """
-
-    bytes: int
-    held_bytes: int = 0
-    what: str = _WHAT
-    remedy: str = "let the hooks change gradients in place (grad.mul_(mask))"
-
-
-def budget_with_room(budget: Budget, program: Program, resident_bytes: int, room: Room) -> Budget:
-    """``budget``, in bytes of a step that ends with ``room`` (definition 3).
-
-    Raises:
-        BudgetError: if there is no room, whatever the plan.
-    """
-    if not room.bytes:
-        return budget
-    needed = resident_bytes + end_bytes(program) + room.bytes
-    held = resident_bytes + unplanned_bytes(program) + room.held_bytes
-    allowed = budget.resolve(max(held, needed))
-    if needed <= allowed:
-        return Budget(bytes=allowed) if room.held_bytes or held < needed else budget
-    raise BudgetError(
-        f"a budget of {format_allowed(allowed)} ({allowed} bytes) is too small: {room.what}, take "
-        f"{format_bytes(room.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes) are "
-        f"taken at its end, whatever the plan. Ask for {needed} bytes or more (ebbflow.set_budget), or {room.remedy}",
-        budget_bytes=allowed,
-        floor_bytes=needed,
-        smallest_bytes=needed,
-        resident_bytes=resident_bytes,
-        pinned_by=room.what,
-    )
+def hooks_end(taken_bytes: int) -> StepEnd:
+    """What is known to be taken so, for planning (definition 3)."""
+    return StepEnd(taken_bytes, what=_WHAT, remedy="let the hooks change gradients in place (grad.mul_(mask))")

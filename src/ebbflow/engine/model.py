@@ -26,7 +26,7 @@ import torch
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.cost.attach import costs_of
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.after import AfterBackward, Room, budget_with_room, end_bytes
+from ebbflow.engine.after import AfterBackward, hooks_end
 from ebbflow.engine.between import Between, Knowledge, learn_flight
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.compiled import Call, Capture
@@ -47,6 +47,7 @@ from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import start_bytes, watched_in
 from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.step_end import StepEnd
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
@@ -330,12 +331,12 @@ class FittedModel:
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
         known = not self.is_guess(step, now)
-        after = self._room_after(now).bytes
+        end = self._end_of(now)
         fitting = [
             each
             for each in step.executables
             if _holds(each, resident, between, retained)
-            and (not after or resident + end_bytes(each.plan.program) + after <= each.plan.budget_bytes)
+            and end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes
             and not (each.provisional and known)
             and (now.accumulating or not each.accumulates)
             and not (each.moves and now.checkpointed)
@@ -360,7 +361,9 @@ class FittedModel:
                     remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
                 )
             given = given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve)
-            budget_with_room(Budget(bytes=given.budget_bytes), program, resident, self._room_after(now))
+            end = self._end_of(now)
+            if end.needed_bytes(program, resident) > given.budget_bytes:
+                raise end.error(program, resident, given.budget_bytes, given.predicted_peak_bytes + reserve)
             return given, False
         guess = self._waits_for_a_loss(step, now)
         costs, estimated = costs_of(step.captured.calls if step.captured else (), now.device)
@@ -381,26 +384,14 @@ class FittedModel:
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
         seeds += start_here(self.start, program)
         between = self._between.of(now.slot)
-        make = functools.partial(make_plan, reserve_bytes=reserve, seeds=seeds)
+        make = functools.partial(make_plan, reserve_bytes=reserve, end=self._end_of(now), seeds=seeds)
         try:
-            budget = budget_with_room(self.budget, _with(program, between), resident, self._room_after(now))
-        except BudgetError as error:
-            # Below what the end of the step takes; a plan may need more still, and then that is the smallest budget.
-            enough = Budget(bytes=error.smallest_bytes or 0)
-            try:
-                make(_with(program, between), budget=enough, resident_bytes=resident, options=options)
-            except BudgetError:
-                less = Budget(bytes=error.budget_bytes or 1)
-                make(_with(program, between), budget=less, resident_bytes=resident, options=options)
-            raise
-        make = functools.partial(make, budget=budget)
-        try:
-            plan = make(_with(program, between), resident_bytes=resident, options=options)
+            plan = make(_with(program, between), self.budget, resident_bytes=resident, options=options)
         except BudgetError as error:
             if (granted := self._granted_bytes()) > (error.budget_bytes or 0):
                 # A share is of each shape's own peak; what another shape was granted does no harm here.
-                budget = Budget(bytes=granted)
-                return make(_with(program, between), budget=budget, resident_bytes=resident, options=options), guess
+                granted_budget = Budget(bytes=granted)
+                return make(_with(program, between), granted_budget, resident_bytes=resident, options=options), guess
             if guess:
                 error.add_note(
                     "The loss outside the model is not in these figures: the first step measures what it takes. "
@@ -409,17 +400,15 @@ class FittedModel:
             if between is not None and between.least_bytes < between.peak_bytes:
                 # Forwards that come between can do with less: they are planned for what this one leaves them.
                 least = replace(between, peak_bytes=between.least_bytes)
-                return make(_with(program, least), resident_bytes=resident, options=options), guess
+                return make(_with(program, least), self.budget, resident_bytes=resident, options=options), guess
             if not now.flying_bytes or self._was_expected(now):
                 raise
             # The forward in flight was planned without knowing of this one. The next round knows.
             if all(each.home is not self.flights for each in now.aloft):
                 self._warn_of("a forward of another fitted model")
             options = replace(options, planner="least_memory")
-            return make(_with(program, between), resident_bytes=resident - now.flying_bytes, options=options), True
-        if (room := self._room_after(now).bytes) > 0:
-            needed = resident + end_bytes(plan.program) + room
-            plan = replace(plan, smallest_bytes=max(plan.smallest_bytes, needed))
+            less = resident - now.flying_bytes
+            return make(_with(program, between), self.budget, resident_bytes=less, options=options), True
         if (retained := self._between.retained(now.slot)) is None:
             return plan, guess
 
@@ -429,6 +418,7 @@ class FittedModel:
                 Budget(bytes=plan.budget_bytes),
                 resident_bytes=resident,
                 reserve_bytes=reserve + aside,
+                end=self._end_of(now),
                 seeds=[*seeds, plan.schedule],
                 options=options,
             )
@@ -443,14 +433,12 @@ class FittedModel:
             )
         return roomy or plan, guess
 
-    def _room_after(self, now: Circumstances) -> Room:
-        """What a budget has to have room for when the backward has returned."""
-        hooks = Room(self._after.bytes(now.slot, now.hooks))
-        if self.offloaded is None or (end := self.offloaded.end_bytes) < hooks.bytes:
+    def _end_of(self, now: Circumstances) -> StepEnd:
+        """What is taken when the backward of a call has returned, whatever the plan."""
+        hooks = hooks_end(self._after.bytes(now.slot, now.hooks))
+        if self.offloaded is None or self.offloaded.end.bytes < hooks.bytes:
             return hooks
-        what = f"the state of {type(self.optimizer).__name__}, which is back then, and its step"
-        remedy = "take an optimizer that keeps less (SGD, Adafactor) or takes less while it steps (foreach=False)"
-        return Room(end, self.offloaded.state_bytes, what, remedy)
+        return self.offloaded.end
 
     def _granted_bytes(self) -> int:
         """What a share of the unplanned peak has come to at the most, for any shape; 0 for a budget in bytes."""

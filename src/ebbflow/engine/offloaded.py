@@ -8,17 +8,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.optimizer_step import step_bytes
+from ebbflow.measurement.resident import storages_in, tensors_in
+from ebbflow.planning.step_end import StepEnd
 from ebbflow.transfers.parked import LEAST_BYTES, Parking, moves, parking_of
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
 from ebbflow.units import format_bytes
 
-__all__ = ["Offloaded"]
+__all__ = ["Foreseen", "Offloaded", "foresee"]
 
 
 class Offloaded:
@@ -42,7 +46,7 @@ class Offloaded:
         """
         self._parking.leave()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """The model is not fitted any more."""
         self._parking.end()
 
@@ -57,29 +61,16 @@ class Offloaded:
         return self._look()[0]
 
     @property
-    def state_bytes(self) -> int:
-        """Of all state that moves, now and to come."""
-        return self._look()[1]
-
-    @property
-    def end_bytes(self) -> int:
-        """Definition 2: above all else that is alive at ``optimizer.step()``."""
-        return self.state_bytes + (self._look()[2] or 0) + SCALARS_BYTES
+    def end(self) -> StepEnd:
+        """Definition 2."""
+        _, moving, taken = self._look()
+        return end_of_step(self._optimizer, moving, taken)
 
     @property
     def note(self) -> str:
         """For people: what is counted of it."""
         _, moving, taken = self._look()
-        taken_text = "not known" if taken is None else format_bytes(taken)
-        if not moving:
-            return (
-                f"nothing: the optimizer keeps no tensor of {format_bytes(LEAST_BYTES)} or more that nobody else uses; "
-                f"optimizer.step() takes {taken_text}"
-            )
-        return (
-            f"{format_bytes(moving)} to the {self._parking.way.name} before the forward and back for optimizer.step(), "
-            f"which takes {taken_text} besides"
-        )
+        return note_of(moving, taken, self._parking.way.name)
 
     def _look(self) -> tuple[int, int, int | None]:
         parking = self._parking
@@ -90,3 +81,67 @@ class Offloaded:
             moving = parking.moving_bytes + sum(filter(moves, to_come))
             self._known = (key, staying, moving, step_bytes(self._optimizer))
         return self._known[1:]
+
+
+def end_of_step(optimizer: torch.optim.Optimizer, moving_bytes: int, taken_bytes: int | None) -> StepEnd:
+    """Definition 2, of ``moving_bytes`` of state and ``taken_bytes`` while the optimizer steps."""
+    return StepEnd(
+        moving_bytes + (taken_bytes or 0) + SCALARS_BYTES,
+        moving_bytes,
+        f"the state of {type(optimizer).__name__}, which is back then, and its step",
+        "take an optimizer that keeps less (SGD, Adafactor) or takes less while it steps (foreach=False)",
+    )
+
+
+def note_of(moving_bytes: int, taken_bytes: int | None, tier: str) -> str:
+    """For people: what is counted of an optimizer's state that moves to ``tier``."""
+    taken = "not known" if taken_bytes is None else format_bytes(taken_bytes)
+    if not moving_bytes:
+        return (
+            f"nothing: the optimizer keeps no tensor of {format_bytes(LEAST_BYTES)} or more that nobody else uses; "
+            f"optimizer.step() takes {taken}"
+        )
+    return (
+        f"{format_bytes(moving_bytes)} to the {tier} before the forward and back for optimizer.step(), which takes "
+        f"{taken} besides"
+    )
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """An optimizer whose state is to be away in a step that is planned ahead of time.
+
+    Attributes:
+        staying: tensors of its state that there are and that stay.
+        to_come_bytes: of the state that there is not yet, what will stay.
+        end: definition 2.
+        note: for people.
+    """
+
+    staying: list[torch.Tensor]
+    to_come_bytes: int
+    end: StepEnd
+    note: str
+
+
+def foresee(optimizer: torch.optim.Optimizer, others: object, device: str, tier: str) -> Foreseen:
+    """What :class:`Offloaded` would find, without moving anything.
+
+    Args:
+        optimizer: real, or of fake or meta parameters.
+        others: whatever holds the model and its arguments: state whose memory is theirs stays.
+        device: ``"cpu"`` or ``"cuda"``, where the step is to run; some optimizers step otherwise there.
+        tier: by name.
+    """
+    own, held = storages_in([others]), list(tensors_in(optimizer.state))
+    state = storages_in(held)
+    away = {key for key, size in state.items() if moves(size) and key not in own}
+    to_come = future_state_sizes(optimizer)
+    moving = sum(state[key] for key in away) + sum(filter(moves, to_come))
+    taken = step_bytes(optimizer, device)
+    return Foreseen(
+        [each for each in held if away.isdisjoint(storages_in([each]))],
+        sum(size for size in to_come if not moves(size)),
+        end_of_step(optimizer, moving, taken),
+        note_of(moving, taken, tier),
+    )

@@ -10,28 +10,39 @@ from collections.abc import Iterator
 
 import torch
 
-from ebbflow.torch_seams.fake_tensors import FakeTensorMode, fakes_are_counted, numbers_are, quiet_log, without_modes
+from ebbflow.torch_seams.fake_tensors import (
+    FakeTensorMode,
+    fakes_are_counted,
+    fakes_are_stepped_as_parameters,
+    numbers_are,
+    quiet_log,
+    without_modes,
+)
 
 __all__ = ["step_bytes"]
 
 
-def step_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> int | None:
     """Bytes that a step of ``optimizer`` takes at its peak; ``None`` if that cannot be found out.
 
     Steps on fake tensors cannot be taken by optimizers with kernels of their own, nor those that want a closure.
+
+    Args:
+        optimizer: of real, fake or meta parameters.
+        device: type of the one to step on, where some optimizers take other ways; that of the parameters if ``None``.
     """
     with without_modes(), quiet_log():
         for answer in (1, 0):
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True), numbers_are(answer):
-                    return _taken(optimizer)
+                with FakeTensorMode(allow_non_fake_inputs=True), numbers_are(answer), fakes_are_stepped_as_parameters():
+                    return _taken(optimizer, device)
             except Exception:  # any optimizer of the user's may raise anything here
                 continue
     return None
 
 
-def _taken(optimizer: torch.optim.Optimizer) -> int:
-    groups = [{**group, "params": list(_stand_ins(group["params"]))} for group in optimizer.param_groups]
+def _taken(optimizer: torch.optim.Optimizer, device: str | None) -> int:
+    groups = [{**group, "params": list(_stand_ins(group["params"], device))} for group in optimizer.param_groups]
     trial = type(optimizer)(groups)  # type: ignore[call-arg]
     trial.step()
     with fakes_are_counted() as counted:
@@ -39,9 +50,9 @@ def _taken(optimizer: torch.optim.Optimizer) -> int:
     return counted.peak_bytes
 
 
-def _stand_ins(parameters: list[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+def _stand_ins(parameters: list[torch.nn.Parameter], device: str | None) -> Iterator[torch.nn.Parameter]:
     for each in parameters:
-        stand_in = torch.nn.Parameter(torch.zeros(each.shape, dtype=each.dtype, device=each.device))
+        stand_in = torch.nn.Parameter(torch.zeros(each.shape, dtype=each.dtype, device=device or each.device))
         if each.requires_grad:
             stand_in.grad = torch.zeros_like(stand_in)
         yield stand_in

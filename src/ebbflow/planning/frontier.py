@@ -10,10 +10,10 @@ from ebbflow.errors import BudgetError
 from ebbflow.planners import Progress, Status
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
-from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.units import Budget, format_allowed
 
 __all__ = ["Refusal", "frontier"]
@@ -50,6 +50,7 @@ def frontier(
     *,
     resident_bytes: int,
     reserve_bytes: int,
+    end: StepEnd = NOTHING_AFTER,
     options: PlanningOptions,
 ) -> Iterator[Plan | Refusal]:
     """A plan or a refusal per budget and planner, ascending by budget.
@@ -62,9 +63,10 @@ def frontier(
         planners: names; any but ``auto`` is left to itself otherwise.
         resident_bytes: as for :func:`~ebbflow.planning.pipeline.make_plan`.
         reserve_bytes: as there.
+        end: as there.
         options: how to plan; its planner is not looked at.
     """
-    unplanned = resident_bytes + unplanned_bytes(program)
+    unplanned = end.unplanned_bytes(program, resident_bytes)
     machine = options.machine
     links = {} if machine is None else {tier: machine.links[tier] for tier in options.tiers if tier in machine.links}
     smallest_of(program)  # every plan asks for it; found here, no planner's seconds have it in them
@@ -82,6 +84,7 @@ def frontier(
                     Budget(bytes=budget_bytes),
                     resident_bytes=resident_bytes,
                     reserve_bytes=reserve_bytes,
+                    end=end,
                     seeds=own,
                     options=replace(options, planner=planner, progress=_told_as(within, options.progress)),
                 )

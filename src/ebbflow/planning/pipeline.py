@@ -15,6 +15,7 @@ from ebbflow.planners.hybrid.floor import floor_with_tiers
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.shape_plans import Buckets
+from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.step.legality import check
 from ebbflow.step.machine import Machine, catalogue
 from ebbflow.step.plan import Plan
@@ -75,6 +76,7 @@ def make_plan(
     *,
     resident_bytes: int,
     reserve_bytes: int = 0,
+    end: StepEnd = NOTHING_AFTER,
     seeds: Sequence[Schedule] = (),
     options: PlanningOptions | None = None,
 ) -> Plan:
@@ -85,6 +87,7 @@ def make_plan(
         budget: bytes, or a share of the unplanned peak (resident part included).
         resident_bytes: bytes resident at a step's start, state that is still to come among them.
         reserve_bytes: bytes to keep free inside the budget besides.
+        end: what is taken when the backward has returned, which the budget has to hold as well.
         seeds: schedules to start from.
         options: how to plan.
 
@@ -98,7 +101,7 @@ def make_plan(
     options = _with_tiers(options)
     begin = time.perf_counter()
     unplanned_above = unplanned_bytes(program)
-    budget_bytes = budget.resolve(resident_bytes + unplanned_above)
+    budget_bytes = budget.resolve(end.unplanned_bytes(program, resident_bytes))
     if budget.share is not None and budget.share >= 1.0:  # what is kept in reserve is part of the step as it is run
         budget_bytes = max(budget_bytes, resident_bytes + reserve_bytes + unplanned_above)
     above_budget = budget_bytes - resident_bytes - reserve_bytes
@@ -120,6 +123,10 @@ def make_plan(
     # A seed that moves may be from where there were other tiers.
     problem = replace(problem, seeds=tuple(each for each in seeds if not each.moves or _is_legal(problem, each)))
     floor_above, floor_op = floor_with_tiers(program, links) if links else floor_bytes(program)
+    end_needs = end.needed_bytes(program, resident_bytes)
+    if budget_bytes < end_needs:
+        smallest_above, _ = _smallest(problem, options)
+        raise end.error(program, resident_bytes, budget_bytes, resident_bytes + reserve_bytes + smallest_above)
     known, planned = _known(problem, options)
     smallest: Schedule | None = None
     if known is not None:
@@ -130,10 +137,7 @@ def make_plan(
         answer = plan_with(problem) if finds_smallest(options.planner) else None  # so that plans come sooner
         best = None if answer is None or answer.schedule is None else _overhead(problem, answer.schedule)
         options.progress(Progress("looking for the smallest workable budget", best))
-        # The least workable budget is told to users: a time limit must not make it larger than it is.
-        smallest_above, smallest = _smallest_known(problem, options) or smallest_of(
-            program, interrupt=interrupt.without_limit(), links=links
-        )
+        smallest_above, smallest = _smallest(problem, options)
         if above_budget >= smallest_above:
             problem = replace(problem, seeds=(*problem.seeds, smallest))
         answer = answer or plan_with(problem)
@@ -144,7 +148,7 @@ def make_plan(
             program,
             budget_bytes,
             floor=resident_bytes + reserve_bytes + floor_above,
-            smallest=resident_bytes + reserve_bytes + smallest_above,
+            smallest=max(end_needs, resident_bytes + reserve_bytes + smallest_above),
             resident=resident_bytes + reserve_bytes,
             unplanned=resident_bytes + unplanned_above,
             floor_op=floor_op,
@@ -170,7 +174,7 @@ def make_plan(
         reserve_bytes=reserve_bytes,
         floor_bytes=resident_bytes + reserve_bytes + floor_above,
         floor_op=floor_op,
-        smallest_bytes=resident_bytes + reserve_bytes + smallest_above,
+        smallest_bytes=max(end_needs, resident_bytes + reserve_bytes + smallest_above),
         bound=answer.bound,
         bound_class=answer.bound_class,
         plan_seconds=time.perf_counter() - begin,
@@ -212,8 +216,14 @@ def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | N
     return fitted, Planned.SEARCHED if fitted is None else Planned.ADAPTED
 
 
-def _smallest_known(problem: Problem, options: PlanningOptions) -> tuple[int, Schedule] | None:
-    return None if options.buckets is None else options.buckets.smallest(problem)
+def _smallest(problem: Problem, options: PlanningOptions) -> tuple[int, Schedule]:
+    """The least bytes above a step's start for which a schedule is known, and that schedule.
+
+    It is told to users: a time limit must not make it larger than it is.
+    """
+    known = None if options.buckets is None else options.buckets.smallest(problem)
+    limitless = problem.interrupt.without_limit()
+    return known or smallest_of(problem.program, interrupt=limitless, links=problem.links)
 
 
 def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:

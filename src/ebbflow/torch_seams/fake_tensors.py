@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizers
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -34,6 +35,7 @@ __all__ = [
     "described_by",
     "fake_device",
     "fakes_are_counted",
+    "fakes_are_stepped_as_parameters",
     "has_symbolic_sizes",
     "mode_of",
     "numbers_are",
@@ -118,6 +120,15 @@ class fakes_are_counted(TorchDispatchMode):
 
     def _gone(self, size: int) -> None:
         self._live_bytes -= size
+
+
+def fakes_are_stepped_as_parameters() -> Patch:
+    """While open, optimizers choose their implementation for fake parameters as for real ones of the same device.
+
+    They ask for the very class of a parameter, and take one tensor at a time where it is any other.
+    """
+    kinds = optimizers._foreach_supported_types
+    return patched(Attribute(optimizers, "_foreach_supported_types"), [*kinds, FakeTensor])
 
 
 def quiet_log() -> Patch:

@@ -96,7 +96,15 @@ def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _attributes(module: torch.nn.Module) -> list[object]:
-    return [value for name, value in vars(module).items() if type(value) not in _PLAIN and name not in _OF_EVERY_MODULE]
+    """What of the module's own attributes may hold a tensor."""
+    return [
+        value
+        for name, value in vars(module).items()
+        if (kind := type(value)) not in _PLAIN
+        and name not in _OF_EVERY_MODULE
+        # Kernel sizes, strides and paddings are most of what convolutions have.
+        and not ((kind is tuple or kind is list) and len(value) <= _SAMPLE and _PLAIN.issuperset(map(type, value)))
+    ]
 
 
 def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]:

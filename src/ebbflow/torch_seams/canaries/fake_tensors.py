@@ -90,3 +90,21 @@ def fake_storages_can_be_counted() -> None:
         del view, two
         torch.empty(1200)
     expect(counted.peak_bytes == 6000, f"{counted.peak_bytes} bytes are counted instead of 6000")
+
+
+@canary
+def optimizers_step_fakes_as_parameters() -> None:
+    """On a card an optimizer that chooses for itself takes all parameters at once, which needs memory for all."""
+    sizes: dict[str, int] = {}
+    with fake_tensors.without_modes(), fake_tensors.FakeTensorMode(), fake_tensors.fakes_are_stepped_as_parameters():
+        for device in ("cpu", "cuda"):
+            parameters = [torch.nn.Parameter(torch.zeros(64, device=device)) for _ in range(8)]
+            for each in parameters:
+                each.grad = torch.zeros_like(each)
+            optimizer = torch.optim.AdamW(parameters)
+            optimizer.step()
+            with fake_tensors.fakes_are_counted() as counted:
+                optimizer.step()
+            sizes[device] = counted.peak_bytes
+    expect(sizes["cpu"] < 8 * 64 * 4, "on a CPU all parameters are stepped at once")
+    expect(sizes["cuda"] >= 8 * 64 * 4, "on a card parameters are stepped one by one")

@@ -1,0 +1,72 @@
+"""What a budget must have room for at the end of a step, whatever the plan.
+
+1. When the backward graph has returned, the same is alive under every schedule: outputs, gradients, what is resident.
+   What is taken on top of that (by hooks on parameters, by an optimizer whose state comes back) no plan can lower.
+2. A budget has to hold the step's end too. A share is of the peak of the unplanned step with what it holds of that from
+   its start on, or of the end, where that is more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbflow.errors import BudgetError
+from ebbflow.step.program import Program, analysis
+from ebbflow.step.simulate import simulate
+from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
+from ebbflow.units import format_allowed, format_bytes
+
+__all__ = ["NOTHING_AFTER", "StepEnd", "end_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What is taken at the end of a step (definition 1).
+
+    Attributes:
+        bytes: above what is alive when the backward graph returns; 0 if nothing is taken.
+        held_bytes: of them, what the unplanned step holds from its start on, as this one does not.
+        what: takes them, a plural.
+        remedy: besides a larger budget.
+    """
+
+    bytes: int
+    held_bytes: int = 0
+    what: str = ""
+    remedy: str = ""
+
+    def needed_bytes(self, program: Program, resident_bytes: int) -> int:
+        """Of a budget, whatever the plan; 0 if nothing is taken."""
+        return resident_bytes + end_bytes(program) + self.bytes if self.bytes else 0
+
+    def unplanned_bytes(self, program: Program, resident_bytes: int) -> int:
+        """The peak that shares are of (definition 2)."""
+        held = resident_bytes + unplanned_bytes(program) + self.held_bytes
+        return max(held, self.needed_bytes(program, resident_bytes))
+
+    def error(self, program: Program, resident_bytes: int, budget_bytes: int, plan_bytes: int) -> BudgetError:
+        """Why ``budget_bytes`` are too few for a step's end, where the least that a plan takes is ``plan_bytes``."""
+        needed = self.needed_bytes(program, resident_bytes)
+        smallest = max(needed, plan_bytes)
+        more = f"; a plan needs {format_bytes(plan_bytes)}" if plan_bytes > needed else ""
+        return BudgetError(
+            f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what}, take "
+            f"{format_bytes(self.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes) "
+            f"are taken at its end, whatever the plan{more}. Ask for {smallest} bytes or more (of a fitted model: "
+            f"ebbflow.set_budget), or {self.remedy}",
+            budget_bytes=budget_bytes,
+            floor_bytes=needed,
+            smallest_bytes=smallest,
+            resident_bytes=resident_bytes,
+            pinned_by=self.what,
+        )
+
+
+NOTHING_AFTER = StepEnd(0)
+
+
+@analysis
+def end_bytes(program: Program) -> int:
+    """What is alive when the backward graph returns, bytes above the step's start."""
+    live = simulate(program, unplanned_schedule(program)).live_bytes
+    return int(live[-1]) if len(live) else 0
