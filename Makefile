@@ -6,12 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types unit quick gpu benchmarks test-torch clean
+.PHONY: help setup demo test test-all lint types unit unit-all quick gpu benchmarks test-torch clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a language model under half of its peak, same bits, and print the proof"
-	@echo "make test        lint, check types, run all tests and the code of README and docs"
+	@echo "make test        lint, check types, run the tests and the code of README and docs"
+	@echo "make test-all    the same with the longest tests: what CI runs"
 	@echo "make quick       core, planners and a handful of captured steps, in a minute"
 	@echo "make setup       .venv with everything that the others need; some minutes the first time"
 	@echo "make lint        one part of make test; make types and make unit are the others"
@@ -35,6 +36,8 @@ demo: $(STAMP)
 
 test: lint types unit
 
+test-all: lint types unit-all
+
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
@@ -43,13 +46,16 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 unit: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 -m "not long"
+
+unit-all: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
 
 # Paths, not a marker: what is not named here is not even imported.
 QUICK := tests/core tests/planners tests/engine/test_quick_steps.py
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=2 -m "not slow" --hypothesis-profile=quick $(QUICK)
+	$(BIN)/python -m pytest --numprocesses=2 -m "not slow and not long" --hypothesis-profile=quick $(QUICK)
 
 # GPU_PYTHON names an interpreter that has torch and the rest already: nothing is installed then.
 GPU_PYTHON ?= $(BIN)/python

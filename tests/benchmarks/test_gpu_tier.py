@@ -47,7 +47,7 @@ def test_a_model_steps_alike_with_and_without_checkpoints(device: Device, case: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["gpt-bfloat16", "unet-float32"])
+@pytest.mark.parametrize("case", [pytest.param("gpt-bfloat16", marks=pytest.mark.long), "unet-float32"])
 def test_a_step_of_the_tier_gives_its_rows_and_meets_its_targets(device: Device, case: str) -> None:
     rows = list(steps.rows_on(device, case, toy=True))
     labels = [row.columns["method"] for row in rows]

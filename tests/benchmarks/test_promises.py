@@ -89,6 +89,7 @@ def test_misses_are_counted_by_kind() -> None:
     assert list(counted.values()) == [3, 0, 1, 0, 1, 0, 1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_six_situations_hold(tmp_path: Path) -> None:
     """Every one in a process of its own."""

@@ -158,7 +158,11 @@ def test_python_block_prints_what_the_page_shows(block: Block, script: Callable[
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_whole_descents")
-@pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.text.partition("\n")[0][2:])
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(each, marks=pytest.mark.long) if "llama_8b" in each.text else each for each in CONSOLE],
+    ids=lambda block: block.text.partition("\n")[0][2:],
+)
 def test_console_block_prints_what_the_page_shows(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which has imported torch already."""
     monkeypatch.chdir(folder)

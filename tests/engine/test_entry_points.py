@@ -192,6 +192,7 @@ def state_bytes(model: nn.Module) -> int:
     return sum(2 * p.numel() * p.element_size() + 4 for p in model.parameters())
 
 
+@pytest.mark.long
 def test_an_optimizer_counts_in_every_estimate() -> None:
     def make(batch: int, **more: Any) -> ebbflow.Case:
         case = mlp_chain(batch, layers=2, width=64)

@@ -114,7 +114,10 @@ def budget_for(text: Text, share: float) -> int:
     return plan.baseline_peak_bytes - round(share * plan.baseline.above_bytes)
 
 
-@pytest.mark.parametrize(("kind", "budget", "lengths"), [("text", "bytes", LENGTHS), ("short", "80%", LENGTHS[1:])])
+@pytest.mark.parametrize(
+    ("kind", "budget", "lengths"),
+    [pytest.param("text", "bytes", LENGTHS, marks=pytest.mark.long), ("short", "80%", LENGTHS[1:])],
+)
 def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
     kind: str, budget: str, lengths: tuple[int, ...], searched: list[str], request: pytest.FixtureRequest
 ) -> None:
@@ -179,6 +182,7 @@ def test_a_shape_that_no_bucket_serves_is_searched_for(
     assert searched == ["auto"]
 
 
+@pytest.mark.long
 def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(text: Text) -> None:
     plain = copy.deepcopy(text.model)
     least = text.unplanned(24).smallest_bytes
@@ -207,6 +211,7 @@ def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(short: Text, se
     assert searched == ["auto"]
 
 
+@pytest.mark.long
 def test_of_many_shapes_the_one_used_longest_ago_is_forgotten(short: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = copy.deepcopy(short.model)
     monkeypatch.setattr(fitted, "_MOST_STEPS", 2)

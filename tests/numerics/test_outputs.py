@@ -201,6 +201,7 @@ def test_a_loss_outside_that_never_comes_leaves_nothing_behind() -> None:
         torch.zeros(3)
 
 
+@pytest.mark.long
 def test_a_process_may_end_while_a_loss_outside_is_awaited() -> None:
     """Two do, one of them by an exception; they share what they import."""
     lines = [

@@ -129,6 +129,7 @@ def test_many_shapes_take_few_captures_and_keep_their_bits(own_captures: list[bo
     assert own_captures == [True] * OWN_CAPTURES + [False] * (len(LENGTHS) - OWN_CAPTURES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("batch", "lengths"), [(3, (9, 12, 10)), (4, (9, 12, 24))])
 def test_what_is_written_out_is_the_program_of_a_capture_of_its_own(
     batch: int, lengths: tuple[int, ...], own_captures: list[bool], sooner: int
@@ -160,6 +161,7 @@ def test_what_is_written_out_is_the_program_of_a_capture_of_its_own(
     assert own_captures == [True] * sooner + [False] * (len(lengths) - sooner)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sooner")
 def test_batch_and_length_may_change_together(own_captures: list[bool]) -> None:
     model, plain = twins()
@@ -188,7 +190,9 @@ def test_a_size_of_one_has_a_capture_of_its_own(warm: tuple[nn.Module, nn.Module
 
 @pytest.mark.usefixtures("sooner")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch.backends.mkldnn.flags says so
-@pytest.mark.parametrize("kind", [Branching, Recurrent, Transposed])
+@pytest.mark.parametrize(
+    "kind", [Branching, *(pytest.param(each, marks=pytest.mark.long) for each in (Recurrent, Transposed))]
+)
 def test_where_the_symbolic_graph_does_not_hold_a_capture_of_its_own_does(
     kind: type[nn.Module], own_captures: list[bool]
 ) -> None:

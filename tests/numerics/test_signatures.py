@@ -60,6 +60,7 @@ def twins(kind: type[Scaled] = Scaled) -> tuple[Scaled, Scaled]:
     return ebbflow.fit(copy.deepcopy(model), "1MiB"), model
 
 
+@pytest.mark.long
 def test_twenty_shapes_have_twenty_plans() -> None:
     model = mlp_chain(8, layers=1, width=4).model
     ebbflow.fit(model, "1MiB")
@@ -96,6 +97,7 @@ def test_attribute_that_changes_while_a_backward_is_pending() -> None:
     assert torch.equal(fitted.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_attribute_that_changes_in_every_call_is_warned_about() -> None:
     fitted, plain = twins(Counting)
     for _ in range(7):

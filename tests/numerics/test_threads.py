@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -57,6 +58,7 @@ for OUTSIDE, models, warm in ((False, 1, 0), (False, 1, 1), (False, 3, 1), (True
 """
 
 
+@pytest.mark.long
 def test_threads_train_at_once_on_batches_of_their_own() -> None:
     # In a process of its own: what is tested ended it with a segmentation fault.
     ended = subprocess.run(

@@ -89,6 +89,7 @@ def test_the_largest_is_found_from_any_guess(answer: int, guess: int) -> None:
     assert 0 not in asked
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
     budget = 250_000
