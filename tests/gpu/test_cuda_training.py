@@ -102,3 +102,13 @@ def test_it_fits_where_eager_does_not() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert max(found.peaks) <= budget
+    step = ebbflow.step_of(case.model)
+    assert step is not None
+    assert step.reserved is not None
+    assert step.reserved.allocated_bytes <= step.reserved.reserved_bytes <= budget + room
+
+
+def test_a_budget_that_the_card_does_not_have_is_warned_of() -> None:
+    case = case_of("chain", "cuda", large=False)
+    with pytest.warns(UserWarning, match="is more than this process can have of cuda:0"):
+        ebbflow.fit(case.model, 2 * torch.cuda.get_device_properties(0).total_memory)

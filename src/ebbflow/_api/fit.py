@@ -5,6 +5,7 @@ What Ebbflow knows about the model lives outside it in a :class:`~ebbflow.engine
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -18,7 +19,9 @@ from ebbflow.engine.model import FittedModel
 from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.step import Step
 from ebbflow.errors import PlanMismatch, UsageError
+from ebbflow.faults import users_level
 from ebbflow.measurement.device import on_device_of
+from ebbflow.measurement.reserved import too_large_for_the_card
 from ebbflow.measurement.resident import device_of
 from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
@@ -130,6 +133,7 @@ def fit(
         )
     refuse_to_fit(model)
     refuse_foreign_optimizer(model, optimizer)
+    _warn_of_the_card(model, limit)
     named = parse_tiers(list(given.tiers) if given is not None and tiers is None else tiers)
     opened = open_tiers(named, device_of([model]))
     _require_tiers(given, opened, f"tiers={tiers!r} does not name that; leave tiers out, or name the plan's")
@@ -177,6 +181,11 @@ def _machine_at_hand(model: torch.nn.Module, tiers: Mapping[str, Way]) -> Machin
         return this_machine(tiers, device_of([model]))
 
 
+def _warn_of_the_card(model: torch.nn.Module, limit: Budget) -> None:
+    if said := too_large_for_the_card([model], limit.bytes):
+        warnings.warn(said, stacklevel=users_level())
+
+
 def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     """Give a fitted model another budget, from its next training call on; returns the same object.
 
@@ -192,6 +201,7 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     """
     fitted = _fitted(model, "set_budget")
     limit, plan = _limit_of(budget)
+    _warn_of_the_card(model, limit)
     had = f"tiers={sorted(fitted.tiers)}" if fitted.tiers else "tiers"
     how = "with" if fitted.tiers else "without"
     _require_tiers(

@@ -35,6 +35,7 @@ from ebbflow.lower.fingerprints import Fingerprints, with_fingerprints
 from ebbflow.lower.lowering import Lowered, lower
 from ebbflow.lower.proof import prove
 from ebbflow.measurement.peak import StepGauge
+from ebbflow.measurement.reserved import Reserved
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free
@@ -98,6 +99,7 @@ class Executable:
         proving: number of the flight that is being proven, or ``None``.
         verified_buffers: how many came back with their bits in the proven step.
         measured_above_bytes: of the measured step; ``None`` before.
+        reserved: what the card's allocator held in it; ``None`` before, and on CPU.
         traffic: what moved in the last step that ended, on CUDA in the last one that was measured; ``None`` before, and
             where nothing moves.
     """
@@ -118,6 +120,7 @@ class Executable:
         self.provisional = False
         self.verified_buffers = 0
         self.measured_above_bytes: int | None = None
+        self.reserved: Reserved | None = None
         self.device = device
         self._verify = verify
         self.always = verify == "always"
@@ -224,6 +227,9 @@ class Executable:
                 measured_peak_bytes=peak,
                 op=str(op),
             )
+        self.reserved = gauge.reserved
+        if gauge.reserved is not None and (advice := gauge.reserved.advice(plan.budget_bytes)):
+            warnings.warn(advice, stacklevel=users_level())
         predicted = plan.timeline.above_bytes
         error = gauge.above_bytes / predicted - 1 if predicted else 0.0
         if abs(gauge.above_bytes - predicted) > max(_unseen_bytes(plan.program), _TOLERANCE[self.device] * predicted):

@@ -19,6 +19,7 @@ import torch
 from ebbflow.capture.joint import Captured
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable, Phase
+from ebbflow.measurement.reserved import Reserved
 from ebbflow.measurement.resident import hidden_in, storages_in
 from ebbflow.step.plan import Plan
 from ebbflow.transfers.traffic import Traffic
@@ -93,6 +94,11 @@ class Step:
     def measured_above_bytes(self) -> int | None:
         """The measured peak above the step's start under the plan that runs; ``None`` before it is measured."""
         return None if self.executable is None else self.executable.measured_above_bytes
+
+    @property
+    def reserved(self) -> Reserved | None:
+        """What the card's allocator held at the most in the measured step; ``None`` before, and on CPU."""
+        return None if self.executable is None else self.executable.reserved
 
     @property
     def traffic(self) -> Traffic | None:

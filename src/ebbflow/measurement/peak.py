@@ -7,6 +7,7 @@ from types import TracebackType
 import torch
 
 from ebbflow.measurement.cpu_allocations import AllocationEvent, AllocationRecorder
+from ebbflow.measurement.reserved import Reserved, reserved_at_peak
 from ebbflow.measurement.resident import device_of, resident_bytes
 
 __all__ = ["StepGauge", "measure", "peak_above"]
@@ -29,6 +30,7 @@ class StepGauge:
 
     Attributes:
         above_bytes: the highest level above the forward's start; valid after the backward's window.
+        reserved: what the allocator held of a card, likewise; ``None`` on CPU.
     """
 
     def __init__(self, device: str) -> None:
@@ -36,6 +38,7 @@ class StepGauge:
         self._recorder: AllocationRecorder | None = None
         self._level = 0
         self.above_bytes = 0
+        self.reserved: Reserved | None = None
 
     def begin(self) -> None:
         """The forward or the backward graph starts."""
@@ -50,7 +53,8 @@ class StepGauge:
     def end(self) -> None:
         """It returned or raised."""
         if self._cuda:
-            self.above_bytes = torch.cuda.max_memory_allocated() - self._level
+            self.reserved = reserved_at_peak()
+            self.above_bytes = self.reserved.allocated_bytes - self._level
             return
         assert self._recorder is not None
         events = self._recorder.stop()

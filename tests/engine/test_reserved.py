@@ -1,0 +1,82 @@
+"""What is said of a card's allocator, with the card's answers made up; ``tests/gpu`` asks a real one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ebbflow
+from ebbflow.measurement import reserved
+from ebbflow.measurement.peak import StepGauge
+from ebbflow.measurement.reserved import Reserved, too_large_for_the_card
+
+GIB = 2**30
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A card of 80 GiB that holds every model, with so much free and so much reserved by this process."""
+
+    def make(free: int, own: int) -> None:
+        monkeypatch.setattr(reserved, "cuda_index_of", lambda roots: 0)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: own)
+
+    return make
+
+
+def test_a_budget_above_what_the_card_has_for_us_is_warned_of(card: Callable[..., None]) -> None:
+    card(free=10 * GIB, own=2 * GIB)
+    model = torch.nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match=r"12.00 GiB or less.*or end what else runs there") as said:
+        ebbflow.fit(model, "12.5GiB")
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ebbflow.set_budget(model, "12GiB")
+        ebbflow.set_budget(model, "60%")
+    with pytest.warns(UserWarning, match="of 80.00 GiB it holds 2.00 GiB and 10.00 GiB are free"):
+        ebbflow.set_budget(model, "13GiB")
+
+
+def test_on_a_cpu_nothing_is_asked() -> None:
+    assert too_large_for_the_card([torch.nn.Linear(2, 2)], 2**62) == ""
+
+
+def test_fragments_are_reported_and_advised_on_where_they_are_much() -> None:
+    seen = Reserved(allocated_bytes=10 * GIB, reserved_bytes=16 * GIB, fragment_bytes=4 * GIB)
+    assert seen.fragmentation == 0.25
+    assert seen.advice(14 * GIB) == ""
+    assert "expandable_segments:True" in seen.advice(10 * GIB)
+    assert "4.00 GiB in pieces beside the 10.00 GiB in use (16.00 GiB reserved in all)" in seen.advice(10 * GIB)
+    assert Reserved(0, 0, 0).fragmentation == 0.0
+
+
+def test_a_step_on_a_card_is_gauged_once_over_both_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    levels: dict[str, Any] = {"memory_allocated": 3 * GIB, "max_memory_allocated": 8 * GIB, "max_memory_reserved": GIB}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    for name, level in levels.items():
+        monkeypatch.setattr(torch.cuda, name, lambda level=level: level)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"inactive_split_bytes.all.peak": 7})
+    gauge = StepGauge("cuda")
+    for _ in range(2):
+        gauge.begin()
+        gauge.end()
+    assert calls == ["reset"]
+    assert gauge.above_bytes == 5 * GIB
+    assert gauge.reserved == Reserved(8 * GIB, GIB, 7)
+
+
+def test_on_a_cpu_a_step_reserves_nothing() -> None:
+    model = ebbflow.fit(torch.nn.Linear(64, 64), "100%", effort=10)
+    for _ in range(2):
+        model(torch.randn(32, 64)).sum().backward()
+    step = ebbflow.step_of(model)
+    assert step is not None
+    assert step.measured_above_bytes is not None
+    assert step.reserved is None
