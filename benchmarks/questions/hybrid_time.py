@@ -1,6 +1,9 @@
-"""What planning costs where buffers may move: CPU seconds with a host tier against recomputing alone, on some 600 ops.
+"""What planning costs where buffers may move: CPU seconds with a host tier against recomputing alone.
 
-Both plans are made in turn, several times, in one process; medians are compared. Budgets are those of ``hybrid_plan``.
+1. Both plans are made in turn, several times, in one process; medians are compared. Budgets are those of
+   ``hybrid_plan``. A case is some 600 ops, or some 5,000, of which the seconds themselves have a target.
+2. Planning that only recomputes ends early where its optimum is proven, as it is of chains and of repeated blocks; with
+   lanes no such proof is known, so the ratio is one of a search against a proof.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ TITLE = "Planning seconds with a host tier against recomputing alone (v100-16gb,
 MODELS: dict[str, Callable[[], Case]] = {
     "gpt-18L": partial(gpt, 8, GPTConfig(vocabulary=32000, length=1024, width=768, heads=12, layers=18)),
     "mlp_chain-84": partial(mlp_chain, 512, layers=84, width=64),
+    "gpt-152L": partial(gpt, 8, GPTConfig(vocabulary=32000, length=1024, width=768, heads=12, layers=152)),
 }
+LARGE = ("gpt-152L",)
 CASES = tuple(MODELS)
 QUICK = CASES[:1]
 SHARES = (0.6, 0.4, 0.2)
 RUNS = 3
-MOST_TIMES = 2.0
+MOST_TIMES, MOST_SECONDS = 2.0, 15.0
 
 
 def rows(case: str, quick: bool) -> Iterator[Row]:
@@ -49,7 +54,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         both = replace(both, above_budget_bytes=int(floor + share * (unplanned - floor)))
         seconds: tuple[list[float], list[float]] = ([], [])
         overheads = [0.0, 0.0]
-        for _ in range(1 if quick else RUNS):
+        for _ in range(1 if quick or case in LARGE else RUNS):
             for index, asked in enumerate((replace(both, tiers=()), both)):
                 begin = time.process_time()
                 answer = plan(asked)
@@ -69,5 +74,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
                 "hybrid_cpu_seconds": hybrid,
                 "times": hybrid / alone,
             },
-            (at_most("times", hybrid / alone, MOST_TIMES),),
+            (
+                at_most("seconds", hybrid, MOST_SECONDS)
+                if case in LARGE
+                else at_most("times", hybrid / alone, MOST_TIMES),
+            ),
         )
