@@ -13,6 +13,7 @@ import torch
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.optimizer_step import step_bytes
+from ebbflow.measurement.resident import optimizers_in
 from ebbflow.transfers.parked import LEAST_BYTES, Parking, moves, parking_of
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
@@ -83,10 +84,20 @@ class Offloaded:
 
     def _look(self) -> tuple[int, int, int | None]:
         parking = self._parking
-        key = (len(self._optimizer.state), len(self._optimizer.param_groups), parking.moving_bytes)
+        key = (_outline(self._optimizer), parking.moving_bytes)
         if self._known[0] != key:
             to_come = future_state_sizes(self._optimizer)
             staying = sum(size for size in to_come if not moves(size))
             moving = parking.moving_bytes + sum(filter(moves, to_come))
             self._known = (key, staying, moving, step_bytes(self._optimizer))
         return self._known[1:]
+
+
+def _outline(optimizer: torch.optim.Optimizer) -> list[object]:
+    """What its state and its step depend on, as far as it changes between two steps; numbers such as rates do not."""
+    outline: list[object] = [len(each.state) for each in optimizers_in(optimizer)]
+    for group in optimizer.param_groups:
+        outline += [(id(each), each.requires_grad) for each in group["params"]]
+        settings = [(name, bool(value)) for name, value in group.items() if isinstance(value, bool | float | None)]
+        outline += settings
+    return outline

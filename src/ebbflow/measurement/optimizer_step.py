@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ebbflow.torch_seams.fake_tensors import FakeTensorMode, fakes_are_counted, numbers_are, quiet_log, without_modes
+from ebbflow.measurement.optimizer_state import options_of
+from ebbflow.torch_seams.fake_tensors import fakes_are_counted, numbers_are, quiet_log, sizes_only, without_modes
 
 __all__ = ["step_bytes"]
 
@@ -23,7 +24,7 @@ def step_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     with without_modes(), quiet_log():
         for answer in (1, 0):
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True), numbers_are(answer):
+                with sizes_only(), numbers_are(answer):
                     return _taken(optimizer)
             except Exception:  # any optimizer of the user's may raise anything here
                 continue
@@ -31,7 +32,7 @@ def step_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def _taken(optimizer: torch.optim.Optimizer) -> int:
-    groups = [{**group, "params": list(_stand_ins(group["params"]))} for group in optimizer.param_groups]
+    groups = [{**options_of(group), "params": list(_stand_ins(group["params"]))} for group in optimizer.param_groups]
     trial = type(optimizer)(groups)  # type: ignore[call-arg]
     trial.step()
     with fakes_are_counted() as counted:
