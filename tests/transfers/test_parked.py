@@ -309,6 +309,20 @@ def test_steps_are_those_of_a_state_that_never_left(
             assert torch.equal(value, twins[1].state[other][name])
 
 
+def test_a_compiled_step_brings_it_back(way: DiskTier) -> None:
+    optimizer, reference = twins = stepped(1), stepped(1)
+    for each in twins:
+        each.load_state_dict(copy.deepcopy(reference.state_dict()))
+    parking, step = parking_of(optimizer, way), torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        parking.leave()
+        for each in twins:
+            each.param_groups[0]["params"][0].grad = torch.ones(SIZE)
+        step()
+        reference.step()
+    assert torch.equal(moments(optimizer)[0], moments(reference)[0])
+
+
 def test_what_somebody_else_has_stays(optimizer: torch.optim.Optimizer, parking: Parking) -> None:
     first, second = moments(optimizer)
     others: list[Any] = [first[:3], first.detach(), first.untyped_storage(), np.from_dlpack(first)]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ebbflow.errors import UsageError
-from ebbflow.measurement.resident import kept_by, optimizers_in, storages_in, tensors_in
+from ebbflow.measurement.resident import kept_by, optimizers_in, stepping, storages_in, tensors_in
 from ebbflow.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
 __all__ = ["future_state_bytes", "future_state_sizes", "options_of"]
@@ -44,6 +44,7 @@ def future_state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     """
     sizes: dict[tuple[object, ...], list[int]] = {}
     total: list[int] = []
+    optimizer = stepping(optimizer)
     parts = optimizers_in(optimizer)
     if any(_keeps_for_all(each) for each in parts):
         return total

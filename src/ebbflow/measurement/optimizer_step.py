@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from ebbflow.measurement.optimizer_state import options_of
+from ebbflow.measurement.resident import stepping
 from ebbflow.torch_seams.fake_tensors import fakes_are_counted, numbers_are, quiet_log, sizes_only, without_modes
 
 __all__ = ["step_bytes"]
@@ -21,6 +22,7 @@ def step_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 
     Steps on fake tensors cannot be taken by optimizers with kernels of their own, nor those that want a closure.
     """
+    optimizer = stepping(optimizer)
     with without_modes(), quiet_log():
         for answer in (1, 0):
             try:

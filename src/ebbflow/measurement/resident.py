@@ -30,6 +30,7 @@ __all__ = [
     "optimizers_in",
     "resident_bytes",
     "start_bytes",
+    "stepping",
     "storages_in",
     "tensors_in",
     "watched_in",
@@ -65,6 +66,16 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
         inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
         found += [value for value in inner if not any(value is known for known in found)]
     return found
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that steps: ``optimizer``, or the one behind it if it was never made as one (accelerate's)."""
+    while "defaults" not in vars(optimizer):
+        inner = [each for each in optimizers_in(optimizer) if each is not optimizer]
+        if not inner:
+            break
+        optimizer = inner[0]
+    return optimizer
 
 
 def kept_by(optimizer: torch.optim.Optimizer) -> list[object]:

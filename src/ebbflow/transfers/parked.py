@@ -20,8 +20,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ebbflow.measurement.resident import kept_by, optimizers_in
+from ebbflow.measurement.resident import kept_by, optimizers_in, stepping
 from ebbflow.torch_seams.away import can_leave, is_away, own_memory
+from ebbflow.torch_seams.stance import left_out_of_traces
 from ebbflow.transfers.lots import Lot
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
@@ -54,7 +55,7 @@ class Parking:
         self._left_once: dict[int, weakref.ref[torch.Tensor]] = {}
         self.traffic = Traffic(timed=way.always_timed)
         self._hooks = (
-            optimizer.register_step_pre_hook(_before_step),
+            optimizer.register_step_pre_hook(left_out_of_traces(_before_step, "Ebbflow brings the state back here")),
             optimizer.register_load_state_dict_post_hook(_can_leave),
         )
         _can_leave(optimizer)
@@ -149,6 +150,7 @@ _parkings: weakref.WeakKeyDictionary[torch.optim.Optimizer, Parking] = weakref.W
 
 def parking_of(optimizer: torch.optim.Optimizer, way: Way) -> Parking:
     """The one of ``optimizer``; models that share an optimizer share it, and :meth:`Parking.end` it one by one."""
+    optimizer = stepping(optimizer)
     found = _parkings.get(optimizer)
     if found is None:
         _parkings[optimizer] = found = Parking(optimizer, way)
