@@ -309,6 +309,7 @@ def test_steps_are_those_of_a_state_that_never_left(
             assert torch.equal(value, twins[1].state[other][name])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_a_compiled_step_brings_it_back(way: DiskTier) -> None:
     optimizer, reference = twins = stepped(1), stepped(1)
     for each in twins:
