@@ -19,9 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ebbflow.errors import TierError
+from ebbflow.measurement.resident import storages_in
 from ebbflow.torch_seams.away import can_leave, is_away
+from ebbflow.torch_seams.storages import walk
 from ebbflow.transfers import lots
 from ebbflow.transfers.disk import DiskTier
 from ebbflow.transfers.lane import Job
@@ -274,6 +277,22 @@ def test_state_is_found_wherever_an_optimizer_keeps_it(way: DiskTier) -> None:
     assert all(map(is_away, kept))
     optimizer.step()
     assert not any(map(is_away, kept))
+
+
+def test_a_model_that_holds_its_optimizers_state_does_not_bring_it_back(
+    optimizer: torch.optim.Optimizer, parking: Parking
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.moments = moments(optimizer)  # type: ignore[assignment]
+    parking.leave()
+    assert storages_in([model]).keys() == walk(model)[2].keys()
+    assert sum(storages_in([model]).values()) == 24
+    assert all(map(is_away, moments(optimizer)))
+
+
+def test_what_is_made_of_tensors_counts_by_these() -> None:
+    assert sum(storages_in([torch.eye(8).to_sparse()]).values()) == 2 * 8 * 8 + 8 * 4
+    assert sum(storages_in([TwoTensor(torch.ones(8), torch.ones(8))]).values()) == 64
 
 
 def test_what_needs_no_memory_brings_nothing_back(optimizer: torch.optim.Optimizer, parking: Parking) -> None:
