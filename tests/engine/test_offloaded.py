@@ -15,7 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 import ebbflow
 from ebbflow.engine.offloaded import Offloaded
 from ebbflow.errors import BudgetError, TierError, UsageError
+from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.optimizer_step import step_bytes
+from ebbflow.measurement.resident import tensors_in
 from ebbflow.torch_seams.away import is_away
 from ebbflow.transfers.disk import disk_tier
 
@@ -379,3 +381,83 @@ def test_ahead_of_time_it_needs_the_same(tmp_path: Path) -> None:
             ebbflow.plan(model, (batch(8),), budget="1GiB", offload_optimizer=True, **given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="offload_optimizer='yes'"):
         ebbflow.plan(model, (batch(8),), budget="1GiB", offload_optimizer="yes")  # type: ignore[arg-type]
+
+
+CHANGES: dict[str, Callable[[Net, torch.optim.Optimizer], object]] = {
+    "unfrozen": lambda model, _: model.requires_grad_(True),
+    "settings": lambda _, optimizer: optimizer.param_groups[0].update(foreach=True),
+    "appended": lambda model, optimizer: optimizer.param_groups[0]["params"].append(model.layers[2].weight),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_an_optimizer_needs_is_found_out_anew_when_it_changes(name: str, tmp_path: Path) -> None:
+    model, _ = next(twins())
+    own = [each for each in model.parameters() if each is not model.layers[2].weight]
+    model.layers[0].weight.requires_grad_(name != "unfrozen")
+    optimizer = torch.optim.AdamW(own, lr=1e-3, foreach=False)
+    for each in own:
+        each.grad = torch.zeros_like(each) if each.requires_grad else None
+    optimizer.step()
+    away = Offloaded(optimizer, disk_tier(tmp_path))
+    before = away.end.bytes
+    CHANGES[name](model, optimizer)
+    assert away.end.bytes - before >= 4 * WIDTH * WIDTH
+    away.close()
+
+
+def test_looking_ahead_runs_no_kernel_and_changes_nothing_of_the_optimizers() -> None:
+    class InGroups(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-3})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                kept = group.setdefault("kept", [])
+                kept += [torch.zeros_like(each) for each in group["params"]][len(kept) :]
+                for each, own in zip(group["params"], kept, strict=True):
+                    own.add_(each.grad)
+
+    parameter = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    parameter.grad = torch.ones_like(parameter)
+    for optimizer in (InGroups([parameter]), torch.optim.SGD([parameter], momentum=0.9, fused=True)):
+        with highest(0) as found:
+            foreseen = future_state_sizes(optimizer)
+        assert foreseen == [parameter.nbytes]
+        assert found[0] < parameter.nbytes
+        optimizer.step()
+        kept = [each.clone() for each in storages_of(optimizer)]
+        with highest(0) as found:
+            taken = step_bytes(optimizer)
+        assert found[0] < parameter.nbytes
+        assert taken is not None
+        assert taken <= parameter.nbytes
+        assert future_state_sizes(optimizer) == []
+        assert all(map(torch.equal, storages_of(optimizer), kept))
+
+
+def storages_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its state, wherever it is."""
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return [each for each in tensors_in(optimizer) if id(each) not in own]
+
+
+def test_summed_gradients_are_not_counted_twice_at_the_optimizers_step(tmp_path: Path) -> None:
+    """At a budget that the optimizer's step pins, calls that sum into gradients go on within it."""
+    source, x = twins(), batch(64)
+    (model, optimizer), (plain, reference) = next(source), next(source)
+    losses = train(plain, reference, x, steps=3, micro=3)
+    ebbflow.fit(model, "1MiB", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    with pytest.raises(BudgetError) as refused:
+        model(x)
+    assert refused.value.smallest_bytes is not None
+    ebbflow.set_budget(model, refused.value.smallest_bytes)
+    assert train(model, optimizer, x, steps=3, micro=3) == losses
+    assert same(reference, optimizer)
+    peaks: list[int] = []
+    for _ in range(3):
+        with highest(resident(model, optimizer, x)) as found:
+            train(model, optimizer, x, steps=1, micro=3)
+        peaks += found
+    assert max(peaks[1:]) <= refused.value.smallest_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ from torch import nn
 import ebbflow
 from ebbflow.errors import UsageError
 from ebbflow.measurement.optimizer_state import future_state_bytes
+from ebbflow.measurement.optimizer_step import step_bytes
 from ebbflow.measurement.resident import resident_bytes
+from ebbflow.torch_seams.away import is_away
+from ebbflow.transfers.disk import disk_tier
+from ebbflow.transfers.parked import parking_of
 from ebbflow.zoo import mlp_chain
 
 Make = Callable[[object], torch.optim.Optimizer]
@@ -182,3 +187,20 @@ def test_a_second_step_on_the_same_gradients_is_no_training_past_the_model() -> 
         parameter.grad.add_(1.0)
     with pytest.warns(UserWarning, match="no planned call"):
         optimizer.step()
+
+
+def test_an_optimizer_that_accelerate_has_wrapped_is_the_one_behind_it(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = torch.nn.Linear(256, 256)
+    plain = torch.optim.AdamW(model.parameters())
+    wrapped = accelerate.Accelerator(cpu=True).prepare(plain)
+    assert type(wrapped) is not type(plain)
+    assert future_state_bytes(wrapped) == future_state_bytes(plain) > 0
+    assert step_bytes(wrapped) == step_bytes(plain)
+    model(torch.randn(4, 256)).sum().backward()
+    wrapped.step()
+    parking_of(wrapped, disk_tier(tmp_path)).leave()
+    state = plain.state[model.weight]["exp_avg"]
+    assert is_away(state)
+    wrapped.step()
+    assert not is_away(state)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import os
 import pickle
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ebbflow.errors import TierError
+from ebbflow.measurement.resident import storages_in
 from ebbflow.torch_seams.away import can_leave, is_away
+from ebbflow.torch_seams.storages import walk
+from ebbflow.transfers import lots
 from ebbflow.transfers.disk import DiskTier
+from ebbflow.transfers.lane import Job
 from ebbflow.transfers.parked import LEAST_BYTES, Parking, parking_of
 
 SIZE = LEAST_BYTES // 4
@@ -115,8 +124,175 @@ def test_reading_brings_it_back(read: str, optimizer: torch.optim.Optimizer, par
     assert not vars(held)
     assert parking.traffic.in_bytes == parking.traffic.out_bytes == 4 * LEAST_BYTES
     parking.leave()
-    # Torch does not resize a storage that NumPy has seen once.
-    assert is_away(held) == (read not in ("numpy", "array"))
+    assert is_away(held)
+
+
+def test_a_signal_handler_may_read_at_any_moment(
+    optimizer: torch.optim.Optimizer, parking: Parking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, handling = [each.clone() for each in moments(optimizer)], []
+
+    def handle() -> None:
+        if not handling:
+            handling.append(True)
+            assert all(map(torch.equal, moments(optimizer), expected))
+            handling.clear()
+
+    def reading(function: Callable[..., Any]) -> Callable[..., Any]:
+        """As ``function``, but that somebody reads all state on this thread before it is called and after."""
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            handle()
+            result = function(*args, **kwargs)
+            handle()
+            return result
+
+        return read
+
+    for name in ("is_read_elsewhere", "fill", "forget"):
+        with monkeypatch.context() as patch:
+            patch.setattr(lots, name, reading(getattr(lots, name)))
+            parking.leave()
+            parking.back()
+        parking.leave()
+        assert all(map(is_away, moments(optimizer)))
+        parking.back()
+    assert not any(vars(each) for each in moments(optimizer))
+
+
+def test_ctrl_c_while_it_comes_back_loses_nothing(
+    optimizer: torch.optim.Optimizer, parking: Parking, way: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, slow = [each.clone() for each in moments(optimizer)], threading.Event()
+    parking.leave()
+    preadv = os.preadv
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *args: slow.wait(10) and preadv(*args))
+        patch.setattr(Job, "wait", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                moments(optimizer)[0].sum()
+    others = [torch.full((SIZE,), 7.0) for _ in range(8)]  # where the copies that are under way must not write
+    slow.set()
+    assert all(map(torch.equal, moments(optimizer), expected))
+    assert all(bool((each == 7).all()) for each in others)
+    parking.leave()
+    assert all(map(is_away, moments(optimizer)))
+
+
+def test_a_thread_that_reads_while_it_leaves_reads_what_is_there(way: DiskTier) -> None:
+    optimizer = stepped(1, functools.partial(torch.optim.SGD, momentum=0.9))
+    held = next(iter(optimizer.state.values()))["momentum_buffer"]
+    held.set_(torch.ones(8 * 2**20))
+    parking, ends, sums = parking_of(optimizer, way), threading.Event(), set[float]()
+
+    def read() -> None:
+        while not ends.is_set():
+            sums.add(float(held.clone()[-1]))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(20):
+        parking.leave()
+        time.sleep(0.002)
+    ends.set()
+    thread.join()
+    assert sums == {1.0}
+
+
+def test_a_finalizer_of_garbage_may_read_it(optimizer: torch.optim.Optimizer, parking: Parking) -> None:
+    class Keeper:
+        def __init__(self) -> None:
+            self.own, self.optimizer, self.found = self, optimizer, found
+
+        def __del__(self) -> None:
+            self.found.append(moments(self.optimizer)[0].clone())
+
+    found: list[torch.Tensor] = []
+    expected = moments(optimizer)[0].clone()
+    keeper = Keeper()
+    parking.leave()
+    tensor = moments(optimizer)[0]
+    keeper.first = tensor  # type: ignore[attr-defined]
+    del keeper, tensor
+    gc.collect()
+    assert torch.equal(found[0], expected)
+
+
+AT_EXIT = """
+import atexit, sys
+import torch
+class Last:
+    def __del__(self):
+        self.check("at the end")
+last = Last()
+def check(when):
+    print(when, all(map(torch.equal, expected, [each["exp_avg"] for each in optimizer.state.values()])))
+{before}
+from pathlib import Path
+from ebbflow.transfers.disk import DiskTier
+from ebbflow.transfers.parked import parking_of
+parameters = [torch.nn.Parameter(torch.randn(100_000)) for _ in range(2)]
+optimizer = torch.optim.Adam(parameters)
+for each in parameters:
+    each.grad = torch.randn(100_000)
+optimizer.step()
+expected = [each["exp_avg"].clone() for each in optimizer.state.values()]
+parking_of(optimizer, DiskTier(Path({directory!r}))).leave()
+"""
+
+
+@pytest.mark.parametrize("before", ["atexit.register(check, 'atexit')", "last.check = check; sys.modules['x'] = last"])
+def test_it_can_be_read_as_the_interpreter_ends(before: str, tmp_path: Path) -> None:
+    code = AT_EXIT.format(before=before, directory=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("True\n"), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+class _Odd(torch.optim.Optimizer):
+    """State under a name, in a group, sparse, and in an optimizer that it holds."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for index, each in enumerate(group["params"]):
+                self.state["shared"].setdefault(index, torch.zeros_like(each)).add_(each.grad)
+                self.state[each]["few"] = (each.grad * (each.grad > 1)).to_sparse()
+                group.setdefault("kept", {}).setdefault(index, torch.zeros_like(each)).add_(each.grad)
+        self.inner.step()
+
+
+def test_state_is_found_wherever_an_optimizer_keeps_it(way: DiskTier) -> None:
+    optimizer = stepped(2, _Odd)
+    assert isinstance(optimizer, _Odd)
+    kept = [*optimizer.state["shared"].values(), *optimizer.param_groups[0]["kept"].values()]
+    kept += [each["momentum_buffer"] for each in optimizer.inner.state.values()]
+    parking_of(optimizer, way).leave()
+    assert len(kept) == 6
+    assert all(map(is_away, kept))
+    optimizer.step()
+    assert not any(map(is_away, kept))
+
+
+def test_a_model_that_holds_its_optimizers_state_does_not_bring_it_back(
+    optimizer: torch.optim.Optimizer, parking: Parking
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.moments = moments(optimizer)  # type: ignore[assignment]
+    parking.leave()
+    assert storages_in([model]).keys() == walk(model)[2].keys()
+    assert sum(storages_in([model]).values()) == 24
+    assert all(map(is_away, moments(optimizer)))
+
+
+def test_what_is_made_of_tensors_counts_by_these() -> None:
+    assert sum(storages_in([torch.eye(8).to_sparse()]).values()) == 2 * 8 * 8 + 8 * 4
+    assert sum(storages_in([TwoTensor(torch.ones(8), torch.ones(8))]).values()) == 64
 
 
 def test_what_needs_no_memory_brings_nothing_back(optimizer: torch.optim.Optimizer, parking: Parking) -> None:
@@ -150,6 +326,21 @@ def test_steps_are_those_of_a_state_that_never_left(
         assert torch.equal(one, other)
         for name, value in twins[0].state[one].items():
             assert torch.equal(value, twins[1].state[other][name])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
+def test_a_compiled_step_brings_it_back(way: DiskTier) -> None:
+    optimizer, reference = twins = stepped(1), stepped(1)
+    for each in twins:
+        each.load_state_dict(copy.deepcopy(reference.state_dict()))
+    parking, step = parking_of(optimizer, way), torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        parking.leave()
+        for each in twins:
+            each.param_groups[0]["params"][0].grad = torch.ones(SIZE)
+        step()
+        reference.step()
+    assert torch.equal(moments(optimizer)[0], moments(reference)[0])
 
 
 def test_what_somebody_else_has_stays(optimizer: torch.optim.Optimizer, parking: Parking) -> None:

@@ -436,9 +436,9 @@ class FittedModel:
     def _end_of(self, now: Circumstances) -> StepEnd:
         """What is taken when the backward of a call has returned, whatever the plan."""
         hooks = hooks_end(self._after.bytes(now.slot, now.hooks))
-        if self.offloaded is None or self.offloaded.end.bytes < hooks.bytes:
+        if self.offloaded is None or (end := self.offloaded.end).bytes < hooks.bytes:
             return hooks
-        return self.offloaded.end
+        return replace(end, summed=now.accumulating)
 
     def _granted_bytes(self) -> int:
         """What a share of the unplanned peak has come to at the most, for any shape; 0 for a budget in bytes."""

@@ -15,7 +15,7 @@ import torch
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.optimizer_step import step_bytes
-from ebbflow.measurement.resident import storages_in, tensors_in
+from ebbflow.measurement.resident import kept_by, optimizers_in, storages_in, tensors_in
 from ebbflow.planning.step_end import StepEnd
 from ebbflow.transfers.parked import LEAST_BYTES, Parking, moves, parking_of
 from ebbflow.transfers.traffic import Traffic
@@ -74,7 +74,7 @@ class Offloaded:
 
     def _look(self) -> tuple[int, int, int | None]:
         parking = self._parking
-        key = (len(self._optimizer.state), len(self._optimizer.param_groups), parking.moving_bytes)
+        key = (_outline(self._optimizer), parking.moving_bytes)
         if self._known[0] != key:
             to_come = future_state_sizes(self._optimizer)
             staying = sum(size for size in to_come if not moves(size))
@@ -133,7 +133,7 @@ def foresee(optimizer: torch.optim.Optimizer, others: object, device: str, tier:
         device: ``"cpu"`` or ``"cuda"``, where the step is to run; some optimizers step otherwise there.
         tier: by name.
     """
-    own, held = storages_in([others]), list(tensors_in(optimizer.state))
+    own, held = storages_in([others]), list(tensors_in([kept_by(each) for each in optimizers_in(optimizer)]))
     state = storages_in(held)
     away = {key for key, size in state.items() if moves(size) and key not in own}
     to_come = future_state_sizes(optimizer)
@@ -145,3 +145,13 @@ def foresee(optimizer: torch.optim.Optimizer, others: object, device: str, tier:
         end_of_step(optimizer, moving, taken),
         note_of(moving, taken, tier),
     )
+
+
+def _outline(optimizer: torch.optim.Optimizer) -> list[object]:
+    """What its state and its step depend on, as far as it changes between two steps; numbers such as rates do not."""
+    outline: list[object] = [len(each.state) for each in optimizers_in(optimizer)]
+    for group in optimizer.param_groups:
+        outline += [(id(each), each.requires_grad) for each in group["params"]]
+        settings = [(name, bool(value)) for name, value in group.items() if isinstance(value, bool | float | None)]
+        outline += settings
+    return outline

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 import torch
 
 from ebbflow.errors import UsageError
-from ebbflow.measurement.resident import storages_in, tensors_in
-from ebbflow.torch_seams.fake_tensors import FakeTensorMode, numbers_are, quiet_log, without_modes
+from ebbflow.measurement.resident import kept_by, optimizers_in, stepping, storages_in, tensors_in
+from ebbflow.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
-__all__ = ["future_state_bytes", "future_state_sizes"]
+__all__ = ["future_state_bytes", "future_state_sizes", "options_of"]
 
 _ANSWERS = (1, 0)
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # of definition 2
@@ -43,21 +44,45 @@ def future_state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     """
     sizes: dict[tuple[object, ...], list[int]] = {}
     total: list[int] = []
+    optimizer = stepping(optimizer)
+    parts = optimizers_in(optimizer)
+    if any(_keeps_for_all(each) for each in parts):
+        return total
     for position, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = options_of(group)
         for parameter in group["params"]:
-            if optimizer.state.get(parameter) or not parameter.requires_grad:
+            if any(each.state.get(parameter) for each in parts) or not parameter.requires_grad:
                 continue
             key = (position, tuple(parameter.shape), parameter.dtype, parameter.device)
             if key not in sizes:
                 try:
                     sizes[key] = _state_sizes(type(optimizer), options, parameter)
                 except UsageError:
-                    if not any(optimizer.state.values()):
+                    if not any(any(each.state.values()) for each in parts):
                         raise
                     return total  # it has stepped, and keeps what it needs with other parameters (LBFGS: one)
             total += sizes[key]
     return total
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """What a trial of an optimizer is made with in place of ``group``, besides parameters; nothing that it changes."""
+    given: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, list | dict | set):
+            if key != "params" and not any(True for _ in tensors_in(value)):
+                given[key] = copy.deepcopy(value)
+        else:
+            given[key] = value
+    return given
+
+
+def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has stepped and keeps state under other names than its parameters."""
+    held: list[object] = [state for key, state in optimizer.state.items() if not isinstance(key, torch.Tensor)]
+    for group in optimizer.param_groups:
+        held += [value for key, value in group.items() if key != "params" and isinstance(value, list | dict)]
+    return any(True for _ in tensors_in(held))
 
 
 def _state_sizes(kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter) -> list[int]:
@@ -81,8 +106,8 @@ def _tries(
     """Bytes of each tensor of the state, or why one way did not find them."""
     for answer in _ANSWERS:
         try:
-            with quiet_log(), FakeTensorMode(allow_non_fake_inputs=True), numbers_are(answer):
-                yield list(storages_in([_state_after(kind, options, like, tuple(like.shape))]).values())
+            with quiet_log(), sizes_only(), numbers_are(answer):
+                yield list(storages_in(_state_after(kind, options, like, tuple(like.shape))).values())
         except Exception as error:  # any optimizer of the user's may raise anything here
             yield error
     known: dict[int, int] = dict(zip(_SIZES, like.shape, strict=False))
@@ -94,18 +119,20 @@ def _tries(
     except Exception as error:  # likewise
         yield error
     else:
-        yield [_scaled_bytes(each, shape, like, known) for each in tensors_in(state)]
+        yield [_scaled_bytes(each, shape, like, known) for each in state]
 
 
 def _state_after(
     kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter, shape: tuple[int, ...]
-) -> dict[str, Any]:
+) -> list[torch.Tensor]:
     """The state of a stand-in for ``like``, after one step."""
     stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
     stand_in.grad = torch.zeros_like(stand_in)
     trial = kind([{**options, "params": [stand_in]}])  # type: ignore[call-arg]
     trial.step()
-    return dict(trial.state[stand_in])
+    given = {id(each) for each in tensors_in([stand_in, options])}
+    kept = tensors_in([kept_by(each) for each in optimizers_in(trial)])
+    return [each for each in kept if id(each) not in given]
 
 
 def _scaled_bytes(state: torch.Tensor, shape: tuple[int, ...], like: torch.nn.Parameter, known: dict[int, int]) -> int:

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
+from ebbflow.measurement.optimizer_state import options_of
+from ebbflow.measurement.resident import stepping
 from ebbflow.torch_seams.fake_tensors import (
-    FakeTensorMode,
     fakes_are_counted,
     fakes_are_stepped_as_parameters,
     numbers_are,
     quiet_log,
+    sizes_only,
     without_modes,
 )
 
@@ -31,10 +33,11 @@ def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> i
         optimizer: of real, fake or meta parameters.
         device: type of the one to step on, where some optimizers take other ways; that of the parameters if ``None``.
     """
+    optimizer = stepping(optimizer)
     with without_modes(), quiet_log():
         for answer in (1, 0):
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True), numbers_are(answer), fakes_are_stepped_as_parameters():
+                with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
                     return _taken(optimizer, device)
             except Exception:  # any optimizer of the user's may raise anything here
                 continue
@@ -42,7 +45,9 @@ def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> i
 
 
 def _taken(optimizer: torch.optim.Optimizer, device: str | None) -> int:
-    groups = [{**group, "params": list(_stand_ins(group["params"], device))} for group in optimizer.param_groups]
+    groups = [
+        {**options_of(group), "params": list(_stand_ins(group["params"], device))} for group in optimizer.param_groups
+    ]
     trial = type(optimizer)(groups)  # type: ignore[call-arg]
     trial.step()
     with fakes_are_counted() as counted:

@@ -19,10 +19,22 @@ from ebbflow.torch_seams.storages import (
     held_in,
     module_table,
     parameter_table,
+    parts_of,
     storage_key,
 )
 
-__all__ = ["device_of", "hidden_in", "resident_bytes", "start_bytes", "storages_in", "tensors_in", "watched_in"]
+__all__ = [
+    "device_of",
+    "hidden_in",
+    "kept_by",
+    "optimizers_in",
+    "resident_bytes",
+    "start_bytes",
+    "stepping",
+    "storages_in",
+    "tensors_in",
+    "watched_in",
+]
 
 
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
@@ -30,22 +42,46 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
     if isinstance(root, torch.Tensor):
         if is_away(root):
             return
-        yield root
+        yield from parts_of(root)
         if root.is_leaf and root.grad is not None:
-            yield root.grad
+            yield from parts_of(root.grad)
     elif isinstance(root, torch.nn.Module):
         yield from _tensors_of(root)
     elif isinstance(root, torch.optim.Optimizer):
-        for state in root.state.values():
-            yield from tensors_in(state)
-        for group in root.param_groups:
-            yield from tensors_in(group["params"])
+        for each in optimizers_in(root):
+            yield from tensors_in(kept_by(each))
+            yield from tensors_in([group["params"] for group in each.param_groups])
     elif isinstance(root, Mapping):
         for value in root.values():
             yield from tensors_in(value)
     elif isinstance(root, list | tuple | set | frozenset):
         for value in root:
             yield from tensors_in(value)
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """``optimizer``, and those that it holds in its attributes and steps itself (lookahead, SAM, accelerate's)."""
+    found = [optimizer]
+    for each in found:
+        inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+        found += [value for value in inner if not any(value is known for known in found)]
+    return found
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that steps: ``optimizer``, or the one behind it if it was never made as one (accelerate's)."""
+    while "defaults" not in vars(optimizer):
+        inner = [each for each in optimizers_in(optimizer) if each is not optimizer]
+        if not inner:
+            break
+        optimizer = inner[0]
+    return optimizer
+
+
+def kept_by(optimizer: torch.optim.Optimizer) -> list[object]:
+    """What ``optimizer`` itself keeps from step to step: its state, and what it has put into its groups."""
+    groups = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    return [*optimizer.state.values(), *groups]
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:

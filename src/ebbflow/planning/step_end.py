@@ -2,7 +2,9 @@
 
 1. When the backward graph has returned, the same is alive under every schedule: outputs, gradients, what is resident.
    What is taken on top of that (by hooks on parameters, by an optimizer whose state comes back) no plan can lower.
-2. A budget has to hold the step's end too. A share is of the peak of the unplanned step with what it holds of that from
+2. Gradients that are summed into those that there are do not outlive that: at ``optimizer.step()`` only the sums are
+   left, which were resident before. A hook on a parameter meets all of them.
+3. A budget has to hold the step's end too. A share is of the peak of the unplanned step with what it holds of that from
    its start on, or of the end, where that is more.
 """
 
@@ -28,19 +30,24 @@ class StepEnd:
         held_bytes: of them, what the unplanned step holds from its start on, as this one does not.
         what: takes them, a plural.
         remedy: besides a larger budget.
+        summed: whether the step's gradients are gone by then (definition 2).
     """
 
     bytes: int
     held_bytes: int = 0
     what: str = ""
     remedy: str = ""
+    summed: bool = False
 
     def needed_bytes(self, program: Program, resident_bytes: int) -> int:
         """Of a budget, whatever the plan; 0 if nothing is taken."""
-        return resident_bytes + end_bytes(program) + self.bytes if self.bytes else 0
+        if not self.bytes:
+            return 0
+        gone = sum(program.buffers[each].bytes for each in set(program.gradients)) if self.summed else 0
+        return resident_bytes + max(end_bytes(program) - gone, 0) + self.bytes
 
     def unplanned_bytes(self, program: Program, resident_bytes: int) -> int:
-        """The peak that shares are of (definition 2)."""
+        """The peak that shares are of (definition 3)."""
         held = resident_bytes + unplanned_bytes(program) + self.held_bytes
         return max(held, self.needed_bytes(program, resident_bytes))
 

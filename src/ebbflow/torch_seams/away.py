@@ -2,7 +2,8 @@
 
 1. A tensor is *away* while its storage is empty: its bytes are with whoever sent it away. It has another class then, of
    which torch asks before any function that is given such a tensor. What needs no memory (sizes, dtypes) is answered;
-   before anything else the tensor is brought back, and is what it was.
+   before anything else the tensor is brought back, and is what it was. It has that class from before its memory goes
+   until after it is filled, so that a signal handler or another thread that comes in between asks too.
 2. A tensor can leave if nobody else has its storage: a view, an array of NumPy's or another process would read memory
    that is gone. Who holds the Python object itself, however often, does no harm.
 3. The memory of what ``torch.load`` has read, and of what NumPy has seen, cannot be resized, and such a tensor cannot
@@ -11,17 +12,28 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ebbflow.torch_seams.trees import tree_leaves
+__all__ = ["can_leave", "fill", "forget", "is_away", "mark", "own_memory"]
 
-__all__ = ["can_leave", "empty", "fill", "is_away", "own_memory"]
+_MEMORY = "_ebbflow_memory"
 
-_BACK = "_ebbflow_back"
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Of a tensor that is away: its storage, what it is, and who fills it."""
+
+    storage: torch.UntypedStorage
+    size: torch.Size
+    stride: tuple[int, ...]
+    bring_back: Callable[[torch.Tensor], object]
 
 
 class _Away(torch.Tensor):
@@ -34,12 +46,27 @@ class _Away(torch.Tensor):
         """Bring back what is read."""
         kwargs = kwargs or {}
         if func in _WITHOUT_MEMORY:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        for each in tree_leaves((args, kwargs)):
-            if type(each) is _Away:
-                getattr(each, _BACK)()
+            return _unasked(func, *args, **kwargs)
+        for each in _away_in((*args, *kwargs.values())):
+            if (memory := vars(each).get(_MEMORY)) is not None:  # else another thread has brought it back
+                memory.bring_back(each)
         return func(*args, **kwargs)
+
+
+def _unasked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``func`` as if no tensor were away: one call of C, so that no signal handler runs without being asked."""
+    return torch._C._disabled_torch_function_impl(func, (), args, kwargs)
+
+
+def _away_in(values: Iterable[Any]) -> Iterator[_Away]:
+    """Those among ``values`` and in the containers among them. As the interpreter ends, torch's own walk fails."""
+    for each in values:
+        if type(each) is _Away:
+            yield each
+        elif isinstance(each, list | tuple | set | frozenset):
+            yield from _away_in(each)
+        elif isinstance(each, dict):
+            yield from _away_in(each.values())
 
 
 _WITHOUT_MEMORY: frozenset[Any] = frozenset(
@@ -101,14 +128,15 @@ def _uses(tensor: torch.Tensor) -> tuple[int, int, int]:
 _USES = _uses(torch.empty(1))  # where nobody else does
 
 
-def empty(tensor: torch.Tensor, bring_back: Callable[[], object]) -> None:
-    """Give back the memory of ``tensor``, which :func:`can_leave`. ``bring_back`` is called before it is read.
+def mark(tensor: torch.Tensor, bring_back: Callable[[torch.Tensor], object]) -> Callable[[], object]:
+    """``tensor``, which :func:`can_leave`, counts as away from now on; what is returned gives back its memory.
 
-    It has to :func:`fill` the tensor, or to raise.
+    ``bring_back`` of it is called before it is read. It has to :func:`fill` the tensor, or to raise.
     """
-    tensor.untyped_storage().resize_(0)
-    setattr(tensor, _BACK, bring_back)
+    storage = tensor.untyped_storage()
+    setattr(tensor, _MEMORY, _Memory(storage, tensor.size(), tensor.stride(), bring_back))
     tensor.__class__ = _Away  # type: ignore[assignment]
+    return functools.partial(storage.resize_, 0)
 
 
 def fill(tensor: torch.Tensor, read: Callable[[torch.Tensor], object]) -> None:
@@ -116,17 +144,40 @@ def fill(tensor: torch.Tensor, read: Callable[[torch.Tensor], object]) -> None:
 
     Args:
         tensor: that is away.
-        read: fills the tensor that it is given, another one of the same memory, which any thread may touch.
+        read: fills the tensor that it is given, another one of the same memory, which any thread may touch, even after
+            ``read`` has raised.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        storage = tensor.untyped_storage()
-        storage.resize_(tensor.numel() * tensor.element_size())
-        try:
-            same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            same.set_(storage, 0, tensor.size(), tensor.stride())  # pyright: ignore[reportArgumentType]
+    memory: _Memory | None = vars(tensor).get(_MEMORY)
+    if memory is None:  # a signal handler has filled it
+        return
+    same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    needed = math.prod(memory.size) * same.element_size()
+    if memory.storage.nbytes() != needed:  # a thread that began before it was marked may be reading still
+        memory.storage.resize_(needed)
+    try:
+        same.set_(memory.storage, 0, memory.size, memory.stride)  # pyright: ignore[reportArgumentType]
+        if is_away(tensor):  # likewise
             read(same)
-        except BaseException:
-            storage.resize_(0)
-            raise
-        tensor.__class__ = torch.Tensor
-        delattr(tensor, _BACK)
+    except BaseException:
+        if is_away(tensor):
+            _let_go(tensor, memory)
+        raise
+    forget(tensor)
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """``tensor`` has its memory: nothing is left of its having been away."""
+    tensor.__class__ = torch.Tensor
+    vars(tensor).pop(_MEMORY, None)
+
+
+def _let_go(tensor: torch.Tensor, memory: _Memory) -> None:
+    """Give ``tensor`` empty memory of its own; what it had goes when nobody writes to it any more."""
+    other = torch.empty_strided(memory.size, memory.stride, dtype=tensor.dtype, device=tensor.device)
+    storage = other.untyped_storage()
+    storage.resize_(0)
+    _unasked(_SET_DATA, tensor, other)
+    setattr(tensor, _MEMORY, replace(memory, storage=storage))
+
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -40,6 +41,7 @@ __all__ = [
     "mode_of",
     "numbers_are",
     "quiet_log",
+    "sizes_only",
     "without_modes",
 ]
 
@@ -67,13 +69,21 @@ def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
     return tensor._has_symbolic_sizes_strides
 
 
+def sizes_only() -> FakeTensorMode:
+    """A mode that never runs a kernel on real stand-ins of fake tensors, as torch does for unknown ops."""
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
 def without_modes() -> AbstractContextManager[object]:
     """While open, ops run as if no mode (fake tensors, tracing, the user's own) were active on this thread."""
     return _disable_current_modes()
 
 
 class numbers_are(TorchDispatchMode):
-    """While open, a number that is asked of a fake tensor and that nobody knows is ``answer``, in the tensor's type."""
+    """While open, a number that is asked of a fake tensor and that nobody knows is ``answer``, in the tensor's type.
+
+    An op in place that has no description and gives nothing back (``_fused_sgd_``) does nothing.
+    """
 
     def __init__(self, answer: int) -> None:
         super().__init__()
@@ -83,6 +93,10 @@ class numbers_are(TorchDispatchMode):
         """Ask torch first: a fake tensor of one element may know its value."""
         try:
             return func(*args, **(kwargs or {}))
+        except UnsupportedOperatorException:
+            if func._schema.returns:
+                raise
+            return None
         except DataDependentOutputException:
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise

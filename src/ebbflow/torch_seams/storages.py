@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
+
+from ebbflow.torch_seams.away import is_away
 
 __all__ = [
     "StorageWatch",
@@ -15,6 +17,7 @@ __all__ = [
     "held_in",
     "module_table",
     "parameter_table",
+    "parts_of",
     "storage_key",
     "version_of",
     "walk",
@@ -143,8 +146,25 @@ def _elements(value: object) -> Collection[object]:
     return list(elements)
 
 
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors whose storages are the memory of ``tensor``: itself, or what a sparse or wrapping one is made of."""
+    if isinstance(flatten := getattr(tensor, "__tensor_flatten__", None), Callable):
+        for name in flatten()[0]:
+            yield from parts_of(getattr(tensor, name))
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` takes memory of the CPU: no fake one does, nor one that stands for others in a transform."""
+    """Whether ``tensor`` takes memory of the CPU: not one that is away or fake, or stands for others in a transform."""
+    if is_away(tensor):
+        return False
     try:
         return tensor.untyped_storage().device.type == "cpu"
     except (RuntimeError, NotImplementedError):

@@ -62,10 +62,12 @@ class Region:
                 tier="disk",
                 path=directory,
             ) from None
-        self.close = weakref.finalize(self, _close, self._file)
-        try:
-            with contextlib.suppress(FileNotFoundError):
+        finally:  # also after Ctrl-C
+            with contextlib.suppress(OSError):
                 path.unlink()
+        self.close = weakref.finalize(self, _close, self._file)
+        self.close.atexit = False  # what else runs then may want to read, such as a checkpoint of the optimizer
+        try:
             self._fill()
         except OSError as error:
             self.close()

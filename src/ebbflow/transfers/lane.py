@@ -4,7 +4,8 @@
    are seen; so a job lets go of what it copies before it says that it is done.
 2. A job that fails keeps the text of what happened. A stored exception would keep its frames, and these the step.
 3. A lane without work for a while has no thread. A process that was forked from has none either; it starts its own.
-   Where none can be started, whoever submits a job does it: nothing is waited for that nobody would do.
+   Where none can be started, and when the interpreter ends, whoever submits a job does it: nothing is waited for that
+   nobody would do.
 4. Ctrl-C may come while somebody waits. ``threading.Event`` may then be left locked, which would stop the lane, so a
    job says that it has ended by a queue, which is C code.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -99,7 +101,7 @@ class Lane:
         _lanes.add(self)
 
     def _start_anew(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may submit a job while this thread does
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -107,7 +109,7 @@ class Lane:
         """Queue a copy; ``then`` is called in the end, also of one that failed or was cancelled."""
         job = Job(work, then)
         with self._lock:
-            if self._thread is None and not self._start():
+            if sys.is_finalizing() or (self._thread is None and not self._start()):
                 job.run()  # nobody else's is waiting
             else:
                 self._jobs.put(job)

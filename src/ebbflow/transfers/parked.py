@@ -8,40 +8,29 @@
    any thread. If that fails it stays away, so that it can be tried again.
 4. It leaves at every training call, also if it was only read: what is rewritten through ``.data`` has no mark.
 5. State that there is when a parking is made, and state that is loaded, is given memory that can leave: that of what
-   ``torch.load`` has read cannot.
+   ``torch.load`` has read cannot. So is state that has left before, if NumPy has looked at it since.
 6. What is away belongs to the process that sent it. In one that was forked from it, it cannot be read.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from ebbflow.errors import TierError
-from ebbflow.torch_seams.away import can_leave, empty, fill, is_away, own_memory
-from ebbflow.transfers.slots import Slot, Space, region_bytes
+from ebbflow.measurement.resident import kept_by, optimizers_in, stepping
+from ebbflow.torch_seams.away import can_leave, is_away, own_memory
+from ebbflow.torch_seams.stance import left_out_of_traces
+from ebbflow.transfers.lots import Lot
 from ebbflow.transfers.traffic import Traffic
-from ebbflow.transfers.ways import Copy, Way
+from ebbflow.transfers.ways import Way
 
 __all__ = ["LEAST_BYTES", "Parking", "moves", "parking_of"]
 
 LEAST_BYTES = 64 * 2**10
 """Smaller tensors of state stay."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A tensor that is away, not kept alive, with its place and the copy that took it there."""
-
-    tensor: weakref.ref[torch.Tensor]
-    slot: Slot
-    copy: Copy
 
 
 class Parking:
@@ -52,6 +41,7 @@ class Parking:
         way: the tier.
 
     Attributes:
+        way: that state leaves by from now on. The model that is fitted last says.
         traffic: what has moved since the state left last.
         users: models that it is for.
         moving_bytes: that were away after :meth:`leave`.
@@ -59,22 +49,18 @@ class Parking:
 
     def __init__(self, optimizer: torch.optim.Optimizer, way: Way) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._way = way
+        self.way = way
         self._lock = threading.RLock()
-        self._lots: list[_Lot] = []
+        self._lots: list[Lot] = []
+        self._left_once: dict[int, weakref.ref[torch.Tensor]] = {}
         self.traffic = Traffic(timed=way.always_timed)
         self._hooks = (
-            optimizer.register_step_pre_hook(_before_step),
+            optimizer.register_step_pre_hook(left_out_of_traces(_before_step, "Ebbflow brings the state back here")),
             optimizer.register_load_state_dict_post_hook(_can_leave),
         )
         _can_leave(optimizer)
         self.users = 0
         self.moving_bytes = 0
-
-    @property
-    def way(self) -> Way:
-        """The tier."""
-        return self._way
 
     def leave(self) -> None:
         """Definition 2.
@@ -86,13 +72,25 @@ class Parking:
         if optimizer is None:
             return
         with self._lock:
-            self._lots = [lot for lot in self._lots if lot.left]
+            self._lots = [lot for lot in self._lots if lot.still_away()]
             state = [each for each in _state(optimizer) if is_away(each) or moves(each.untyped_storage().nbytes())]
+            for each in state:
+                if not is_away(each) and self._has_left(each):
+                    own_memory(each)  # NumPy has seen it
             leaving = [each for each in state if not is_away(each) and can_leave(each)]
+            each = state = None
             if leaving:
-                self.traffic = Traffic(timed=self._way.always_timed)
-                self._lots.append(_Lot(leaving, self._way, self.traffic))
-            self.moving_bytes = sum(lot.bytes for lot in self._lots)
+                self._left_once |= {id(each): weakref.ref(each) for each in leaving}
+                self.traffic = Traffic(timed=self.way.always_timed)
+                lot = Lot(leaving, self.way, self.traffic)
+                self._lots.append(lot)
+                lot.leave(leaving)
+            self.moving_bytes = sum(each.slot.bytes for lot in self._lots for each in lot.left)
+
+    def _has_left(self, tensor: torch.Tensor) -> bool:
+        """Whether it has before, so that its memory is torch's."""
+        known = self._left_once.get(id(tensor))
+        return known is not None and known() is tensor
 
     def back(self) -> None:
         """Definition 3.
@@ -117,118 +115,23 @@ class Parking:
         self.back()
 
 
-class _Lot:
-    """What left together, in one region.
-
-    Raises:
-        TierError: if the tier has no room, or a copy failed.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor], way: Way, traffic: Traffic) -> None:
-        self._way, self._traffic = way, traffic
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        slots = list(_slots(tensors, way.name))
-        self.bytes = sum(slot.bytes for slot in slots)
-        self._region = region = way.region(region_bytes(slots)[way.name])
-        # Once nobody can bring anything back any more, the region is free: the tensors hold on to this.
-        self._end = weakref.finalize(self, _give_back, way, region, os.getpid())
-        self._end.atexit = False
-        copies: list[Copy] = []
-        try:
-            for slot, tensor in zip(slots, tensors, strict=True):
-                copies.append(way.send(region, slot, tensor, _nothing, timed=traffic.timed))
-            for copy in copies:
-                copy.join(traffic)
-        except BaseException:
-            for copy in copies:
-                copy.cancel()
-                copy.join(traffic)
-            raise
-        for slot, copy in zip(slots, copies, strict=True):
-            if copy.failure:
-                raise region.failure(f"moving {slot.name} to the {slot.tier} tier", copy.failure)
-        self.left: list[_Left] = []
-        for tensor, slot, copy in zip(tensors, slots, copies, strict=True):
-            self.left.append(_Left(weakref.ref(tensor), slot, copy))
-            empty(tensor, self.back)
-            traffic.out_bytes += slot.bytes
-
-    def back(self) -> None:
-        """Bring back what is alive."""
-        with self._lock:
-            if self.left and os.getpid() != self._process:
-                raise TierError(
-                    "this process was forked while the optimizer's state was on the "
-                    f"{self._way.name} tier, where it belongs to the process that it was forked from; start processes "
-                    "before the forward or after optimizer.step(), or read the state (optimizer.state_dict()) first",
-                    tier=self._way.name,
-                )
-            while self.left:
-                each = self.left[-1]
-                tensor = each.tensor()
-                if tensor is not None and is_away(tensor):
-                    fill(tensor, functools.partial(self._read, each))
-                    self._traffic.in_bytes += each.slot.bytes
-                del tensor
-                self.left.pop()
-            self._end()
-
-    def _read(self, each: _Left, tensor: torch.Tensor) -> None:
-        copy = self._way.fetch(self._region, each.slot, tensor, each.copy, _nothing, timed=self._traffic.timed)
-        try:
-            copy.join(self._traffic)
-        except BaseException:  # of a wait that is interrupted: the copy goes on
-            copy.join(self._traffic)
-            raise
-        if copy.failure:
-            raise TierError(
-                f"bringing {each.slot.name} back from the {each.slot.tier} tier failed: {copy.failure}. It is still "
-                "there and is fetched again when it is read next; see to the disk, or go on from a checkpoint",
-                tier=each.slot.tier,
-            )
-
-
-def _nothing() -> None:
-    """After a copy there is nothing to do: whoever issued it waits for it."""
-
-
-def _give_back(way: Way, region: object, process: int) -> None:
-    if os.getpid() == process:
-        way.give_back(region)
-
-
-def _slots(tensors: list[torch.Tensor], tier: str) -> Iterator[Slot]:
-    space = Space({})
-    for index, each in enumerate(tensors):
-        size = each.untyped_storage().nbytes()
-        yield Slot(
-            buffer=index,
-            name=f"the optimizer's state {index} ({'x'.join(map(str, each.shape))})",
-            tier=tier,
-            offset=space.take(tier, size),
-            bytes=size,
-            shape=tuple(each.shape),
-            stride=each.stride(),
-            dtype=each.dtype,
-            device=each.device,
-        )
-
-
 def moves(size: int) -> bool:
     """Whether a tensor of state of so many bytes is large enough to leave."""
     return size >= LEAST_BYTES
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Tensors of its state on the device of their parameter, each once; parameters and gradients are not state."""
-    seen: set[int] = set()
-    for parameter, state in optimizer.state.items():
-        for each in _tensors(state):
-            own = each is parameter or each is parameter.grad
-            if id(each) not in seen and not own and (is_away(each) or each.device == parameter.device):
-                seen.add(id(each))
-                yield each
+    """Plain tensors of its state on the devices of its parameters, each once; parameters and gradients are no state."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    devices = {each.device for each in parameters}
+    seen = {id(each) for parameter in parameters for each in (parameter, parameter.grad)}
+    for each in _tensors([kept_by(part) for part in optimizers_in(optimizer)]):
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        plain = type(each) is torch.Tensor and each.layout is torch.strided and each.device in devices
+        if plain or is_away(each):
+            yield each
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -247,9 +150,11 @@ _parkings: weakref.WeakKeyDictionary[torch.optim.Optimizer, Parking] = weakref.W
 
 def parking_of(optimizer: torch.optim.Optimizer, way: Way) -> Parking:
     """The one of ``optimizer``; models that share an optimizer share it, and :meth:`Parking.end` it one by one."""
+    optimizer = stepping(optimizer)
     found = _parkings.get(optimizer)
     if found is None:
         _parkings[optimizer] = found = Parking(optimizer, way)
+    found.way = way
     found.users += 1
     return found
 
