@@ -17,7 +17,7 @@ import torch
 from torch._C._dynamo.eval_frame import reset_code
 
 from ebbflow.torch_seams.fake_tensors import LIMITS
-from ebbflow.torch_seams.patches import Item, Setting, patched, wrapped
+from ebbflow.torch_seams.patches import Attribute, Item, Setting, patched, wrapped
 from ebbflow.torch_seams.stance import code_of_compiled
 from ebbflow.torch_seams.tracing import raised_in_trace
 
@@ -179,7 +179,7 @@ def one_graph_settings() -> Iterator[None]:
     - ``automatic_dynamic_shapes`` off and ``assume_static_by_default`` on: a size is a number unless it is marked; an
       automatic dynamic shape has no bytes.
     - ``ignore_logger_methods``: calls that are left out of the graph instead of breaking it. Torch 2.11 sorts them
-      when it logs a compilation's metrics, cannot, and logs an error of 20 lines for each capture.
+      to log them with a compilation's metrics, cannot, and would log an error of 100 lines for each capture.
     - ``skip_nnmodule_hook_guards`` off: a hook that is put on a submodule later makes another step.
     - ``disable`` off: somebody may have switched compilation off for their own code.
     - ``enable_dynamo_decompositions`` off: ``addcmul_``, ``addcdiv_`` and ``add_`` with a factor stay one operator. The
@@ -188,7 +188,7 @@ def one_graph_settings() -> Iterator[None]:
     - ``use_numpy_random_stream`` on: NumPy's draws are refused; else torch's generator takes their place.
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
     """
-    from torch._dynamo import config
+    from torch._dynamo import config, utils
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
@@ -209,7 +209,24 @@ def one_graph_settings() -> Iterator[None]:
                 stack.enter_context(patched(Setting(config, name), value))
         if torch.addcdiv in handlers:
             stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))
+        if hasattr(utils, _LOGGED):
+            stack.enter_context(wrapped(Attribute(utils, _LOGGED), _or_none, this_thread=True))
         yield
+
+
+_LOGGED = "_get_dynamo_config_for_logging"
+
+
+def _or_none(below: Callable[[], str | None]) -> Callable[[], str | None]:
+    """The settings as text for a compilation's metrics, or none where torch cannot write one of them."""
+
+    def settings() -> str | None:
+        try:
+            return below()
+        except TypeError:
+            return None
+
+    return settings
 
 
 def _not_handled(_: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,8 +55,12 @@ def exporting_here() -> bool:
 
 
 def _fx_traces_here() -> bool:
-    """Whether ``torch.fx`` traces on this thread; its flag, which speaks for the process, is up in compilations too."""
-    if not _symbolic_trace._is_fx_tracing_flag:
+    """Whether ``torch.fx`` traces on this thread; its flag is up in compilations too.
+
+    The flag speaks for the process up to 2.13 and for the thread from 2.14 on, where a function tells it.
+    """
+    flag = getattr(_symbolic_trace, "_get_is_fx_tracing", lambda: _symbolic_trace._is_fx_tracing_flag)
+    if not flag():
         return False
     tracing = torch.fx.Tracer.trace.__code__
     frame = sys._getframe()

@@ -2,8 +2,7 @@
 
 1. A number that Python's ``random`` draws would be drawn anew at every call of what was captured, and twice at a first
    call, which is asked for its plan before it runs: it is refused, as NumPy's draws are.
-2. ``requires_grad_()`` on an intermediate result changes no gradient of a parameter. Dynamo refuses what is computed
-   from such a tensor as an output; here only the tensor itself is refused, whose own gradient would be lost.
+2. ``requires_grad_()`` on an intermediate result is traced, and such a result is no output (``leaves.py``).
 3. A comparison of ``torch.rand`` with a number that lies outside of [0, 1) has one outcome, whatever is drawn.
 4. ``checkpoint_sequential`` is its loop over ``checkpoint``, which Dynamo knows.
 5. Dynamo traces no exception that has an ``__init__`` of its own. Where one is made of constants to be raised, and
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpoints
 
+from ebbflow.torch_seams.leaves import leaves_traced
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
 
 __all__ = ["PYTHON_DRAWS", "corrected_tracing", "raised_in_trace", "traced_by_dynamo_as"]
@@ -67,7 +67,6 @@ def _example(value: Any) -> Any:
 def corrected_tracing() -> Iterator[None]:
     """While open, captures of this thread trace definitions 1 to 5 so."""
     from torch._dynamo import symbolic_convert
-    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables import misc, user_defined
 
     _inline_sequential()
@@ -75,9 +74,7 @@ def corrected_tracing() -> Iterator[None]:
         for module in (misc, user_defined):
             if hasattr(module, "call_random_fn"):
                 stack.enter_context(wrapped(Attribute(module, "call_random_fn"), _refuse_draw, this_thread=True))
-        if hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
-            place = Attribute(OutputGraph, "_check_requires_grad_intermediate_outputs")
-            stack.enter_context(wrapped(place, _refuse_leaves, this_thread=True))
+        stack.enter_context(leaves_traced())
         if hasattr(user_defined, "UserDefinedExceptionClassVariable"):
             place = Attribute(user_defined.UserDefinedExceptionClassVariable, "call_function")
             stack.enter_context(wrapped(place, _raise_own, this_thread=True))
@@ -94,16 +91,6 @@ def _refuse_draw(_below: Callable[..., Any]) -> Callable[..., Any]:
         raise Unsupported(PYTHON_DRAWS)
 
     return refuse
-
-
-def _refuse_leaves(below: Callable[..., Any]) -> Callable[..., Any]:
-    def check(graph: Any, outputs: list[Any], tx: Any) -> Any:
-        made = (each for each in graph.leaf_var_creation_order if not each.source)
-        leaves = {each.as_proxy().node for each in made}
-        returned = {each.as_proxy().node for each in outputs if hasattr(each, "proxy")}
-        return below(graph, outputs, tx) if leaves & returned else None
-
-    return check
 
 
 def raised_in_trace(error: BaseException) -> Exception | None:

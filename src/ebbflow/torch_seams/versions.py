@@ -11,7 +11,7 @@ from ebbflow.errors import CaptureError
 
 __all__ = ["TESTED", "is_tested", "require_supported_torch"]
 
-TESTED = ("2.11", "2.12", "2.13")
+TESTED = ("2.11", "2.12", "2.13", "2.14")
 """Releases on which the canaries, the numerics tier and the demo are run by hand (``make test-torch``)."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -103,6 +104,24 @@ def recurrent_modules_are_one_call() -> None:
         step = torch.compile(lambda x: module(x)[0], backend=backend, fullgraph=True, dynamic=False)
         step(torch.ones(4, 1, 2))
     expect(torch.gru in seen, f"a GRU is {seen}")
+    dynamo.forget_compiled(step)
+
+
+@canary
+def captures_log_no_error() -> None:
+    """A capture that succeeds writes no error to torch's log, that of its metrics among it."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._dynamo")
+    log.addHandler(handler)
+    try:
+        with settings():
+            step = torch.compile(lambda x: x + 1, backend=lambda graph, _: graph.forward, fullgraph=True, dynamic=False)
+            step(torch.ones(2))
+    finally:
+        log.removeHandler(handler)
+    expect(not records, f"it logs {[each.getMessage() for each in records]}")
     dynamo.forget_compiled(step)
 
 

@@ -1,4 +1,4 @@
-"""The canaries of ``tracing``: what Dynamo makes of user code while its corrections are open."""
+"""The canaries of ``tracing`` and ``leaves``: what Dynamo makes of user code while its corrections are open."""
 
 from __future__ import annotations
 
