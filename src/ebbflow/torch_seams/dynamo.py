@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from ebbflow.torch_seams.fake_tensors import LIMITS
 from ebbflow.torch_seams.patches import Attribute, Item, Setting, patched, wrapped
 from ebbflow.torch_seams.stance import code_of_compiled
-from ebbflow.torch_seams.tracing import raised_in_trace
+from ebbflow.torch_seams.tracing import made_anew, raised_in_trace
 
 __all__ = [
     "NO_FRAMES",
@@ -53,7 +53,7 @@ def inner_exception(error: BaseException) -> BaseException | None:
 
 
 _RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
-_NO_METHOD = re.compile(r"call_method TensorVariable\(\) (\w+)")
+_NO_METHOD = re.compile(r"call_method (?:TensorVariable\(\) (\w+)|(\w+)\(\*.*got 'attribute not defined')")  # 2.11
 _FALSE_ASSERTION = "Data-dependent assertion failed (cannot compile partial graph)"  # said of constants alone
 _ASSERTION = re.compile(r"^\s*(?:[^#]*:\s)?(assert\s.+)$", re.MULTILINE)
 _UNTOLD_SIZE = re.compile(r"\bu\d+\b")
@@ -84,18 +84,19 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
             args = ast.literal_eval(f"({said[1]},)" if said is not None and said[1] else "()")
         except (SyntaxError, ValueError):
             return None
-        return _anew(kinds[0], args) if kinds else None
+        return made_anew(kinds[0], args) if kinds else None
     if _FALSE_ASSERTION in text:
         return AssertionError(*_said_by(text))
-    if (missing := _NO_METHOD.search(text)) is not None and not hasattr(torch.Tensor, missing[1]):
-        return AttributeError(f"'Tensor' object has no attribute '{missing[1]}'")
+    missing = _NO_METHOD.search(text)
+    if missing is not None and not hasattr(torch.Tensor, name := missing[1] or missing[2]):
+        return AttributeError(f"'Tensor' object has no attribute '{name}'")
     if text.startswith("failed to bind arguments") and isinstance(last, TypeError):
-        return _anew(TypeError, last.args)
+        return made_anew(TypeError, last.args)
     if type(error).__name__ != "TorchRuntimeError" or isinstance(last, (TorchDynamoException, *LIMITS)):
         return None
     if _UNTOLD_SIZE.search(str(last)):
         return None  # of sizes that only data tell: the code itself may well run
-    return _anew(type(last), last.args) if isinstance(last, Exception) else None
+    return made_anew(type(last), last.args) if isinstance(last, Exception) else None
 
 
 def _said_by(text: str) -> tuple[str, ...]:
@@ -106,13 +107,6 @@ def _said_by(text: str) -> tuple[str, ...]:
             if isinstance(found, ast.Assert) and isinstance(found.msg, ast.Constant):
                 return (str(found.msg.value),)
     return ()
-
-
-def _anew(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
-    """An exception of this kind; its class may want other arguments than it keeps."""
-    error = kind.__new__(kind, *args)
-    error.args = args
-    return error
 
 
 def without_the_compilers_words(error: Exception) -> None:

@@ -1,10 +1,11 @@
-"""The canaries of ``dispatcher``: what operators say of themselves, and in which dtypes they compute."""
+"""The canaries of ``dispatcher`` and ``products``: what operators say of themselves, and in which dtypes they compute."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from ebbflow.torch_seams import dispatcher, fake_tensors
+from ebbflow.torch_seams import dispatcher, fake_tensors, products
 from ebbflow.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -58,3 +59,19 @@ def kernels_compute_in_known_dtypes() -> None:
         dispatcher.sdpa_flop(*[torch.empty(heads, device="meta")] * 3) == 2 * 2 * (2 * 4 * 4 * 8), "attention's count"
     )
     expect(callable(dispatcher.sdpa_backward_flop), "attention's backward has no count")
+
+
+@canary
+def products_keep_symbols() -> None:
+    """A product of batches is ``bmm`` of symbolic sizes, by its compiled kernel or by the one in Python."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def product(rows: Tensor) -> Tensor:
+        return rows @ rows.mT
+
+    with dispatcher.traced_as_compiled(_aten.matmul.default, products.symbols_stay_in_python):
+        graphs = [make_fx(product, tracing_mode=mode)(torch.ones(2, 5, 3)).graph for mode in ("symbolic", "fake")]
+    targets = [[n.target for n in graph.nodes if n.target is _aten.bmm.default] for graph in graphs]
+    expect(targets == [[_aten.bmm.default]] * 2, f"a product of batches is {targets}")
+    rows = next(iter(graphs[0].find_nodes(op="placeholder"))).meta["val"]
+    expect(all(isinstance(size, torch.SymInt) for size in rows.shape), f"a product makes numbers of {rows.shape}")

@@ -120,3 +120,33 @@ def functions_of_torch_can_be_traced_otherwise() -> None:
         _, line = _traced(torch.nn.functional.relu, torch.zeros(1))
     _, after = _traced(torch.nn.functional.relu, torch.zeros(1, 1))
     expect(rows.item() == 40 and line.item() == after.item() == 0, f"relu gives {rows}, {line} and {after}")
+
+
+class _Own(Exception):
+    def __init__(self, rows: int) -> None:
+        super().__init__(f"{rows} rows")
+
+
+@canary
+def uncaught_exceptions_are_told() -> None:
+    """What the traced code raises and nobody catches is told with its arguments, and so is a key that is missing."""
+
+    def of_python(x: Tensor) -> Tensor:
+        raise ValueError("rows", x.shape[0])
+
+    def of_the_user(x: Tensor) -> Tensor:
+        raise _Own(x.shape[0])
+
+    def of_a_key(x: Tensor) -> Tensor:
+        return x * {"a": 1.0}["b"]
+
+    for function, expected in ((of_python, ValueError("rows", 2)), (of_the_user, _Own(2)), (of_a_key, KeyError("b"))):
+        try:
+            with tracing.corrected_tracing():
+                _traced(function, torch.ones(2))
+        except dynamo.capture_error_type() as error:
+            found = dynamo.raised_by_the_model(error)
+            expect(type(found) is type(expected), f"{expected!r} is told as {found!r}")
+            expect(getattr(found, "args", None) == expected.args, f"{expected!r} is told as {found!r}")
+        else:
+            raise RuntimeError(f"{function.__name__} was traced")
