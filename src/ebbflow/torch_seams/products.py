@@ -1,8 +1,11 @@
 """Matrix products whose sizes are symbols, on releases whose compiled kernel makes numbers of them.
 
 Up to torch 2.12 ``matmul`` in C++ asks for sizes as numbers, so that nothing with such a product can be captured for
-many shapes. Torch's kernel in Python does not. Where neither folds a batch into a matrix, both are the same calls:
-``expand``, ``reshape`` to three dimensions, ``bmm`` and a view. There the one in Python is traced.
+many shapes. Torch's kernel in Python does not. It is traced where both are known to be the same calls:
+
+1. of batches of matrices, alike in their batches: ``expand`` and ``reshape`` to three dimensions, ``bmm``, a view;
+2. of a batch of matrices by one matrix: the batch is folded into rows for ``mm`` if the matrix takes a gradient or the
+   batch is contiguous, and else as under 1.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ def symbols_stay_in_python(first: torch.Tensor, second: torch.Tensor) -> bool:
     sizes = [*first.shape, *second.shape]
     if not any(isinstance(size, torch.SymInt) for size in sizes) or compiled_product_keeps_symbols():
         return False
-    if first.dim() != second.dim() or first.dim() < 3:
-        return False
-    return all(map(_same, first.shape[:-2], second.shape[:-2]))
+    if first.dim() < 3 or second.dim() == 2:
+        return first.dim() >= 3
+    return first.dim() == second.dim() and all(map(_same, first.shape[:-2], second.shape[:-2]))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -2,8 +2,9 @@
 
 A trace asks an operator for a kernel in Python (``py_kernels``) before it takes the compiled one. Some of these are
 decompositions: another order of summation, hence other bits, and a dozen results where eager has one. While a step is
-captured they are out of force, but for products of symbolic sizes on older releases (``torch_seams.products``). No other decompositions are in force: AOTAutograd is given no table of them
-(``torch_seams.aot``), and Dynamo's own are switched off (``torch_seams.dynamo``).
+captured they are out of force, but for products of symbolic sizes on older releases (``torch_seams.products``). No
+other decompositions are in force: AOTAutograd is given no table of them (``torch_seams.aot``), and Dynamo's own are
+switched off (``torch_seams.dynamo``).
 
 Left in force, since they change neither bits nor bytes or have no other form:
 1. views, shapes and zeros alone: ``broadcast_tensors``, ``tensor_split`` by a tensor, ``unsafe_chunk``, ``empty.out``,
