@@ -68,6 +68,7 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
     values that are known; a kernel that refuses its arguments fails likewise on fake tensors, and what it raised stands
     in the chain; so does what binding arguments to a function raises.
     """
+    from torch._dynamo import exc
     from torch._dynamo.exc import ObservedException, TorchDynamoException, observed_exception_map
 
     if (theirs := raised_in_trace(error)) is not None:
@@ -77,7 +78,8 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
         chain.append(following)
     text, last = str(error), chain[-1]
     observed = next((each for each in chain if isinstance(each, ObservedException)), None)
-    if observed is not None:
+    of_a_kernel = getattr(exc, "FakeTensorObservedException", ())  # from 2.14 on code may catch what kernels raise
+    if observed is not None and not isinstance(observed, of_a_kernel):
         kinds = [kind for kind, wrapper in observed_exception_map.items() if type(observed) is wrapper]
         said = _RAISED.search(text)
         try:
@@ -199,7 +201,7 @@ def one_graph_settings() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, value in values.items():
-            if hasattr(config, name):  # enable_dynamo_decompositions and trace_autograd_ops are newer than 2.11
+            if hasattr(config, name):
                 stack.enter_context(patched(Setting(config, name), value))
         if torch.addcdiv in handlers:
             stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))

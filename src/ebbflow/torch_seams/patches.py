@@ -109,8 +109,7 @@ class Setting:
     """A setting of a torch config module.
 
     From 2.12 on torch keeps a value per thread, in a context variable: there a setting is a place of the thread that
-    made it, and no other thread touches it. In 2.11 a value is the whole process's, and a patch is seen by every
-    thread.
+    made it, and no other thread touches it. In 2.11 a value is the whole process's, and every thread sees a patch.
     """
 
     owner: Any
