@@ -182,8 +182,10 @@ def one_graph_settings() -> Iterator[None]:
       handler that takes ``torch.addcdiv`` apart asks no setting, so it hands the call on.
     - ``trace_autograd_ops`` on: ``torch.autograd.grad`` inside of the step is part of its graph.
     - ``use_numpy_random_stream`` on: NumPy's draws are refused; else torch's generator takes their place.
-    - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
+    - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls. Up to
+      2.12 torch describes the last states of an LSTM with a dimension too many.
     """
+    from torch._decomp import decompositions
     from torch._dynamo import config, utils
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -207,6 +209,8 @@ def one_graph_settings() -> Iterator[None]:
             stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))
         if hasattr(utils, _LOGGED):
             stack.enter_context(wrapped(Attribute(utils, _LOGGED), _or_none, this_thread=True))
+        if hasattr(decompositions, _LAYER):
+            stack.enter_context(wrapped(Attribute(decompositions, _LAYER), _states_of_rows, this_thread=True))
         yield
 
 
@@ -223,6 +227,19 @@ def _or_none(below: Callable[[], str | None]) -> Callable[[], str | None]:
             return None
 
     return settings
+
+
+_LAYER = "one_layer_lstm"
+
+
+def _states_of_rows(below: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's last states have rows and columns, no steps."""
+
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        outputs, states = below(*args, **kwargs)
+        return outputs, tuple(state[0] if state.dim() == 3 else state for state in states)
+
+    return layer
 
 
 def _not_handled(_: Callable[..., Any]) -> Callable[..., Any]:
