@@ -22,7 +22,6 @@ from ebbflow.torch_seams.stance import code_of_compiled
 from ebbflow.torch_seams.tracing import made_anew, raised_in_trace
 
 __all__ = [
-    "NO_FRAMES",
     "capture_error_type",
     "forget_compiled",
     "inner_exception",
@@ -34,8 +33,6 @@ __all__ = [
     "without_the_compilers_words",
 ]
 
-NO_FRAMES = "found no compiled frames"
-"""What torch says of a function of ``fullgraph=True`` that it did not look at, as under a dispatch mode."""
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
 
