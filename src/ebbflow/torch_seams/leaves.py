@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from ebbflow.torch_seams.patches import Attribute, wrapped
 
 __all__ = ["leaves_traced"]
@@ -63,8 +61,8 @@ def _refuse_leaves(below: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_leaf(below: Callable[..., Any]) -> Callable[..., Any]:
-    allowed = torch._C._functorch.get_inplace_requires_grad_allowed
-    allow = torch._C._functorch.set_inplace_requires_grad_allowed
+    from torch._C._functorch import get_inplace_requires_grad_allowed as allowed
+    from torch._C._functorch import set_inplace_requires_grad_allowed as allow
 
     def requires_grad_(variable: Any, tx: Any, requires_grad: Any = True) -> Any:
         wanted = requires_grad is True or requires_grad.as_python_constant()
