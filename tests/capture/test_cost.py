@@ -243,7 +243,7 @@ def test_a_profiler_at_the_first_call_is_named(cache_directory: Path, monkeypatc
     monkeypatch.setattr(attach, "_KNOWN", {})
     case = mlp_chain(8, layers=2, width=8)
     model = ebbflow.fit(case.model, "1MiB")
-    with torch.profiler.profile(), pytest.raises(CaptureError, match="profiler"):
+    with torch.profiler.profile(acc_events=True), pytest.raises(CaptureError, match="profiler"):
         model(*case.args)
     model(*case.args).backward()
 

@@ -67,7 +67,7 @@ def test_measuring_inside_a_measurement_is_refused() -> None:
 
 
 def test_measuring_under_a_profiler_is_refused_and_leaves_it_running() -> None:
-    with torch.profiler.profile(profile_memory=True) as theirs:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as theirs:
         with pytest.raises(RuntimeError, match="profiler is active"), ebbflow.measure():
             pass
         torch.ones(3).sum()

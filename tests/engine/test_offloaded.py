@@ -85,7 +85,7 @@ def highest(start: int) -> Iterator[list[int]]:
     The profiler does not see memory go that it has not seen come: the first one sees no state go.
     """
     found: list[int] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(acc_events=True, activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         yield found
     level = top = start
     events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]

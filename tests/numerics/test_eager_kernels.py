@@ -93,11 +93,15 @@ def test_what_eager_calls_is_what_is_captured(name: str) -> None:
     assert name == "matmul" or len(calls) >= len(CALLS[name]), f"taken apart: {targets}"
 
 
+OF_SOME_RELEASES = {"one_hot.default", "_upsample_lanczos2d_aa.vec", "to_dense.default"}
+"""Kernels in Python that came after torch 2.11."""
+
+
 def test_every_kernel_of_torch_in_python_is_restored_or_left_for_a_reason() -> None:
     # Inductor's decompositions, which others may have imported, add one for cards that Ebbflow does not plan for.
     kernels = python_kernels() - {"miopen_batch_norm.default"}
-    assert kernels - set(RESTORED) == LEFT_IN_PYTHON
-    assert not set(RESTORED) - kernels, "nothing is to be restored"
+    assert not kernels - set(RESTORED) - LEFT_IN_PYTHON
+    assert {*RESTORED, *LEFT_IN_PYTHON} - kernels <= OF_SOME_RELEASES, "nothing is to be restored, or left"
 
 
 def test_bits_do_not_depend_on_how_many_shapes_a_capture_serves() -> None:

@@ -161,7 +161,7 @@ def test_a_profiler_postpones_the_measurement_of_a_loss_outside() -> None:
     model = ebbflow.fit(Classifier("logits"), "1GiB")
     outside(model(X, TARGET)).backward()  # capture needs to measure costs, which no profiler may disturb
     model = ebbflow.fit(Classifier("logits"), "1GiB")
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         outside(model(X, TARGET)).backward()
     plan = ebbflow.plan_of(model)
     assert plan is not None
@@ -197,7 +197,7 @@ def test_a_loss_outside_that_never_comes_leaves_nothing_behind() -> None:
     for _ in range(2):
         outside(model(X, TARGET)).backward()
     assert torch.autograd.backward is backward
-    with torch.profiler.profile(profile_memory=True):  # nobody's recording is left running
+    with torch.profiler.profile(profile_memory=True, acc_events=True):  # nobody's recording is left running
         torch.zeros(3)
 
 

@@ -226,7 +226,7 @@ def test_profiler_at_later_calls_postpones_the_measurement(pair: Pair) -> None:
     model = pair[0]
     model(rows(1)).backward()
     model.zero_grad()
-    with torch.profiler.profile(profile_memory=True):
+    with torch.profiler.profile(profile_memory=True, acc_events=True):
         model(rows(1)).backward()
     step = ebbflow.step_of(model)
     assert step is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import ebbflow
 from ebbflow.errors import CaptureError
 from ebbflow.torch_seams import versions
 from ebbflow.torch_seams.canaries import CANARIES, run
-from ebbflow.torch_seams.patches import open_patches
+from ebbflow.torch_seams.patches import Setting, open_patches
 
 
 @pytest.mark.parametrize("name", sorted(CANARIES))
@@ -49,6 +50,8 @@ def test_a_canary_does_not_depend_on_the_callers_modes(name: str, monkeypatch: p
     assert ran == [True], "the canary runs with gradients and without modes"
 
 
+_is_of_thread: Callable[[Setting], bool] = vars(Setting)["is_of_thread"].fget
+
 BREAKS: dict[str, tuple[str, str, object]] = {
     "storages_have_an_identity": ("torch.UntypedStorage", "_cdata", property(lambda _: 0)),
     "fake_descriptions_can_be_corrected": (
@@ -61,9 +64,15 @@ BREAKS: dict[str, tuple[str, str, object]] = {
     "saved_tensor_hooks_are_seen": ("torch._C._autograd", "_top_saved_tensors_default_hooks", lambda _: None),
     "ends_of_backwards_are_seen": ("torch.Tensor", "backward", lambda self: None),
     "marked_sizes_become_symbols": ("torch._dynamo", "maybe_mark_dynamic", lambda *_: None),
+    "captures_log_no_error": ("torch._dynamo.utils", "add_compilation_metrics_to_chromium", lambda: "one argument"),
+    "settings_are_told_apart": (
+        "ebbflow.torch_seams.patches.Setting",
+        "is_of_thread",
+        property(lambda setting: not _is_of_thread(setting)),
+    ),
     "compiled_code_can_be_forgotten": ("ebbflow.torch_seams.dynamo", "reset_code", lambda _: None),
     "numbers_of_python_are_not_drawn_in_traces": ("ebbflow.torch_seams.tracing", "_refuse_draw", lambda below: below),
-    "gradients_of_results_may_be_asked_for": ("ebbflow.torch_seams.tracing", "_refuse_leaves", lambda below: below),
+    "gradients_of_results_may_be_asked_for": ("ebbflow.torch_seams.leaves", "_returns_leaf", lambda *_: False),
     "comparisons_with_draws_are_decided": ("ebbflow.torch_seams.tracing", "_is_drawn", lambda _: False),
     "sequences_of_checkpoints_are_their_loop": ("torch.utils.checkpoint", "checkpoint", lambda function, x, **_: x),
     "functions_of_torch_can_be_traced_otherwise": (
@@ -98,15 +107,15 @@ def test_each_seam_has_its_canaries() -> None:
     """A module of seams has a module of canaries under its name, or one says that it has its."""
     seams = Path(versions.__file__).parent
     homes = {path.stem: path.read_text(encoding="utf-8") for path in (seams / "canaries").glob("*.py")}
-    without = {"__init__", "patches", "versions"}  # which use no name of torch's
+    without = {"__init__", "versions"}  # which use no name of torch's
     for path in seams.glob("*.py"):
         if path.stem not in without:
             assert path.stem in homes or any(f"``{path.stem}``" in text.partition("\n")[0] for text in homes.values())
 
 
 def test_releases_that_were_tested() -> None:
-    assert all(versions.is_tested(each) for each in ("2.11.0", "2.12.1", "2.13.0+cpu", "2.13.1.dev20260901+cu130"))
-    assert not any(versions.is_tested(each) for each in ("2.1.0", "2.14.0", "2.110.0", "3.11.0", "1.13.0", ""))
+    assert all(versions.is_tested(each) for each in ("2.11.0", "2.12.1", "2.14.1+cpu", "2.13.1.dev20260901+cu130"))
+    assert not any(versions.is_tested(each) for each in ("2.1.0", "2.15.0", "2.110.0", "3.11.0", "1.13.0", ""))
     assert versions.is_tested(str(torch.__version__)), "this torch is tested right now: add its release to TESTED"
 
 

@@ -49,7 +49,7 @@ def every_place_is_as_before() -> Iterator[None]:
     for place in all_places:
         found, was = place.read(), before[id(place)]
         # As long as any model of any test lives.
-        lasting = getattr(place, "name", None) in ("_callback_from_stance", "is_fx_symbolic_tracing")
+        lasting = str(getattr(place, "name", "")) in ("_callback_from_stance", "is_fx_symbolic_tracing")
         environment = isinstance(place, Item) and place.owner is os.environ and found == was
         assert found is was or lasting or environment, place
 
@@ -246,18 +246,42 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
     assert interrupts > 50
 
 
-def test_a_setting_is_the_threads_own() -> None:
+def test_a_setting_is_the_threads_own_where_torch_keeps_one_per_thread() -> None:
     from torch._functorch import config
 
     seen: list[bool] = []
     before = config.donated_buffer
-    with patched(Setting(config, "donated_buffer"), not before):
+    setting = Setting(config, "donated_buffer")
+    with patched(setting, not before):
         assert config.donated_buffer is not before
         thread = threading.Thread(target=lambda: seen.append(config.donated_buffer))
         thread.start()
         thread.join()
     assert config.donated_buffer is before
-    assert seen == [before]
+    assert seen == [before if setting.is_of_thread else not before]
+
+
+def test_settings_of_two_threads_close_in_any_order() -> None:
+    from torch._functorch import config
+
+    before = config.donated_buffer
+    opened, closed, seen = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with patched(Setting(config, "donated_buffer"), not before):
+            opened.set()
+            assert closed.wait(60)
+            seen.append(config.donated_buffer)
+        seen.append(config.donated_buffer)
+
+    with patched(Setting(config, "donated_buffer"), not before):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert opened.wait(60)
+    closed.set()
+    thread.join()
+    assert seen == [not before, before]
+    assert config.donated_buffer is before
 
 
 # -- scenarios -----------------------------------------------------------------------------------------------------

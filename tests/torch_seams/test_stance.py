@@ -121,6 +121,7 @@ def _somebody(trace: Callable[[Callable[[torch.Tensor], torch.Tensor]], object])
 def _jit(traced: Callable[[torch.Tensor], torch.Tensor]) -> object:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # the same, from 2.14 on
         return torch.jit.trace(traced, torch.ones(2))
 
 

@@ -41,7 +41,7 @@ from ebbflow.planners.narration import narrated
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.torch_seams.dynamo import NO_FRAMES
+from ebbflow.torch_seams.stance import NO_FRAMES
 from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["train"]

@@ -8,6 +8,7 @@ whatever replaces something of torch for a while does so by ``patches.py``, whic
 Operators (``torch.ops.aten._softmax``) are not among these names: a captured graph consists of them, and programs and
 plans name them. Nor is ``node.meta["val"]``, which torch.export documents; a canary exercises it all the same.
 
-What was compared: torch 2.13.0 as installed, its sources against those of 2.11.0 (reports of two earlier studies) and
-of 2.14.1. Where a docstring says nothing about versions, no difference is known.
+Where a docstring says nothing about versions, no difference between 2.11.0, 2.12.0, 2.13.0 and 2.14.1 is known; the
+canaries, the numerics tier and the demo run on each (``benchmarks/results/torch-*``). What differs is asked of torch
+itself, by a name that is there or by what it does, and not of its version number.
 """

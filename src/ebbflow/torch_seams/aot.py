@@ -1,12 +1,14 @@
 """AOTAutograd: from Dynamo's graph to a joint graph of forward and backward, cut in two by whom we name.
 
-Relied on, the same in 2.11 and 2.13 (docs/adr/0001; ``torch/_functorch/_aot_autograd/`` itself changed by thousands
-of lines between them, so nothing is imported from there):
+Relied on, the same from 2.11 to 2.14 except where said (docs/adr/0001; ``torch/_functorch/_aot_autograd/`` itself
+changed by thousands of lines between them, so nothing is imported from there):
 1. The partitioner gets the joint graph as a module and the count of forward outputs; ``node.meta["val"]`` is the fake
    value; placeholders of the forward come first and those of the backward are called ``tangents_1`` and on.
 2. What the two compilers return is called with one list if it says so by ``_boxed_call``, and may empty it.
 3. The forward returns its outputs and then what it saves: as many tensors as it likes, then sizes. The backward
    takes sizes, then tensors, then tangents, and returns one value per primal, ``None`` where there is no gradient.
+   From 2.14 on AOTAutograd asks of each saved tensor whether its forward graph says that it is an input; up to 2.13 it
+   took none for one. It is told that none is (``_any_number_is_saved``).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext
 
 from ebbflow.torch_seams.patches import Attribute, Setting, patched, wrapped
 
@@ -51,15 +54,36 @@ def two_graph_backend(
     """
     from torch._dynamo.backends.common import aot_autograd
 
+    def compile_forward(graph: fx.GraphModule, _: Any) -> Boxed:
+        _any_number_is_saved()
+        return forward_callable(graph)
+
     def partition_fn(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         return partition(joint, num_fwd_outputs)
 
     return aot_autograd(
-        fw_compiler=lambda graph, _: forward_callable(graph),
+        fw_compiler=compile_forward,
         bw_compiler=lambda graph, _: backward_callable(graph),
         inference_compiler=lambda graph, _: inference_callable(graph),
         partition_fn=partition_fn,
     )
+
+
+class _NoneIsInput(list[bool]):
+    """Of any number of saved tensors none is an input: a view among them is saved detached."""
+
+    def __getitem__(self, _: Any) -> Any:
+        return False
+
+
+def _any_number_is_saved() -> None:
+    """Take the count of saved tensors out of what AOTAutograd keeps of the forward that it has compiled now.
+
+    The only thing there that counts them is a list of booleans (``ViewAndMutationMeta.saved_tensor_is_graph_input``).
+    """
+    metadata = TracingContext.get().fw_metadata
+    if hasattr(metadata, "saved_tensor_is_graph_input"):
+        metadata.saved_tensor_is_graph_input = _NoneIsInput()  # type: ignore[union-attr]
 
 
 @contextmanager

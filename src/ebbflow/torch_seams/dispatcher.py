@@ -76,7 +76,7 @@ def traced_as(op: OpOverload, make: Callable[[Callable[..., Any]], Callable[...,
 
 
 @contextmanager
-def traced_as_compiled(op: OpOverload) -> Iterator[None]:
+def traced_as_compiled(op: OpOverload, unless: Callable[..., bool] | None = None) -> Iterator[None]:
     """While open, this thread traces ``op`` by its compiled kernel, whatever torch has for it in Python.
 
     Torch writes some operators in Python for its traces: composite ones (``CompositeImplicitAutograd``) and ones that
@@ -84,13 +84,19 @@ def traced_as_compiled(op: OpOverload) -> Iterator[None]:
 
     Args:
         op: such as ``torch.ops.aten.hardshrink.default``.
+        unless: says of a call's arguments that the kernel in Python is to stay in force; never if it is ``None``.
     """
     import torch._refs  # the last to register such kernels; a trace imports it as well
 
     made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE)
 
-    def make(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: op._op_dk(_COMPOSITE if made_of_others else _AUTOGRAD, *args, **kwargs)
+    def make(in_python: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if unless is not None and unless(*args, **kwargs):
+                return in_python(*args, **kwargs)
+            return op._op_dk(_COMPOSITE if made_of_others else _AUTOGRAD, *args, **kwargs)
+
+        return kernel
 
     def undecomposed(_: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: NotImplemented

@@ -19,10 +19,9 @@ from torch._C._dynamo.eval_frame import reset_code
 from ebbflow.torch_seams.fake_tensors import LIMITS
 from ebbflow.torch_seams.patches import Attribute, Item, Setting, patched, wrapped
 from ebbflow.torch_seams.stance import code_of_compiled
-from ebbflow.torch_seams.tracing import raised_in_trace
+from ebbflow.torch_seams.tracing import made_anew, raised_in_trace
 
 __all__ = [
-    "NO_FRAMES",
     "capture_error_type",
     "forget_compiled",
     "inner_exception",
@@ -34,8 +33,6 @@ __all__ = [
     "without_the_compilers_words",
 ]
 
-NO_FRAMES = "found no compiled frames"
-"""What torch says of a function of ``fullgraph=True`` that it did not look at, as under a dispatch mode."""
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
 
@@ -53,7 +50,7 @@ def inner_exception(error: BaseException) -> BaseException | None:
 
 
 _RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
-_NO_METHOD = re.compile(r"call_method TensorVariable\(\) (\w+)")
+_NO_METHOD = re.compile(r"call_method (?:TensorVariable\(\) (\w+)|(\w+)\(\*.*got 'attribute not defined')")  # 2.11
 _FALSE_ASSERTION = "Data-dependent assertion failed (cannot compile partial graph)"  # said of constants alone
 _ASSERTION = re.compile(r"^\s*(?:[^#]*:\s)?(assert\s.+)$", re.MULTILINE)
 _UNTOLD_SIZE = re.compile(r"\bu\d+\b")
@@ -68,6 +65,7 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
     values that are known; a kernel that refuses its arguments fails likewise on fake tensors, and what it raised stands
     in the chain; so does what binding arguments to a function raises.
     """
+    from torch._dynamo import exc
     from torch._dynamo.exc import ObservedException, TorchDynamoException, observed_exception_map
 
     if (theirs := raised_in_trace(error)) is not None:
@@ -77,25 +75,27 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
         chain.append(following)
     text, last = str(error), chain[-1]
     observed = next((each for each in chain if isinstance(each, ObservedException)), None)
-    if observed is not None:
+    of_a_kernel = getattr(exc, "FakeTensorObservedException", ())  # from 2.14 on code may catch what kernels raise
+    if observed is not None and not isinstance(observed, of_a_kernel):
         kinds = [kind for kind, wrapper in observed_exception_map.items() if type(observed) is wrapper]
         said = _RAISED.search(text)
         try:
             args = ast.literal_eval(f"({said[1]},)" if said is not None and said[1] else "()")
         except (SyntaxError, ValueError):
             return None
-        return _anew(kinds[0], args) if kinds else None
+        return made_anew(kinds[0], args) if kinds else None
     if _FALSE_ASSERTION in text:
         return AssertionError(*_said_by(text))
-    if (missing := _NO_METHOD.search(text)) is not None and not hasattr(torch.Tensor, missing[1]):
-        return AttributeError(f"'Tensor' object has no attribute '{missing[1]}'")
+    missing = _NO_METHOD.search(text)
+    if missing is not None and not hasattr(torch.Tensor, name := missing[1] or missing[2]):
+        return AttributeError(f"'Tensor' object has no attribute '{name}'")
     if text.startswith("failed to bind arguments") and isinstance(last, TypeError):
-        return _anew(TypeError, last.args)
+        return made_anew(TypeError, last.args)
     if type(error).__name__ != "TorchRuntimeError" or isinstance(last, (TorchDynamoException, *LIMITS)):
         return None
     if _UNTOLD_SIZE.search(str(last)):
         return None  # of sizes that only data tell: the code itself may well run
-    return _anew(type(last), last.args) if isinstance(last, Exception) else None
+    return made_anew(type(last), last.args) if isinstance(last, Exception) else None
 
 
 def _said_by(text: str) -> tuple[str, ...]:
@@ -106,13 +106,6 @@ def _said_by(text: str) -> tuple[str, ...]:
             if isinstance(found, ast.Assert) and isinstance(found.msg, ast.Constant):
                 return (str(found.msg.value),)
     return ()
-
-
-def _anew(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
-    """An exception of this kind; its class may want other arguments than it keeps."""
-    error = kind.__new__(kind, *args)
-    error.args = args
-    return error
 
 
 def without_the_compilers_words(error: Exception) -> None:
@@ -179,7 +172,7 @@ def one_graph_settings() -> Iterator[None]:
     - ``automatic_dynamic_shapes`` off and ``assume_static_by_default`` on: a size is a number unless it is marked; an
       automatic dynamic shape has no bytes.
     - ``ignore_logger_methods``: calls that are left out of the graph instead of breaking it. Torch 2.11 sorts them
-      when it logs a compilation's metrics, cannot, and logs an error of 20 lines for each capture.
+      to log them with a compilation's metrics, cannot, and would log an error of 100 lines for each capture.
     - ``skip_nnmodule_hook_guards`` off: a hook that is put on a submodule later makes another step.
     - ``disable`` off: somebody may have switched compilation off for their own code.
     - ``enable_dynamo_decompositions`` off: ``addcmul_``, ``addcdiv_`` and ``add_`` with a factor stay one operator. The
@@ -188,9 +181,11 @@ def one_graph_settings() -> Iterator[None]:
     - ``use_numpy_random_stream`` on: NumPy's draws are refused; else torch's generator takes their place.
     - ``profile_guard_manager``: how long guards take is not measured for torch's log, which empties the processor's
       caches before it, a tenth of a small capture.
-    - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls.
+    - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls. Up to
+      2.12 torch describes the last states of an LSTM with a dimension too many.
     """
-    from torch._dynamo import config, guards
+    from torch._decomp import decompositions
+    from torch._dynamo import config, guards, utils
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
@@ -207,10 +202,14 @@ def one_graph_settings() -> Iterator[None]:
     }
     with ExitStack() as stack:
         for name, value in values.items():
-            if hasattr(config, name):  # enable_dynamo_decompositions and trace_autograd_ops are newer than 2.11
+            if hasattr(config, name):
                 stack.enter_context(patched(Setting(config, name), value))
         if torch.addcdiv in handlers:
             stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))
+        if hasattr(utils, _LOGGED):
+            stack.enter_context(wrapped(Attribute(utils, _LOGGED), _or_none, this_thread=True))
+        if hasattr(decompositions, _LAYER):
+            stack.enter_context(wrapped(Attribute(decompositions, _LAYER), _states_of_rows, this_thread=True))
         if hasattr(guards, "profile_guard_manager"):
             stack.enter_context(wrapped(Attribute(guards, "profile_guard_manager"), _no_latency, this_thread=True))
         yield
@@ -218,6 +217,34 @@ def one_graph_settings() -> Iterator[None]:
 
 def _no_latency(_: Callable[..., Any]) -> Callable[..., float]:
     return lambda *args, **kwargs: 0.0
+
+
+_LOGGED = "_get_dynamo_config_for_logging"
+
+
+def _or_none(below: Callable[[], str | None]) -> Callable[[], str | None]:
+    """The settings as text for a compilation's metrics, or none where torch cannot write one of them."""
+
+    def settings() -> str | None:
+        try:
+            return below()
+        except TypeError:
+            return None
+
+    return settings
+
+
+_LAYER = "one_layer_lstm"
+
+
+def _states_of_rows(below: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's last states have rows and columns, no steps."""
+
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        outputs, states = below(*args, **kwargs)
+        return outputs, tuple(state[0] if state.dim() == 3 else state for state in states)
+
+    return layer
 
 
 def _not_handled(_: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -107,13 +108,23 @@ class Item:
 class Setting:
     """A setting of a torch config module.
 
-    Torch keeps a value per thread (a context variable) from the release on in which ``torch/utils/_config_module.py``
-    says so; 2.13 does. A setting is therefore a place of the thread that made it, and no other thread touches it.
+    From 2.12 on torch keeps a value per thread, in a context variable: there a setting is a place of the thread that
+    made it, and no other thread touches it. In 2.11 a value is the whole process's, and every thread sees a patch.
     """
 
     owner: Any
     name: str
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_of_thread:
+            object.__setattr__(self, "thread", threading.get_ident())
+
+    @property
+    def is_of_thread(self) -> bool:
+        """Whether each thread has a value of its own, by what torch keeps values in."""
+        entry = self.owner._config[self.name]
+        return isinstance(getattr(entry, "user_override", None), ContextVar)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -122,7 +133,7 @@ class Setting:
 
     def read(self) -> Any:
         """What lies there for the thread; nothing on any other."""
-        return getattr(self.owner, self.name) if self.thread == threading.get_ident() else _NOTHING
+        return getattr(self.owner, self.name) if self.thread in (None, threading.get_ident()) else _NOTHING
 
     def write(self, value: Any) -> None:
         """Lay ``value`` there."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import _profiler_enabled
 from torch.autograd import profiler
 
 from ebbflow.torch_seams.patches import Item, Patch, patched
@@ -92,7 +93,12 @@ class AllocationProfile:
     def stop(self) -> None:
         """End recording; does nothing if nothing is recorded."""
         if self._open:
-            self._profile.__exit__(None, None, None)
+            try:
+                self._profile.__exit__(None, None, None)
+            except RuntimeError:  # of 2.11, where nothing runs: an interrupt came before the start or after the end
+                if _profiler_enabled():
+                    raise
+                profiler._run_on_profiler_stop()
             self._speak()
             self._open = False  # after it is: what an interrupt has cut off is done again
 

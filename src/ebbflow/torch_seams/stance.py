@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import _guards
 from torch.fx import _symbolic_trace
+from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
 __all__ = [
+    "NO_FRAMES",
     "NotCompiled",
     "OwnStance",
     "capturing",
@@ -55,8 +57,12 @@ def exporting_here() -> bool:
 
 
 def _fx_traces_here() -> bool:
-    """Whether ``torch.fx`` traces on this thread; its flag, which speaks for the process, is up in compilations too."""
-    if not _symbolic_trace._is_fx_tracing_flag:
+    """Whether ``torch.fx`` traces on this thread; its flag is up in compilations too.
+
+    The flag speaks for the process up to 2.13 and for the thread from 2.14 on, where a function tells it.
+    """
+    flag = getattr(_symbolic_trace, "_get_is_fx_tracing", lambda: _symbolic_trace._is_fx_tracing_flag)
+    if not flag():
         return False
     tracing = torch.fx.Tracer.trace.__code__
     frame = sys._getframe()
@@ -67,6 +73,10 @@ def _fx_traces_here() -> bool:
 
 _COMPILATION = re.compile(r"^(None|[\d/]+): ")
 _LONG = 160  # of a guard's text
+
+
+NO_FRAMES = "found no compiled frames"
+"""What torch says of a function of ``fullgraph=True`` that it did not look at, as under a dispatch mode."""
 
 
 class NotCompiled(RuntimeError):
@@ -138,6 +148,9 @@ class OwnStance:
         return ""
 
     def _under(self, stance: _Stance, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        # Dynamo leaves a function alone under such a mode. It would run as it is; 2.13 says so then, 2.11 does not.
+        if any_torch_dispatch_mode_on_stack():
+            raise RuntimeError(f"torch.compile {NO_FRAMES}: a dispatch mode is active")
         before, _here.call = _here.call, _Ours(code_of_compiled(function), stance)
         try:
             return function(*args)

@@ -2,17 +2,20 @@
 
 1. A number that Python's ``random`` draws would be drawn anew at every call of what was captured, and twice at a first
    call, which is asked for its plan before it runs: it is refused, as NumPy's draws are.
-2. ``requires_grad_()`` on an intermediate result changes no gradient of a parameter. Dynamo refuses what is computed
-   from such a tensor as an output; here only the tensor itself is refused, whose own gradient would be lost.
+2. ``requires_grad_()`` on an intermediate result is traced, and such a result is no output (``leaves.py``).
 3. A comparison of ``torch.rand`` with a number that lies outside of [0, 1) has one outcome, whatever is drawn.
 4. ``checkpoint_sequential`` is its loop over ``checkpoint``, which Dynamo knows.
 5. Dynamo traces no exception that has an ``__init__`` of its own. Where one is made of constants to be raised, and
    nothing of the user's could catch it or end before it does, it is made for real: the trace ends in it.
+6. Dynamo tells in words which exception nobody caught. Its 2.11 tells the arguments in words of its own, which cannot
+   be read back: there they are taken from the exception that it keeps.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,9 +23,10 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpoints
 
+from ebbflow.torch_seams.leaves import leaves_traced
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
 
-__all__ = ["PYTHON_DRAWS", "corrected_tracing", "raised_in_trace", "traced_by_dynamo_as"]
+__all__ = ["PYTHON_DRAWS", "corrected_tracing", "made_anew", "raised_in_trace", "traced_by_dynamo_as"]
 
 PYTHON_DRAWS = "a number is drawn by Python's random module"
 """The text of the refusal of definition 1."""
@@ -65,9 +69,8 @@ def _example(value: Any) -> Any:
 
 @contextmanager
 def corrected_tracing() -> Iterator[None]:
-    """While open, captures of this thread trace definitions 1 to 5 so."""
+    """While open, captures of this thread trace definitions 1 to 6 so."""
     from torch._dynamo import symbolic_convert
-    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables import misc, user_defined
 
     _inline_sequential()
@@ -75,12 +78,14 @@ def corrected_tracing() -> Iterator[None]:
         for module in (misc, user_defined):
             if hasattr(module, "call_random_fn"):
                 stack.enter_context(wrapped(Attribute(module, "call_random_fn"), _refuse_draw, this_thread=True))
-        if hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
-            place = Attribute(OutputGraph, "_check_requires_grad_intermediate_outputs")
-            stack.enter_context(wrapped(place, _refuse_leaves, this_thread=True))
+        stack.enter_context(leaves_traced())
         if hasattr(user_defined, "UserDefinedExceptionClassVariable"):
-            place = Attribute(user_defined.UserDefinedExceptionClassVariable, "call_function")
-            stack.enter_context(wrapped(place, _raise_own, this_thread=True))
+            kind = user_defined.UserDefinedExceptionClassVariable  # which in 2.11 inherits the method
+            place, inherited = Attribute(kind, "call_function"), kind.call_function
+            stack.enter_context(wrapped(place, _raise_own, this_thread=True, default=inherited))
+        if "debug_repr" not in vars(misc.ExceptionVariable):
+            place = Attribute(symbolic_convert.InstructionTranslatorBase, "exception_handler")
+            stack.enter_context(wrapped(place, _tell_arguments, this_thread=True))
         for sign in _OUTCOMES:
             decide = functools.partial(_decided, sign)
             stack.enter_context(wrapped(Item(symbolic_convert.compare_op_handlers, sign), decide, this_thread=True))
@@ -96,18 +101,8 @@ def _refuse_draw(_below: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
-def _refuse_leaves(below: Callable[..., Any]) -> Callable[..., Any]:
-    def check(graph: Any, outputs: list[Any], tx: Any) -> Any:
-        made = (each for each in graph.leaf_var_creation_order if not each.source)
-        leaves = {each.as_proxy().node for each in made}
-        returned = {each.as_proxy().node for each in outputs if hasattr(each, "proxy")}
-        return below(graph, outputs, tx) if leaves & returned else None
-
-    return check
-
-
 def raised_in_trace(error: BaseException) -> Exception | None:
-    """The exception of the user's own in which a trace ended (definition 5), if ``error`` says that it did."""
+    """The exception of the user's own in which a trace ended (5 and 6), if ``error`` says that it did."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(theirs := getattr(found, "_ebbflow_raised", None), Exception):
@@ -133,6 +128,43 @@ def _raise_own(below: Callable[..., Any]) -> Callable[..., Any]:
         raise ended
 
     return make
+
+
+def made_anew(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    """An exception of this kind; its class may want other arguments than it keeps."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
+
+_KEY = re.compile(r"^Dict key lookup failed for .* Debug representation of the key is (.*)$", re.DOTALL)
+
+
+def _tell_arguments(below: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.exc import Unsupported
+
+    def handle(tx: Any, raised: Exception) -> Any:
+        try:
+            return below(tx, raised)
+        except Unsupported as error:
+            if error.__cause__ is raised:  # nobody caught it
+                caught = tx.exn_vt_stack.get_current_exception()
+                if all(each.is_python_constant() for each in caught.args):
+                    args = tuple(each.as_python_constant() for each in caught.args)
+                    args = _missing_key(args) or args
+                    error._ebbflow_raised = made_anew(caught.python_type(), args)  # type: ignore[attr-defined]
+            raise
+
+    return handle
+
+
+def _missing_key(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The key alone where the arguments of an exception are a sentence of Dynamo's about a key."""
+    said = _KEY.search(args[0]) if len(args) == 1 and isinstance(args[0], str) else None
+    try:
+        return (ast.literal_eval(ast.literal_eval(said[1])),) if said else None
+    except (SyntaxError, ValueError):
+        return None
 
 
 def _leaves_all_frames(tx: Any) -> bool:

@@ -11,8 +11,9 @@ from ebbflow.errors import CaptureError
 
 __all__ = ["TESTED", "is_tested", "require_supported_torch"]
 
-TESTED = ("2.11", "2.12", "2.13")
-"""Releases on which the canaries, the numerics tier and the demo are run by hand (``make test-torch``)."""
+TESTED = ("2.11", "2.12", "2.13", "2.14")
+"""Releases on which the canaries, the numerics tier and the demo are run by hand (``make test-torch``): 2.11.0, 2.12.0,
+2.13.0 and 2.14.1 (``benchmarks/results/torch-*``)."""
 
 
 def is_tested(version: str) -> bool:

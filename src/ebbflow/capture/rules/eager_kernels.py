@@ -2,11 +2,13 @@
 
 A trace asks an operator for a kernel in Python (``py_kernels``) before it takes the compiled one. Some of these are
 decompositions: another order of summation, hence other bits, and a dozen results where eager has one. While a step is
-captured they are out of force. No other decompositions are in force: AOTAutograd is given no table of them
-(``torch_seams.aot``), and Dynamo's own are switched off (``torch_seams.dynamo``).
+captured they are out of force, but for products of symbolic sizes on older releases (``torch_seams.products``). No
+other decompositions are in force: AOTAutograd is given no table of them (``torch_seams.aot``), and Dynamo's own are
+switched off (``torch_seams.dynamo``).
 
 Left in force, since they change neither bits nor bytes or have no other form:
-1. views, shapes and zeros alone: ``broadcast_tensors``, ``tensor_split`` by a tensor, ``unsafe_chunk``, ``empty.out``;
+1. views, shapes and zeros alone: ``broadcast_tensors``, ``tensor_split`` by a tensor, ``unsafe_chunk``, ``empty.out``,
+   and ``to_dense`` of a dense tensor, which it gives back or casts;
 2. ``one_hot`` and ``istft``, whose compiled kernels read a value to check it, and ``pad_sequence``, whose compiled
    kernel writes its result row by row;
 3. ``native_batch_norm`` and ``cudnn_batch_norm``, whose schemas hide that they change running statistics;
@@ -21,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ebbflow.torch_seams.dispatcher import OpOverload, traced_as_compiled
+from ebbflow.torch_seams.products import symbols_stay_in_python
 
 __all__ = ["LEFT_IN_PYTHON", "RESTORED", "eager_kernels"]
 
@@ -38,11 +41,12 @@ RESTORED = (
     "matmul.default",
     "stft.center",
 )
-"""Operators of ``torch.ops.aten`` that are traced by their compiled kernels; some are newer than torch 2.11."""
+"""Operators of ``torch.ops.aten`` that are traced by their compiled kernels, where a release has one in Python."""
 
 LEFT_IN_PYTHON = frozenset(
     {
         *("broadcast_tensors.default", "tensor_split.tensor_indices_or_sections", "unsafe_chunk.default", "empty.out"),
+        "to_dense.default",
         *("one_hot.default", "istft.default", "pad_sequence.default", "matmul.out"),
         *("native_batch_norm.default", "cudnn_batch_norm.default", "dropout.default"),
         *(f"{name}.{form}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")),
@@ -56,7 +60,8 @@ def eager_kernels() -> Iterator[None]:
     """While open, this thread traces what eager calls."""
     with ExitStack() as stack:
         for op in filter(None, map(_find, RESTORED)):
-            stack.enter_context(traced_as_compiled(op))
+            unless = symbols_stay_in_python if op is torch.ops.aten.matmul.default else None
+            stack.enter_context(traced_as_compiled(op, unless))
         yield
 
 

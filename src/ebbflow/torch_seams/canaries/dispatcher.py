@@ -1,10 +1,11 @@
-"""The canaries of ``dispatcher``: what operators say of themselves, and in which dtypes they compute."""
+"""The canaries of ``dispatcher`` and ``products``: what operators say of themselves, how they are traced."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from ebbflow.torch_seams import dispatcher, fake_tensors
+from ebbflow.torch_seams import dispatcher, fake_tensors, products
 from ebbflow.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -58,3 +59,23 @@ def kernels_compute_in_known_dtypes() -> None:
         dispatcher.sdpa_flop(*[torch.empty(heads, device="meta")] * 3) == 2 * 2 * (2 * 4 * 4 * 8), "attention's count"
     )
     expect(callable(dispatcher.sdpa_backward_flop), "attention's backward has no count")
+
+
+@canary
+def products_keep_symbols() -> None:
+    """Products of batches with symbolic sizes are the calls that they are with numbers, by whichever kernel."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def products_of(rows: Tensor, matrix: Tensor) -> tuple[Tensor, ...]:
+        return rows @ rows.mT, rows @ matrix, rows @ matrix.detach(), rows.transpose(0, 1) @ matrix.detach()
+
+    arguments = torch.ones(2, 5, 3), torch.ones(3, 7, requires_grad=True)
+    with dispatcher.traced_as_compiled(_aten.matmul.default, products.symbols_stay_in_python):
+        graphs = [make_fx(products_of, tracing_mode=mode)(*arguments).graph for mode in ("symbolic", "fake")]
+    symbols, numbers = (
+        [str(n.target).replace("_unsafe_view", "view") for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+        for graph in graphs
+    )
+    expect(symbols == numbers and "aten.bmm.default" in numbers, f"products are {symbols} of symbols, else {numbers}")
+    rows = next(iter(graphs[0].find_nodes(op="placeholder"))).meta["val"]
+    expect(isinstance(rows.shape[1], torch.SymInt), "a product makes a number of a symbol")

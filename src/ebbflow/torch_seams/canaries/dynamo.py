@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -91,18 +92,43 @@ def compiled_code_can_be_forgotten() -> None:
 
 @canary
 def recurrent_modules_are_one_call() -> None:
-    """Dynamo writes a recurrent module as one call of ``torch.gru`` if it is let."""
+    """Dynamo writes a recurrent module as one call of ``torch.lstm`` if it is let, and its states have their shapes."""
     seen: list[object] = []
 
     def backend(graph: fx.GraphModule, _: Any) -> Any:
         seen.extend(node.target for node in graph.graph.nodes)
         return graph.forward
 
-    module = torch.nn.GRU(2, 3)
+    module, weight = torch.nn.LSTM(2, 3, bidirectional=True), torch.ones(4, 5, 2, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        states = module(x * weight)[1]
+        rows, columns = states[0].shape[1:]
+        return torch.cat(states, -1) + torch.zeros(rows, 2 * columns)
+
     with settings():
-        step = torch.compile(lambda x: module(x)[0], backend=backend, fullgraph=True, dynamic=False)
-        step(torch.ones(4, 1, 2))
-    expect(torch.gru in seen, f"a GRU is {seen}")
+        step = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
+        result = step(torch.ones(4, 5, 2))
+    expect(torch.lstm in seen, f"an LSTM is {seen}")
+    expect(result.shape == (2, 5, 6), f"states are {tuple(result.shape)}")
+    dynamo.forget_compiled(step)
+
+
+@canary
+def captures_log_no_error() -> None:
+    """A capture that succeeds writes no error to torch's log, that of its metrics among it."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._dynamo")
+    log.addHandler(handler)
+    try:
+        with settings():
+            step = torch.compile(lambda x: x + 1, backend=lambda graph, _: graph.forward, fullgraph=True, dynamic=False)
+            step(torch.ones(2))
+    finally:
+        log.removeHandler(handler)
+    expect(not records, f"it logs {[each.getMessage() for each in records]}")
     dynamo.forget_compiled(step)
 
 

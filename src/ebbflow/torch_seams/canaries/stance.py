@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from ebbflow.torch_seams import dynamo, stance
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebbflow.torch_seams import dynamo, fake_tensors, stance
 from ebbflow.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -56,4 +59,31 @@ def traces_end_where_they_are_told_to() -> None:
     compiled = torch.compile(function, backend="eager")
     expect(compiled(torch.ones(2)).tolist() == [3.0, 3.0], "a constant is not asked inside of the trace")
     expect(traced == [False] and not asked(), f"a function that is left out was traced: {traced}")
+    dynamo.forget_compiled(compiled)
+
+
+@canary
+def dispatch_modes_are_seen() -> None:
+    """Under a mode that compiles nothing a call is refused before any of it runs; modes of torch's own are none."""
+    ran: list[int] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        return x * 2
+
+    ours = stance.OwnStance()
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=False)
+    try:
+        with Watching():
+            ours.compiling(compiled, torch.ones(2))
+    except RuntimeError as error:
+        expect(stance.NO_FRAMES in str(error) and not ran, f"a mode is told as {error!r}, after {len(ran)} runs")
+    else:
+        raise RuntimeError("a call is compiled under a dispatch mode")
+    with fake_tensors.FakeTensorMode():
+        expect(not stance.any_torch_dispatch_mode_on_stack(), "a mode of torch's own counts as somebody's")
     dynamo.forget_compiled(compiled)

@@ -1,4 +1,4 @@
-"""The canaries of ``tracing``: what Dynamo makes of user code while its corrections are open."""
+"""The canaries of ``tracing`` and ``leaves``: what Dynamo makes of user code while its corrections are open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint_sequential
 
-from ebbflow.torch_seams import dynamo, tracing
+from ebbflow.torch_seams import dynamo, fake_tensors, tracing
 from ebbflow.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -120,3 +120,40 @@ def functions_of_torch_can_be_traced_otherwise() -> None:
         _, line = _traced(torch.nn.functional.relu, torch.zeros(1))
     _, after = _traced(torch.nn.functional.relu, torch.zeros(1, 1))
     expect(rows.item() == 40 and line.item() == after.item() == 0, f"relu gives {rows}, {line} and {after}")
+
+
+class _Own(Exception):
+    def __init__(self, rows: int) -> None:
+        super().__init__(f"{rows} rows")
+
+
+@canary
+def uncaught_exceptions_are_told() -> None:
+    """What the traced code raises and nobody catches is told with its arguments; so is what a kernel refuses."""
+
+    def of_python(x: Tensor) -> Tensor:
+        raise ValueError("rows", x.shape[0])
+
+    def of_the_user(x: Tensor) -> Tensor:
+        raise _Own(x.shape[0])
+
+    def of_a_key(x: Tensor) -> Tensor:
+        return x * {"a": 1.0}["b"]
+
+    def of_a_kernel(x: Tensor) -> Tensor:
+        return x.gather(0, x)
+
+    for function, expected in (
+        (of_python, "ValueError('rows', 2)"),
+        (of_the_user, "_Own('2 rows')"),
+        (of_a_key, "KeyError('b')"),
+        (of_a_kernel, "RuntimeError('gather(): Expected dtype"),
+    ):
+        try:
+            with tracing.corrected_tracing(), fake_tensors.quiet_log():
+                _traced(function, torch.ones(2))
+        except dynamo.capture_error_type() as error:
+            found = repr(dynamo.raised_by_the_model(error))
+            expect(found.startswith(expected), f"{expected!r} is told as {found!r}")
+        else:
+            raise RuntimeError(f"{function.__name__} was traced")

@@ -1,0 +1,86 @@
+"""``requires_grad_()`` on an intermediate result while a step is captured.
+
+It changes no gradient of a parameter, so that it may be part of a graph; the result itself, whose own gradient would be
+lost, may not leave the graph. Dynamo from 2.12 on traces the call and refuses whatever is computed from such a result
+as an output (``OutputGraph._check_requires_grad_intermediate_outputs``): here only the result itself is refused. Dynamo
+of an older release refuses the call. There it is traced as 2.12 does it, with the nodes that ``torch._functorch``'s
+``enable_inplace_requires_grad`` has always become, and outputs are looked at where Dynamo compiles its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ebbflow.torch_seams.patches import Attribute, wrapped
+
+__all__ = ["leaves_traced"]
+
+_CHECK = "_check_requires_grad_intermediate_outputs"
+
+
+@contextmanager
+def leaves_traced() -> Iterator[None]:
+    """While open, captures of this thread trace ``requires_grad_()`` on a result, and refuse that result as output."""
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables import TensorVariable
+
+    with ExitStack() as stack:
+        if hasattr(OutputGraph, _CHECK):
+            stack.enter_context(wrapped(Attribute(OutputGraph, _CHECK), _check_leaves, this_thread=True))
+        else:
+            calls, ends = (TensorVariable, "method_requires_grad_"), (OutputGraph, "compile_and_call_fx_graph")
+            stack.enter_context(wrapped(Attribute(*calls), _make_leaf, this_thread=True))
+            stack.enter_context(wrapped(Attribute(*ends), _refuse_leaves, this_thread=True))
+        yield
+
+
+def _returns_leaf(graph: Any, outputs: list[Any]) -> bool:
+    made = (each for each in graph.leaf_var_creation_order if not each.source)
+    leaves = {each.as_proxy().node for each in made}
+    return bool(leaves & {each.as_proxy().node for each in outputs if hasattr(each, "proxy")})
+
+
+def _check_leaves(below: Callable[..., Any]) -> Callable[..., Any]:
+    def check(graph: Any, outputs: list[Any], tx: Any) -> Any:
+        return below(graph, outputs, tx) if _returns_leaf(graph, outputs) else None
+
+    return check
+
+
+def _refuse_leaves(below: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.exc import Unsupported
+
+    def compile_graph(graph: Any, tx: Any, outputs: list[Any], root: Any) -> Any:
+        if _returns_leaf(graph, outputs):
+            raise Unsupported("returning intermediate with requires_grad_()")
+        return below(graph, tx, outputs, root)
+
+    return compile_graph
+
+
+def _make_leaf(below: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._C._functorch import get_inplace_requires_grad_allowed as allowed
+    from torch._C._functorch import set_inplace_requires_grad_allowed as allow
+
+    def requires_grad_(variable: Any, tx: Any, requires_grad: Any = True) -> Any:
+        wanted = requires_grad is True or requires_grad.as_python_constant()
+        example = variable.as_proxy().node.meta["example_value"]
+        if variable.source or not wanted or example.requires_grad:
+            return below(variable, tx, requires_grad)
+        before = allowed()
+        # The same is done now, with fake tensors, and written for AOTAutograd's traces, which run under functorch.
+        allow(True)
+        try:
+            tx.output.create_node("call_function", allow, (True,), {})
+            tx.output.create_proxy("call_method", "requires_grad_", (variable.as_proxy(),), {})
+            tx.output.create_node("call_function", allow, (before,), {})
+        finally:
+            allow(before)
+        example.requires_grad_()
+        variable.requires_grad = True
+        tx.output.leaf_var_creation_order.append(variable)
+        return variable
+
+    return requires_grad_
