@@ -461,3 +461,14 @@ def test_summed_gradients_are_not_counted_twice_at_the_optimizers_step(tmp_path:
             train(model, optimizer, x, steps=1, micro=3)
         peaks += found
     assert max(peaks[1:]) <= refused.value.smallest_bytes
+
+
+@pytest.mark.parametrize("rows", [8, 8192])
+def test_a_budget_that_is_too_small_for_the_state_says_how_to_move_it(rows: int) -> None:
+    model, optimizer = next(twins())
+    ebbflow.fit(model, "1MiB", optimizer=optimizer, effort=20)
+    with pytest.raises(BudgetError) as refused:
+        model(batch(rows))
+    notes = [each for each in getattr(refused.value, "__notes__", []) if "offload_optimizer=True" in each]
+    assert len(notes) == (rows == 8), "where activations are most of it, the state is not the matter"
+    assert all(each.startswith("2.0") for each in notes)

@@ -35,7 +35,7 @@ from ebbflow.engine.executor import being_watched
 from ebbflow.engine.flights import Flight, Flights, aloft, flights_of, kept_bytes, kept_inputs
 from ebbflow.engine.given import given_plan_here, start_here
 from ebbflow.engine.key import Code, Slot, key_of, modes_of
-from ebbflow.engine.offloaded import Offloaded
+from ebbflow.engine.offloaded import Offloaded, offload_hint
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.engine.retained import Retained, plan_retained
 from ebbflow.engine.shared_calls import Kinds
@@ -397,6 +397,9 @@ class FittedModel:
                     "The loss outside the model is not in these figures: the first step measures what it takes. "
                     "Leave room for it above smallest_bytes"
                 )
+            if self.optimizer is not None and self.offloaded is None:
+                for hint in offload_hint(self.optimizer, error):
+                    error.add_note(hint)
             if between is not None and between.least_bytes < between.peak_bytes:
                 # Forwards that come between can do with less: they are planned for what this one leaves them.
                 least = replace(between, peak_bytes=between.least_bytes)

@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ebbflow.engine.executable import SCALARS_BYTES
+from ebbflow.errors import BudgetError
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.optimizer_step import step_bytes
 from ebbflow.measurement.resident import kept_by, optimizers_in, storages_in, tensors_in
@@ -22,7 +24,9 @@ from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
 from ebbflow.units import format_bytes
 
-__all__ = ["Foreseen", "Offloaded", "foresee"]
+__all__ = ["Foreseen", "Offloaded", "foresee", "offload_hint"]
+
+_MUCH = 0.1  # of the smallest budget
 
 
 class Offloaded:
@@ -105,6 +109,18 @@ def note_of(moving_bytes: int, taken_bytes: int | None, tier: str) -> str:
         f"{format_bytes(moving_bytes)} to the {tier} before the forward and back for optimizer.step(), which takes "
         f"{taken} besides"
     )
+
+
+def offload_hint(optimizer: torch.optim.Optimizer, error: BudgetError) -> Iterator[str]:
+    """What moving the state would do for a budget that is too small, if it is much of what is needed."""
+    held = tensors_in([kept_by(each) for each in optimizers_in(optimizer)])
+    moving = sum(filter(moves, [*storages_in(held).values(), *future_state_sizes(optimizer)]))
+    if moving >= _MUCH * (error.smallest_bytes or 0) > 0:
+        yield (
+            f"{format_bytes(moving)} of that are state of {type(optimizer).__name__}, which no op of the model reads: "
+            "fit(..., tiers='disk', offload_optimizer=True), tiers='host' on a card, has it away while a step runs and "
+            "needs room for it at optimizer.step() only"
+        )
 
 
 @dataclass(frozen=True)
