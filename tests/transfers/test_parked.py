@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ebbflow.errors import TierError
 from ebbflow.measurement.resident import storages_in
+from ebbflow.torch_seams import readers
 from ebbflow.torch_seams.away import can_leave, is_away
 from ebbflow.torch_seams.storages import walk
 from ebbflow.transfers import lots
@@ -453,3 +455,30 @@ def test_models_share_the_parking_of_an_optimizer(optimizer: torch.optim.Optimiz
     assert is_away(moments(optimizer)[0])
     other.end()
     assert parking_of(optimizer, way) is not one
+
+
+@pytest.mark.parametrize("has_torch", [False, True])
+def test_a_thread_of_an_installed_package_that_has_no_torch_reads_nothing(has_torch: bool) -> None:
+    """Notebooks, debuggers and test runners have threads that wait for their channel, however they do it."""
+    here, there = os.pipe()
+    names: dict[str, Any] = {"__name__": "channel", "os": os, **({"nn": torch.nn} if has_torch else {})}
+    path = Path(sysconfig.get_path("purelib")) / "channel" / "base.py"
+    exec(compile(f"def receive():\n    os.read({here}, 1)", path, "exec"), names)
+    thread = threading.Thread(target=names["receive"], daemon=True)
+    thread.start()
+    while thread.ident not in sys._current_frames():
+        time.sleep(0.001)
+    tensor = torch.zeros(4)
+    frame = sys._current_frames()[thread.ident]
+    try:
+        while frame.f_code.co_filename != str(path):
+            time.sleep(0.001)
+            frame = sys._current_frames()[thread.ident]
+        assert readers._may_read(frame) is has_torch
+        if has_torch:
+            assert readers.is_read_elsewhere([tensor], 0, lambda: True)
+    finally:
+        os.write(there, b".")
+        thread.join()
+        os.close(here)
+        os.close(there)
