@@ -469,7 +469,7 @@ def test_a_thread_of_an_installed_package_that_has_no_torch_reads_nothing(has_to
     while thread.ident not in sys._current_frames():
         time.sleep(0.001)
     tensor = torch.zeros(4)
-    referred = [tensor]
+    container, elsewhere = [tensor], [tensor]
     frame = sys._current_frames()[thread.ident]
     try:
         while frame.f_code.co_filename != str(path):
@@ -477,7 +477,7 @@ def test_a_thread_of_an_installed_package_that_has_no_torch_reads_nothing(has_to
             frame = sys._current_frames()[thread.ident]
         assert readers._may_read(frame) is has_torch
         if has_torch:
-            assert readers.is_read_elsewhere(referred, 0, lambda: True)
+            assert readers.is_read_elsewhere(container, 0, lambda: True), f"{elsewhere} is another reference"
     finally:
         os.write(there, b".")
         thread.join()
