@@ -104,11 +104,14 @@ def doctor(
 
 def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, top: int) -> Findings:
     """The findings of a captured step; arguments as for :func:`doctor`."""
-    found = find(step.plan(_ANY_BUDGET, replace(options, planner="keep_all")), top)
+    # With tiers the smallest budget is that of plans that move, which keep_all does not look for.
+    found = find(step.plan(_ANY_BUDGET, replace(options, planner="auto" if step.tiers else "keep_all")), top)
     if budget is None:
         return found
     try:
         plan = step.plan(budget, options)
     except BudgetError as error:
-        return replace(found, budget_bytes=error.budget_bytes)
+        return replace(
+            found, budget_bytes=error.budget_bytes, smallest_bytes=error.smallest_bytes or found.smallest_bytes
+        )
     return replace(found, budget_bytes=plan.budget_bytes, overhead=plan.overhead, smallest_bytes=plan.smallest_bytes)

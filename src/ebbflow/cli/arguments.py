@@ -105,7 +105,10 @@ OptimizerName = Annotated[
     ),
 ]
 OffloadOptimizer = Annotated[
-    bool, typer.Option("--offload-optimizer", help="keep its state in the first of --tiers while a step runs")
+    bool,
+    typer.Option(
+        "--offload-optimizer", help="with --optimizer and --tiers: its state is in the first tier while a step runs"
+    ),
 ]
 Gradients = Annotated[
     str | None,

@@ -331,12 +331,11 @@ class FittedModel:
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
         known = not self.is_guess(step, now)
-        end = self._end_of(now)
         fitting = [
             each
             for each in step.executables
             if _holds(each, resident, between, retained)
-            and end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes
+            and self._end_of(now, each.plan.program).needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes
             and not (each.provisional and known)
             and (now.accumulating or not each.accumulates)
             and not (each.moves and now.checkpointed)
@@ -361,9 +360,9 @@ class FittedModel:
                     remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
                 )
             given = given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve)
-            end = self._end_of(now)
+            end = self._end_of(now, program)
             if end.needed_bytes(program, resident) > given.budget_bytes:
-                raise end.error(program, resident, given.budget_bytes, given.predicted_peak_bytes + reserve)
+                raise end.error(program, resident, given.budget_bytes)
             return given, False
         guess = self._waits_for_a_loss(step, now)
         costs, estimated = costs_of(step.captured.calls if step.captured else (), now.device)
@@ -384,7 +383,8 @@ class FittedModel:
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
         seeds += start_here(self.start, program)
         between = self._between.of(now.slot)
-        make = functools.partial(make_plan, reserve_bytes=reserve, end=self._end_of(now), seeds=seeds)
+        end = self._end_of(now, program)
+        make = functools.partial(make_plan, reserve_bytes=reserve, end=end, seeds=seeds)
         try:
             plan = make(_with(program, between), self.budget, resident_bytes=resident, options=options)
         except BudgetError as error:
@@ -398,7 +398,7 @@ class FittedModel:
                     "Leave room for it above smallest_bytes"
                 )
             if self.optimizer is not None and self.offloaded is None:
-                for hint in offload_hint(self.optimizer, error):
+                for hint in offload_hint(self.optimizer, error, program, resident):
                     error.add_note(hint)
             if between is not None and between.least_bytes < between.peak_bytes:
                 # Forwards that come between can do with less: they are planned for what this one leaves them.
@@ -421,7 +421,7 @@ class FittedModel:
                 Budget(bytes=plan.budget_bytes),
                 resident_bytes=resident,
                 reserve_bytes=reserve + aside,
-                end=self._end_of(now),
+                end=end,
                 seeds=[*seeds, plan.schedule],
                 options=options,
             )
@@ -436,12 +436,14 @@ class FittedModel:
             )
         return roomy or plan, guess
 
-    def _end_of(self, now: Circumstances) -> StepEnd:
-        """What is taken when the backward of a call has returned, whatever the plan."""
+    def _end_of(self, now: Circumstances, program: Program) -> StepEnd:
+        """What is taken when the backward of a call has returned, whatever the plan: the most that anything takes."""
         hooks = hooks_end(self._after.bytes(now.slot, now.hooks))
-        if self.offloaded is None or (end := self.offloaded.end).bytes < hooks.bytes:
+        if self.offloaded is None:
             return hooks
-        return replace(end, summed=now.accumulating)
+        state = replace(self.offloaded.end, summed=now.accumulating)
+        hooks = replace(hooks, held_bytes=state.held_bytes)
+        return max((state, hooks), key=lambda each: each.needed_bytes(program, 0))
 
     def _granted_bytes(self) -> int:
         """What a share of the unplanned peak has come to at the most, for any shape; 0 for a budget in bytes."""

@@ -19,6 +19,7 @@ from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.optimizer_step import step_bytes
 from ebbflow.measurement.resident import kept_by, optimizers_in, storages_in, tensors_in
 from ebbflow.planning.step_end import StepEnd
+from ebbflow.step.program import Program
 from ebbflow.transfers.parked import LEAST_BYTES, Parking, moves, parking_of
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
@@ -111,15 +112,27 @@ def note_of(moving_bytes: int, taken_bytes: int | None, tier: str) -> str:
     )
 
 
-def offload_hint(optimizer: torch.optim.Optimizer, error: BudgetError) -> Iterator[str]:
-    """What moving the state would do for a budget that is too small, if it is much of what is needed."""
+def offload_hint(
+    optimizer: torch.optim.Optimizer, error: BudgetError, program: Program, resident_bytes: int
+) -> Iterator[str]:
+    """What moving the state would do for a budget that is too small, if it does much.
+
+    Args:
+        optimizer: whose state is in place.
+        error: the refusal.
+        program: of the step.
+        resident_bytes: at its start, the state and what is to come of it among them.
+    """
     held = tensors_in([kept_by(each) for each in optimizers_in(optimizer)])
     moving = sum(filter(moves, [*storages_in(held).values(), *future_state_sizes(optimizer)]))
-    if moving >= _MUCH * (error.smallest_bytes or 0) > 0:
+    smallest = error.smallest_bytes or 0
+    end = end_of_step(optimizer, moving, step_bytes(optimizer))
+    without = max(smallest - moving, end.needed_bytes(program, resident_bytes - moving))
+    if without <= (1 - _MUCH) * smallest:
         yield (
             f"{format_bytes(moving)} of that are state of {type(optimizer).__name__}, which no op of the model reads: "
-            "fit(..., tiers='disk', offload_optimizer=True), tiers='host' on a card, has it away while a step runs and "
-            "needs room for it at optimizer.step() only"
+            "fit(..., tiers='disk', offload_optimizer=True), tiers='host' on a card, has it away in the step, and "
+            f"some {format_bytes(without)} will do"
         )
 
 

@@ -125,8 +125,9 @@ def make_plan(
     floor_above, floor_op = floor_with_tiers(program, links) if links else floor_bytes(program)
     end_needs = end.needed_bytes(program, resident_bytes)
     if budget_bytes < end_needs:
-        smallest_above, _ = _smallest(problem, options)
-        raise end.error(program, resident_bytes, budget_bytes, resident_bytes + reserve_bytes + smallest_above)
+        plan_bytes = resident_bytes + reserve_bytes + _smallest(problem, options)[0]
+        if plan_bytes <= end_needs or plan_bytes <= budget_bytes:  # else any plan is too large already
+            raise end.error(program, resident_bytes, budget_bytes)
     known, planned = _known(problem, options)
     smallest: Schedule | None = None
     if known is not None:

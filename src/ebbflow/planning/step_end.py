@@ -16,7 +16,7 @@ from ebbflow.errors import BudgetError
 from ebbflow.step.program import Program, analysis
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
-from ebbflow.units import format_allowed, format_bytes
+from ebbflow.units import format_allowed, format_bytes, format_share
 
 __all__ = ["NOTHING_AFTER", "StepEnd", "end_bytes"]
 
@@ -51,19 +51,18 @@ class StepEnd:
         held = resident_bytes + unplanned_bytes(program) + self.held_bytes
         return max(held, self.needed_bytes(program, resident_bytes))
 
-    def error(self, program: Program, resident_bytes: int, budget_bytes: int, plan_bytes: int) -> BudgetError:
-        """Why ``budget_bytes`` are too few for a step's end, where the least that a plan takes is ``plan_bytes``."""
+    def error(self, program: Program, resident_bytes: int, budget_bytes: int) -> BudgetError:
+        """Why ``budget_bytes`` are too few for a step's end, which needs more than its plan."""
         needed = self.needed_bytes(program, resident_bytes)
-        smallest = max(needed, plan_bytes)
-        more = f"; a plan needs {format_bytes(plan_bytes)}" if plan_bytes > needed else ""
+        share = format_share(needed, self.unplanned_bytes(program, resident_bytes))
         return BudgetError(
             f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what}, take "
-            f"{format_bytes(self.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes) "
-            f"are taken at its end, whatever the plan{more}. Ask for {smallest} bytes or more (of a fitted model: "
-            f"ebbflow.set_budget), or {self.remedy}",
+            f"{format_bytes(self.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes, "
+            f"{share} of the unplanned peak) are taken at its end, whatever the plan. Ask for {needed} bytes or "
+            f"{share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), or {self.remedy}",
             budget_bytes=budget_bytes,
             floor_bytes=needed,
-            smallest_bytes=smallest,
+            smallest_bytes=needed,
             resident_bytes=resident_bytes,
             pinned_by=self.what,
         )

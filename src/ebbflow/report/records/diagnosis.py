@@ -251,7 +251,9 @@ def find(plan: Plan, top: int = 10) -> Findings:
             at=_at(program, floor.op, floor.moment),
             parts={each.part.value: each.bytes for each in floor.parts},
         ),
-        advice=advise(program, floor, plan.resident_bytes, plan.provenance.optimizer),
+        advice=advise(
+            program, floor, plan.resident_bytes, "" if plan.provenance.offloaded else plan.provenance.optimizer
+        ),
         provenance=plan.provenance,
     )
 
