@@ -47,7 +47,7 @@ from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import start_bytes, watched_in
 from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.planning.step_end import StepEnd
+from ebbflow.planning.step_end import StepEnd, most_of
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
@@ -331,11 +331,12 @@ class FittedModel:
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
         known = not self.is_guess(step, now)
+        ends = self._ends_of(now)
         fitting = [
             each
             for each in step.executables
             if _holds(each, resident, between, retained)
-            and self._end_of(now, each.plan.program).needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes
+            and all(end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes for end in ends)
             and not (each.provisional and known)
             and (now.accumulating or not each.accumulates)
             and not (each.moves and now.checkpointed)
@@ -360,7 +361,7 @@ class FittedModel:
                     remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
                 )
             given = given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve)
-            end = self._end_of(now, program)
+            end = most_of(self._ends_of(now), program)
             if end.needed_bytes(program, resident) > given.budget_bytes:
                 raise end.error(program, resident, given.budget_bytes)
             return given, False
@@ -383,7 +384,7 @@ class FittedModel:
         seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
         seeds += start_here(self.start, program)
         between = self._between.of(now.slot)
-        end = self._end_of(now, program)
+        end = most_of(self._ends_of(now), program)
         make = functools.partial(make_plan, reserve_bytes=reserve, end=end, seeds=seeds)
         try:
             plan = make(_with(program, between), self.budget, resident_bytes=resident, options=options)
@@ -398,7 +399,7 @@ class FittedModel:
                     "Leave room for it above smallest_bytes"
                 )
             if self.optimizer is not None and self.offloaded is None:
-                for hint in offload_hint(self.optimizer, error, program, resident):
+                for hint in offload_hint(self.optimizer, now.module, error, program, resident):
                     error.add_note(hint)
             if between is not None and between.least_bytes < between.peak_bytes:
                 # Forwards that come between can do with less: they are planned for what this one leaves them.
@@ -436,14 +437,13 @@ class FittedModel:
             )
         return roomy or plan, guess
 
-    def _end_of(self, now: Circumstances, program: Program) -> StepEnd:
-        """What is taken when the backward of a call has returned, whatever the plan: the most that anything takes."""
+    def _ends_of(self, now: Circumstances) -> list[StepEnd]:
+        """What is taken when the backward of a call has returned, whatever the plan: one thing or another."""
         hooks = hooks_end(self._after.bytes(now.slot, now.hooks))
         if self.offloaded is None:
-            return hooks
+            return [hooks]
         state = replace(self.offloaded.end, summed=now.accumulating)
-        hooks = replace(hooks, held_bytes=state.held_bytes)
-        return max((state, hooks), key=lambda each: each.needed_bytes(program, 0))
+        return [state, replace(hooks, held_bytes=state.held_bytes)]
 
     def _granted_bytes(self) -> int:
         """What a share of the unplanned peak has come to at the most, for any shape; 0 for a budget in bytes."""

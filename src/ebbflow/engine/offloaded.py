@@ -112,30 +112,6 @@ def note_of(moving_bytes: int, taken_bytes: int | None, tier: str) -> str:
     )
 
 
-def offload_hint(
-    optimizer: torch.optim.Optimizer, error: BudgetError, program: Program, resident_bytes: int
-) -> Iterator[str]:
-    """What moving the state would do for a budget that is too small, if it does much.
-
-    Args:
-        optimizer: whose state is in place.
-        error: the refusal.
-        program: of the step.
-        resident_bytes: at its start, the state and what is to come of it among them.
-    """
-    held = tensors_in([kept_by(each) for each in optimizers_in(optimizer)])
-    moving = sum(filter(moves, [*storages_in(held).values(), *future_state_sizes(optimizer)]))
-    smallest = error.smallest_bytes or 0
-    end = end_of_step(optimizer, moving, step_bytes(optimizer))
-    without = max(smallest - moving, end.needed_bytes(program, resident_bytes - moving))
-    if without <= (1 - _MUCH) * smallest:
-        yield (
-            f"{format_bytes(moving)} of that are state of {type(optimizer).__name__}, which no op of the model reads: "
-            "fit(..., tiers='disk', offload_optimizer=True), tiers='host' on a card, has it away in the step, and "
-            f"some {format_bytes(without)} will do"
-        )
-
-
 @dataclass(frozen=True)
 class Foreseen:
     """An optimizer whose state is to be away in a step that is planned ahead of time.
@@ -153,13 +129,14 @@ class Foreseen:
     note: str
 
 
-def foresee(optimizer: torch.optim.Optimizer, others: object, device: str, tier: str) -> Foreseen:
+def foresee(optimizer: torch.optim.Optimizer, others: object, device: str | None, tier: str) -> Foreseen:
     """What :class:`Offloaded` would find, without moving anything.
 
     Args:
         optimizer: real, or of fake or meta parameters.
         others: whatever holds the model and its arguments: state whose memory is theirs stays.
-        device: ``"cpu"`` or ``"cuda"``, where the step is to run; some optimizers step otherwise there.
+        device: ``"cpu"`` or ``"cuda"``, where the step is to run; some optimizers step otherwise there. ``None`` is
+            where the parameters are.
         tier: by name.
     """
     own, held = storages_in([others]), list(tensors_in([kept_by(each) for each in optimizers_in(optimizer)]))
@@ -174,6 +151,28 @@ def foresee(optimizer: torch.optim.Optimizer, others: object, device: str, tier:
         end_of_step(optimizer, moving, taken),
         note_of(moving, taken, tier),
     )
+
+
+def offload_hint(
+    optimizer: torch.optim.Optimizer, others: object, error: BudgetError, program: Program, resident_bytes: int
+) -> Iterator[str]:
+    """What moving the state would do for a budget that is too small, if it does much.
+
+    Args:
+        optimizer: whose state is in place.
+        others: as for :func:`foresee`.
+        error: the refusal.
+        program: of the step.
+        resident_bytes: at its start, the state and what is to come of it among them.
+    """
+    end, smallest = foresee(optimizer, others, None, "").end, error.smallest_bytes or 0
+    without = max(smallest - end.held_bytes, end.needed_bytes(program, resident_bytes - end.held_bytes))
+    if without <= (1 - _MUCH) * smallest:
+        yield (
+            f"{format_bytes(end.held_bytes)} of that are state of {type(optimizer).__name__}, which no op of the model "
+            "reads: fit(..., tiers='disk', offload_optimizer=True), tiers='host' on a card, has it away in the step, "
+            f"and some {format_bytes(without)} will do"
+        )
 
 
 def _outline(optimizer: torch.optim.Optimizer) -> list[object]:

@@ -126,7 +126,7 @@ def make_plan(
     end_needs = end.needed_bytes(program, resident_bytes)
     if budget_bytes < end_needs:
         plan_bytes = resident_bytes + reserve_bytes + _smallest(problem, options)[0]
-        if plan_bytes <= end_needs or plan_bytes <= budget_bytes:  # else any plan is too large already
+        if plan_bytes <= end_needs:  # else any plan that is known is too large already
             raise end.error(program, resident_bytes, budget_bytes)
     known, planned = _known(problem, options)
     smallest: Schedule | None = None
@@ -157,6 +157,8 @@ def make_plan(
             machine=options.machine,
             tiers=tuple(links),
         )
+    if budget_bytes < end_needs:  # a planner has found a smaller plan than were known
+        raise end.error(program, resident_bytes, budget_bytes)
     # A planner may get below what the search for the smallest reached.
     smallest_above = min(smallest_above, simulate(program, answer.schedule, options.machine).above_bytes)
     if options.cache is not None and known is None:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbflow.errors import BudgetError
@@ -18,7 +19,7 @@ from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
 from ebbflow.units import format_allowed, format_bytes, format_share
 
-__all__ = ["NOTHING_AFTER", "StepEnd", "end_bytes"]
+__all__ = ["NOTHING_AFTER", "StepEnd", "end_bytes", "most_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ class StepEnd:
 
 
 NOTHING_AFTER = StepEnd(0)
+
+
+def most_of(ends: Iterable[StepEnd], program: Program) -> StepEnd:
+    """Of what is taken at the end of one step at different moments, what needs most."""
+    return max(ends, key=lambda each: each.needed_bytes(program, 0))
 
 
 @analysis
