@@ -39,6 +39,7 @@ def test_an_exception_in_any_place_of_any_kind_of_step() -> None:
         assert soak.next_step_is_right_of(soak._Custom(), model), place
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python's callbacks swallow interrupts
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.5, 0.8])
 def test_an_interrupt_in_a_first_call(share: float) -> None:
     seconds = 0.5
@@ -47,7 +48,7 @@ def test_an_interrupt_in_a_first_call(share: float) -> None:
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, share * seconds)
-        # Torch may swallow an interrupt in a callback of its own, or fail for want of what that was to do.
+        # A callback may swallow an interrupt, and torch may fail for want of what it was to do.
         with contextlib.suppress(KeyboardInterrupt, EbbflowError):
             for _ in range(200):
                 model(torch.randn(256, soak.WIDTH)).backward()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -77,3 +79,45 @@ def test_a_finalizer_that_is_interrupted_leaves_no_forward_in_flight(
     assert flights.aloft(home) == []
     assert flights.kept_bytes() == before
     assert not home
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 0.45, 0.65, 0.85])
+def test_an_interrupt_while_torch_traces_comes_once_it_has_traced(share: float) -> None:
+    """In the middle it would end the process, be swallowed, or leave torch tracing otherwise from then on."""
+
+    class Interrupts:
+        """A profiler, told of every call, which interrupts the ``last``."""
+
+        def __init__(self, last: float) -> None:
+            self.calls, self.last = 0, last
+
+        def __call__(self, _frame: FrameType, event: str, _arg: Any) -> None:
+            self.calls += event == "call"
+            if event == "call" and self.calls == self.last:
+                signal.raise_signal(signal.SIGALRM)
+
+    def captured(interrupts: Interrupts) -> nn.Module:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+        fitted = ebbflow.fit(model, "4MiB", progress=None)
+        before = sys.getprofile()
+        sys.setprofile(interrupts)
+        try:
+            fitted(torch.randn(4, 8))
+        finally:
+            sys.setprofile(before)
+        return fitted
+
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        captured(Interrupts(0.0))  # what only a first one imports
+        captured(counted := Interrupts(0.0))
+        interrupts = Interrupts(round(share * counted.calls))
+        with pytest.raises(KeyboardInterrupt) as raised:
+            captured(interrupts)
+        assert Path(raised.traceback[-1].path).name == "signals.py", "it waited"
+        assert interrupts.calls >= interrupts.last
+        model = captured(Interrupts(0.0))
+        model(torch.randn(4, 8)).sum().backward()
+    finally:
+        signal.signal(signal.SIGALRM, handler)

@@ -15,6 +15,7 @@ from ebbflow.capture.cuda.kernels import rename_stand_ins
 from ebbflow.capture.joint import Captured, read_joint
 from ebbflow.capture.trace import compile_step, forget_step, forward_of, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
+from ebbflow.signals import signals_wait
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.eager_answers import Answers
 from ebbflow.torch_seams.fake_tensors import FakeTensor, FakeTensorMode, mode_of
@@ -98,7 +99,7 @@ def capture(
         step = compile_step(reader, elsewhere=cuda is not None)
         errors = translated_errors(model, args, kwargs, answers=answers, here=here, cuda=cuda)
         try:
-            with mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
+            with signals_wait(), mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
                 OwnStance().compiling(step, model, forward, args, kwargs, every_output)
         finally:
             forget_step(step)

@@ -29,6 +29,7 @@ from ebbflow.engine.executor import NothingToTrain, Unplanned, departing, run_ba
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError, InternalError
+from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.aot import boxed
 from ebbflow.torch_seams.dynamo import sizes_as_symbols
 from ebbflow.torch_seams.eager_answers import Answers
@@ -143,12 +144,12 @@ class Capture:
 
         def attempt() -> Unplanned | NothingToTrain:
             try:
-                with translated_errors(call.module, call.args, call.kwargs, answers=self.answers) as self._conditions:
-                    with self._marked((call.args, call.kwargs)):
-                        self._stance.compiling(self._compiled, *arguments)
+                errors = translated_errors(call.module, call.args, call.kwargs, answers=self.answers)
+                with signals_wait(), errors as self._conditions, self._marked((call.args, call.kwargs)):
+                    self._stance.compiling(self._compiled, *arguments)
             except (Unplanned, NothingToTrain) as found:
                 return found
-            except Exception:
+            except BaseException:
                 self.made = False
                 self._forget()
                 self._begin()
@@ -187,7 +188,7 @@ class Capture:
                 self._captured = self._read(self._joint)
             return self._captured
         names = [node.name for node in self._joint.graph.find_nodes(op="placeholder")]
-        with capture_settings(here=True):
+        with signals_wait(), capture_settings(here=True):
             return self._read(at_sizes(self._joint, {names[i]: size for i, size in sizes.items()}, self._conditions))
 
     def accumulating(self, captured: Captured, positions: frozenset[int]) -> Captured:

@@ -38,6 +38,7 @@ from ebbflow.measurement.leftovers import forget_dead, leave, watches_of
 from ebbflow.measurement.resident import tensors_in
 from ebbflow.planners import Progress
 from ebbflow.planners.narration import narrated
+from ebbflow.signals import signals_wait
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
@@ -120,7 +121,8 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
     with within(_room(model, step, call, now)):
         _capture(model, step, call, now)
     model.keep(step, now)
-    gc.collect()  # what only garbage holds is not to be planned around
+    with signals_wait():  # the callbacks of what dies would swallow what a handler raises
+        gc.collect()  # what only garbage holds is not to be planned around
     forget_dead()
     now = model.look_around(call)
     if (executable := model.holding(step, now)) is not None:

@@ -18,6 +18,7 @@ import torch
 
 from ebbflow.errors import UsageError
 from ebbflow.measurement.resident import kept_by, optimizers_in, stepping, storages_in, tensors_in
+from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
 __all__ = ["future_state_bytes", "future_state_sizes", "options_of"]
@@ -106,10 +107,12 @@ def _tries(
     """Bytes of each tensor of the state, or why one way did not find them."""
     for answer in _ANSWERS:
         try:
-            with quiet_log(), sizes_only(), numbers_are(answer):
-                yield list(storages_in(_state_after(kind, options, like, tuple(like.shape))).values())
+            with signals_wait(), quiet_log(), sizes_only(), numbers_are(answer):
+                found = list(storages_in(_state_after(kind, options, like, tuple(like.shape))).values())
         except Exception as error:  # any optimizer of the user's may raise anything here
             yield error
+        else:
+            yield found
     known: dict[int, int] = dict(zip(_SIZES, like.shape, strict=False))
     shape = tuple(min(pair) for pair in known.items())
     if len(shape) < like.ndim:

@@ -12,6 +12,7 @@ import torch
 
 from ebbflow.measurement.optimizer_state import options_of
 from ebbflow.measurement.resident import stepping
+from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.fake_tensors import (
     fakes_are_counted,
     fakes_are_stepped_as_parameters,
@@ -34,7 +35,7 @@ def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> i
         device: type of the one to step on, where some optimizers take other ways; that of the parameters if ``None``.
     """
     optimizer = stepping(optimizer)
-    with without_modes(), quiet_log():
+    with signals_wait(), without_modes(), quiet_log():
         for answer in (1, 0):
             try:
                 with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
