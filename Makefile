@@ -15,7 +15,7 @@ help:
 	@echo "make test-all    the same with the longest tests: what CI runs"
 	@echo "make quick       core, planners and a handful of captured steps, in a minute"
 	@echo "make setup       .venv with everything that the others need; some minutes the first time"
-	@echo "make lint        one part of make test; make types and make unit are the others"
+	@echo "make lint        one part of make test; make types and make unit are the others (unit-all: of make test-all)"
 	@echo "make gpu         with a card: tests/gpu, then benchmarks/gpu.py in steps; 30 minutes, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run them"
 	@echo "make test-torch  the canaries, the numerics tier and the demo on another torch: make test-torch TORCH=2.12.0"
@@ -34,9 +34,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/ebbflow demo
 
-test: lint types unit
+# The type checker keeps one core busy while the tests start.
+test: lint
+	@$(MAKE) --no-print-directory -j2 types unit
 
-test-all: lint types unit-all
+test-all: lint
+	@$(MAKE) --no-print-directory -j2 types unit-all
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks

@@ -400,10 +400,17 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "nmt": (partial(SMALL["nmt"], length=2), "_thnn_fused_lstm_cell"),
 }
 QUICK = ("gpt", "hf_llama", "vit", "nmt")
+SLOW = ("hf_bert", "lstm_lm")  # the others are long
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name",
+    [
+        name
+        if name in QUICK
+        else pytest.param(name, marks=[pytest.mark.slow, *([] if name in SLOW else [pytest.mark.long])])
+        for name in CASES
+    ],
 )
 def test_a_model_for_a_card_has_no_op_of_the_cpu(name: str) -> None:
     build, part = CASES[name]

@@ -45,6 +45,11 @@ AT_ONCE: list[tuple[list[str], int, str]] = [
     (["doctor", "zoo:gtp"], 2, "did you mean 'gpt'"),
     (["doctor", "zoo:gpt", "--budget", "half"], 2, "'half'"),
     (["demo", "--budget", "half"], 2, "'half'"),
+    *(
+        ([command, "zoo:gpt", option, "1GB", "--offload-optimizer"], 2, "needs a tier")
+        for command, option in (("plan", "--budget"), ("max-batch", "--budget"), ("compare", "--budgets"))
+    ),
+    (["doctor", "zoo:gpt", "--offload-optimizer"], 2, "needs a tier"),
 ]
 HEAVY = ("torch", "numpy", "numba", "highspy")
 

@@ -164,6 +164,10 @@ def test_a_function_of_a_file_that_imports_its_neighbour(cases: Path) -> None:
         (["CASES:nobody", "--budget", "80%"], ["'nobody'", "chain, fails, needs_size"]),
         (["CASES:nothing", "--budget", "80%"], ["NoneType", "ebbflow.Case"]),
         (["CASES:needs_size", "--budget", "80%"], ["--size N"]),
+        (
+            ["CASES:chain", "--budget", "80%", "--tiers", "disk", "--offload-optimizer"],
+            ["comes without", "--optimizer"],
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -186,6 +190,12 @@ def test_a_damaged_graph_file_is_refused(text: str, tmp_path: Path) -> None:
     result = run("plan", path, "--budget", "80%")
     assert result.exit_code == 2
     assert "ebbflow: " in result.stderr
+
+
+def test_max_batch_has_the_state_of_no_optimizer_refused(cases: Path) -> None:
+    result = run("max-batch", f"{cases}:chain", "--budget", "1MiB", "--tiers", "disk", "--offload-optimizer")
+    assert result.exit_code == 2
+    assert "comes without" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor", "compare", "max-batch"])

@@ -304,7 +304,7 @@ def test_a_resident_part_above_the_floor_is_said() -> None:
     assert [advice.rule for advice in find(a_plan(resident_bytes=10)).advice] == ["activation"]
     plain = a_plan(resident_bytes=10**6)
     counted = dataclasses.replace(plain, provenance=dataclasses.replace(plain.provenance, optimizer="AdamW"))
-    assert "offload_optimizer=True) moves the state of AdamW" in find(counted).advice[0].text
+    assert "offload_optimizer=True (--offload-optimizer) moves the state of AdamW" in find(counted).advice[0].text
     assert "offload" not in find(plain).advice[0].text
 
 

@@ -35,6 +35,7 @@ from ebbflow.planners.search.smallest import smallest_of
 
 BLOCKS = all_blocks()
 PYTHON = [block for block in BLOCKS if block.language == "python"]
+LONG = ("finetune.py", "frontier.py", "through_the_disk.py")
 CONSOLE = [block for block in BLOCKS if block.language == "console"]
 
 
@@ -148,7 +149,10 @@ def test_blocks_are_of_kinds_that_are_tested() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(each, marks=[pytest.mark.long] if each.name in LONG else [], id=each.name) for each in PYTHON],
+)
 def test_python_block_prints_what_the_page_shows(block: Block, script: Callable[[Block, int], str]) -> None:
     of_catalogue = 'machine="' in block.text
     shown_in_full = of_catalogue or "smallest" in block.text  # what a search at its default finds

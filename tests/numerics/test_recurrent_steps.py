@@ -156,6 +156,7 @@ def states(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
+LONG = ("no batch, state given", "no batch", "projection", "weight norm", "tied parameters", "autocast")
 CALLS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "states given": lambda: (nn.LSTM(4, 6, 2), (states(2, 2, 4), (states(2, 2, 6), states(2, 2, 6)))),
     "state given": lambda: (nn.GRU(4, 6, 2), (states(2, 2, 4), states(2, 2, 6))),
@@ -233,7 +234,9 @@ class Cells(nn.Module):
 
 
 @pytest.mark.usefixtures("without_one_dnn")
-@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.long] if each in LONG else []) for each in CALLS]
+)
 def test_call_is_eagers(case: str) -> None:
     module, args = CALLS[case]()
     plain = Loss(module)

@@ -244,7 +244,13 @@ parking_of(optimizer, DiskTier(Path({directory!r}))).leave()
 """
 
 
-@pytest.mark.parametrize("before", ["atexit.register(check, 'atexit')", "last.check = check; sys.modules['x'] = last"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("atexit.register(check, 'atexit')", marks=pytest.mark.long),
+        "last.check = check; sys.modules['x'] = last",
+    ],
+)
 def test_it_can_be_read_as_the_interpreter_ends(before: str, tmp_path: Path) -> None:
     code = AT_EXIT.format(before=before, directory=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

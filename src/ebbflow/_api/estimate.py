@@ -284,6 +284,8 @@ def capture_ahead(
     require_call(args, kwargs)
     refuse_to_plan(model, (args, kwargs))
     target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)
+    if options.offload_optimizer:
+        refuse_to_offload(optimizer, parse_tiers(options.tiers))
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
         program, provenance = capture_program(
@@ -298,8 +300,8 @@ def capture_ahead(
         device = program.context["device"] if target is None else target.device
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
-        if options.offload_optimizer:
-            state = _offloaded_state(optimizer, [model, args, kwargs], device, tiers)
+        if options.offload_optimizer and optimizer is not None:
+            state = foresee(optimizer, [model, args, kwargs], device, tiers[0])
         else:
             state = _resident_state(optimizer)
     held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
@@ -319,14 +321,6 @@ def _resident_state(optimizer: torch.optim.Optimizer | None) -> Foreseen:
     if optimizer is None:
         return Foreseen([], 0, NOTHING_AFTER, "")
     return Foreseen(list(tensors_in(optimizer)), future_state_bytes(optimizer), NOTHING_AFTER, "")
-
-
-def _offloaded_state(
-    optimizer: torch.optim.Optimizer | None, others: object, device: str, tiers: Sequence[str]
-) -> Foreseen:
-    refuse_to_offload(optimizer, tiers)
-    assert optimizer is not None
-    return foresee(optimizer, others, device, tiers[0])
 
 
 def _usable(machine: Machine) -> str:

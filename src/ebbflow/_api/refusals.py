@@ -120,7 +120,7 @@ def refuse_foreign_optimizer(model: torch.nn.Module, optimizer: torch.optim.Opti
         )
 
 
-def refuse_to_offload(optimizer: torch.optim.Optimizer | None, tiers: Collection[str]) -> None:
+def refuse_to_offload(optimizer: torch.optim.Optimizer | None, tiers: Collection[object]) -> None:
     """Refuse to move the state of no optimizer, to no tier, or where recorded kernels know where it lies.
 
     Raises:

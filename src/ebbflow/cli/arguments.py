@@ -34,6 +34,7 @@ __all__ = [
     "Tiers",
     "TimeLimit",
     "optimizer_named",
+    "offloading",
     "several_tiers",
 ]
 
@@ -147,6 +148,21 @@ def optimizer_named(name: str | None) -> Callable[[torch.nn.Module], torch.optim
         return made([p for p in model.parameters() if p.requires_grad], **settings)
 
     return make
+
+
+def offloading(wanted: bool, tiers: str | None) -> bool:
+    """Whether an optimizer's state is to be away in the step.
+
+    Raises:
+        UsageError: if there is nowhere to move it to.
+    """
+    if wanted and tiers is None:
+        raise UsageError(
+            "--offload-optimizer needs a tier to move the state to: --tiers disk on a CPU, --tiers host on a card",
+            argument="--offload-optimizer",
+            value=True,
+        )
+    return wanted
 
 
 def several_tiers(names: str | None) -> list[str] | None:

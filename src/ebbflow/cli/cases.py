@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ebbflow.case import Case
 from ebbflow.errors import EbbflowError, UsageError
@@ -21,7 +21,7 @@ from ebbflow.names import require_zoo_name
 if TYPE_CHECKING:
     from ebbflow.step.program import Program
 
-__all__ = ["blame", "check_case", "is_graph", "load_case", "refuse_for_graphs"]
+__all__ = ["blame", "check_case", "is_graph", "load_case", "refuse_for_graphs", "refuse_to_offload_nothing"]
 
 _FORMS = (
     "a case is zoo:NAME, FILE.py:function (the function takes an int and returns an ebbflow.Case), "
@@ -84,6 +84,20 @@ def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case
     if not isinstance(case, Case):
         raise UsageError(f"{text} returned {type(case).__name__}; return ebbflow.Case(model, args, kwargs)")
     return case if case.name else replace(case, name=tail)
+
+
+def refuse_to_offload_nothing(text: str) -> NoReturn:
+    """Refuse to have the state of no optimizer away.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        f"--offload-optimizer has an optimizer's state away in the step, and {text} comes without one: add --optimizer "
+        "adamw, or the name of another",
+        argument="--offload-optimizer",
+        value=True,
+    )
 
 
 @contextlib.contextmanager

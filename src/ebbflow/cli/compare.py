@@ -1,8 +1,9 @@
 """``ebbflow compare``: planners side by side on one case, over budgets.
 
 With ``--json`` one list of objects with keys ``case, planner, status, budget_bytes, predicted_peak_bytes,
-measured_peak_bytes, overhead, measured_overhead, bound, bound_class, gap, plan_seconds``; what a planner does not know
-or was not asked is ``null``.
+measured_peak_bytes, overhead, measured_overhead, bound, bound_class, gap, smallest_bytes, reason, plan_seconds``; what
+a planner does not know or was not asked is ``null``. The two before the last say of a planner without a plan which
+budget is the least for which one was found, and why there is none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ebbflow.cli.arguments import (
     Size,
     Tiers,
     TimeLimit,
+    offloading,
     optimizer_named,
     several_tiers,
 )
@@ -71,7 +73,7 @@ def compare(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
-        offload_optimizer=offload_optimizer,
+        offload_optimizer=offloading(offload_optimizer, tiers),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,

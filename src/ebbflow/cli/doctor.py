@@ -26,6 +26,7 @@ from ebbflow.cli.arguments import (
     Size,
     Tiers,
     TimeLimit,
+    offloading,
     optimizer_named,
     several_tiers,
 )
@@ -67,7 +68,7 @@ def doctor(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
-        offload_optimizer=offload_optimizer,
+        offload_optimizer=offloading(offload_optimizer, tiers),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,

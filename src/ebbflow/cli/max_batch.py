@@ -22,13 +22,14 @@ from ebbflow.cli.arguments import (
     Seed,
     Tiers,
     TimeLimit,
+    offloading,
     optimizer_named,
     several_tiers,
 )
-from ebbflow.cli.cases import blame, check_case, is_graph, load_case
+from ebbflow.cli.cases import blame, check_case, is_graph, load_case, refuse_to_offload_nothing
 from ebbflow.cli.output import write_json
 from ebbflow.errors import UsageError
-from ebbflow.options import DEFAULT_EFFORT, Options
+from ebbflow.options import DEFAULT_EFFORT, Options, no_optimizer
 from ebbflow.units import Budget, format_allowed, format_percent
 
 __all__ = ["max_batch"]
@@ -60,7 +61,7 @@ def max_batch(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
-        offload_optimizer=offload_optimizer,
+        offload_optimizer=offloading(offload_optimizer, tiers),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
@@ -77,6 +78,8 @@ def max_batch(
     def make(batch: int) -> Case:
         loaded = load_case(case, batch)
         assert isinstance(loaded, Case)
+        if offload_optimizer and asked.for_case(loaded).optimizer in (None, no_optimizer):
+            refuse_to_offload_nothing(case)
         return loaded
 
     with ProgressDisplay(sys.stderr) as display, blame(case):

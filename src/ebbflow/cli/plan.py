@@ -22,6 +22,7 @@ from ebbflow.cli.arguments import (
     Size,
     Tiers,
     TimeLimit,
+    offloading,
     optimizer_named,
     several_tiers,
 )
@@ -60,7 +61,7 @@ def plan(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
-        offload_optimizer=offload_optimizer,
+        offload_optimizer=offloading(offload_optimizer, tiers),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ebbflow.cli.cases import blame, check_case, is_graph, load_case, refuse_for_graphs
+from ebbflow.cli.cases import blame, check_case, is_graph, load_case, refuse_for_graphs, refuse_to_offload_nothing
 from ebbflow.step.machine import is_elsewhere
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def captured_step(
         return AheadStep(loaded, 0, 0), None
     asked = options.for_case(loaded)
     case = replace(loaded, optimizer=asked.optimizer_of(loaded.model), gradients=asked.gradients)
+    if asked.offload_optimizer and case.optimizer is None:
+        refuse_to_offload_nothing(text)
     settled = replace(asked, optimizer=case.optimizer)
     with blame(text):
         return capture_ahead(case.model, case.args, case.kwargs, options=settled, name=case.name), case

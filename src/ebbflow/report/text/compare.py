@@ -28,6 +28,10 @@ class Row:
     bound: float | None = None
     bound_class: str = ""
     gap: float | None = None
+    smallest_bytes: int | None = None
+    """Of a row without a plan: the least budget for which one was found."""
+    reason: str = ""
+    """Why there is no plan."""
     plan_seconds: float
     """Seconds to plan, without the search for the smallest workable budget, which all planners share."""
 
@@ -48,6 +52,8 @@ def row_of(case: str, outcome: Plan | Refusal) -> Row:
             planner=outcome.planner,
             status=outcome.status.name,
             budget_bytes=outcome.budget_bytes,
+            smallest_bytes=outcome.error.smallest_bytes or None,
+            reason=str(outcome.error),
             plan_seconds=outcome.plan_seconds,
         )
     return Row(
@@ -82,6 +88,9 @@ def write_rows(rows: Sequence[Row], stream: TextIO) -> None:
         for line in lines:
             cells = [line[c].ljust(w) if c < 2 else line[c].rjust(w) for c, w in zip(kept, widths, strict=True)]
             print(f"  {'  '.join(cells).rstrip()}", file=stream)
+        least = [row.smallest_bytes for row in chosen if row.smallest_bytes is not None]
+        if least and budget < min(least):
+            print(f"  too small: plans were found from {format_bytes(min(least))} ({min(least)} bytes) on", file=stream)
     classes: dict[str, list[str]] = {}
     for row in rows:
         if row.bound is not None:

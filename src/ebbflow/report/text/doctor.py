@@ -58,6 +58,8 @@ def _facts(found: Findings) -> list[str]:
         lines.append(_fact("budget", f"{format_allowed(found.budget_bytes)}, {share} of the peak: {verdict}"))
     source = found.provenance
     lines.append(_fact("counted", counted_of(source)))
+    if source.offloaded:
+        lines.append(_fact("offloaded", source.offloaded))
     if source.costs is not None:
         lines.append(_fact("costs", f"{source.costs.value} for {source.machine or 'this machine'}"))
     if source.memory_bytes is not None:
