@@ -140,7 +140,11 @@ def _kept(floor: Floor) -> Iterable[Advice]:
 
 
 def _resident(floor: Floor, resident_bytes: int, optimizer: str) -> Iterable[Advice]:
-    state = f"; offload_optimizer=True (--offload-optimizer) moves the state of {optimizer} out of the step" if optimizer else ""
+    state = (
+        f"; offload_optimizer=True (--offload-optimizer) moves the state of {optimizer} out of the step"
+        if optimizer
+        else ""
+    )
     if resident_bytes > floor.bytes:
         yield Advice(
             "resident",
