@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +13,7 @@ from torch import fx
 
 from ebbflow.capture.branches import on_eagers_branches
 from ebbflow.capture.cuda.kernels import rename_stand_ins
+from ebbflow.capture.disturbed import undisturbed
 from ebbflow.capture.joint import Captured, read_joint
 from ebbflow.capture.trace import compile_step, forget_step, forward_of, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
@@ -104,7 +106,7 @@ def capture(
         finally:
             forget_step(step)
 
-    on_eagers_branches(attempt, answers)
+    on_eagers_branches(partial(undisturbed, attempt), answers)
     if reader.joint is None:
         raise CaptureError(
             "the call was not captured: nothing in it takes a gradient",

@@ -33,8 +33,8 @@ __all__ = [
     "Size",
     "Tiers",
     "TimeLimit",
-    "optimizer_named",
     "offloading",
+    "optimizer_named",
     "several_tiers",
 ]
 

@@ -15,12 +15,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from ebbflow.capture.branches import on_eagers_branches
+from ebbflow.capture.disturbed import undisturbed
 from ebbflow.capture.joint import Captured, accumulating, read_joint
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
 from ebbflow.capture.trace import capture_settings, compile_step, forget_step, translated_errors
@@ -156,7 +158,8 @@ class Capture:
                 raise
             raise InternalError("a step ran while it was captured")
 
-        raise attempt() if self.symbolic else on_eagers_branches(attempt, self.answers)
+        alone = partial(undisturbed, attempt)
+        raise alone() if self.symbolic else on_eagers_branches(alone, self.answers)
 
     def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:
         # A capture holds one program: Dynamo must not compile another one into it behind our back.

@@ -1,0 +1,99 @@
+"""A capture beside another thread that exports: it waits, and what fails all the same says why."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.capture import disturbed
+from ebbflow.capture.disturbed import undisturbed
+from ebbflow.errors import CaptureError
+from ebbflow.faults import RAISED_IN_CAPTURE
+
+
+class Exporting:
+    """A thread that is inside of an export, as far as its stack tells, until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.inside, self.over = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.inside.set()
+        assert self.over.wait(60)
+
+
+@contextmanager
+def somebody_exporting() -> Iterator[Exporting]:
+    exporting = Exporting()
+    names: dict[str, Any] = {}
+    exec(compile("def export(exporting): exporting.wait()", str(disturbed._EXPORT), "exec"), names)
+    thread = threading.Thread(target=names["export"], args=(exporting,))
+    thread.start()
+    try:
+        assert exporting.inside.wait(60)
+        yield exporting
+    finally:
+        exporting.over.set()
+        thread.join()
+
+
+def test_a_capture_waits_for_another_threads_export() -> None:
+    model = ebbflow.fit(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)), "1MiB", effort=10, progress=None)
+    with somebody_exporting() as export:
+        threading.Timer(0.5, export.over.set).start()
+        begin = time.monotonic()
+        model(torch.randn(8, 4)).sum().backward()
+        assert export.over.is_set()
+    assert time.monotonic() - begin >= 0.4
+    assert ebbflow.calls_of(model).planned == 1
+
+
+def test_a_failure_beside_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disturbed, "_PATIENCE_SECONDS", 0.05)
+
+    def fail() -> None:
+        raise AssertionError("of torch's")
+
+    with somebody_exporting():
+        with pytest.raises(CaptureError, match=r"another thread.*AssertionError: of torch's.*once before") as raised:
+            undisturbed(fail)
+        assert isinstance(raised.value.__cause__, AssertionError)
+        assert undisturbed(lambda: 1) == 1
+    with pytest.raises(AssertionError, match="of torch's"):
+        undisturbed(fail)
+
+
+def test_an_exception_of_the_models_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disturbed, "_PATIENCE_SECONDS", 0.05)
+
+    def fail() -> None:
+        error = ZeroDivisionError()
+        error.add_note(f"{RAISED_IN_CAPTURE}: line 1")
+        raise error
+
+    with somebody_exporting(), pytest.raises(ZeroDivisionError):
+        undisturbed(fail)
+
+
+def test_a_real_export_is_seen() -> None:
+    seen: list[bool] = []
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(disturbed._traces(sys._getframe()))
+            return x + 1
+
+    torch.export.export(Looks(), (torch.ones(2),), strict=False)
+    torch.fx.symbolic_trace(Looks())
+    assert seen == [True, True]
+    Looks()(torch.ones(2))
+    assert seen.pop() is False
