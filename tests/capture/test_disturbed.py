@@ -18,6 +18,7 @@ from ebbflow.capture import disturbed
 from ebbflow.capture.disturbed import undisturbed
 from ebbflow.errors import CaptureError
 from ebbflow.faults import RAISED_IN_CAPTURE
+from ebbflow.torch_seams import stance
 
 
 class Exporting:
@@ -35,7 +36,7 @@ class Exporting:
 def somebody_exporting() -> Iterator[Exporting]:
     exporting = Exporting()
     names: dict[str, Any] = {}
-    exec(compile("def export(exporting): exporting.wait()", str(disturbed._EXPORT), "exec"), names)
+    exec(compile("def export(exporting): exporting.wait()", stance._EXPORT, "exec"), names)
     thread = threading.Thread(target=names["export"], args=(exporting,))
     thread.start()
     try:
@@ -89,7 +90,7 @@ def test_a_real_export_is_seen() -> None:
 
     class Looks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(disturbed._traces(sys._getframe()))
+            seen.append(stance.traces(sys._getframe()))
             return x + 1
 
     torch.export.export(Looks(), (torch.ones(2),), strict=False)

@@ -8,24 +8,17 @@ other by themselves.
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import TypeVar
-
-import torch
 
 from ebbflow.errors import CaptureError
 from ebbflow.faults import RAISED_IN_CAPTURE
+from ebbflow.torch_seams.stance import others_tracing
 
 __all__ = ["undisturbed"]
 
 _Result = TypeVar("_Result")
-_EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
-_TRACE = torch.fx.Tracer.trace.__code__
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
@@ -37,30 +30,16 @@ def undisturbed(attempt: Callable[[], _Result]) -> _Result:
         CaptureError: if it failed, and another thread traced before or after.
     """
     end = time.monotonic() + _PATIENCE_SECONDS
-    while (beside_others := _others_trace()) and time.monotonic() < end:
+    while (beside_others := others_tracing()) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
     try:
         return attempt()
     except Exception as error:
         theirs = any(note.startswith(RAISED_IN_CAPTURE) for note in getattr(error, "__notes__", ()))
-        if theirs or not (beside_others or _others_trace()):
+        if theirs or not (beside_others or others_tracing()):
             raise
         raise CaptureError(
             "another thread exports models or traces them with torch.fx, which changes torch for the whole process; "
             f"the capture beside it failed with {type(error).__name__}: {error}",
             remedy="call the fitted model once before that thread begins, or when it is done",
         ) from error
-
-
-def _others_trace() -> bool:
-    """Whether another thread is inside of an export or of ``torch.fx.Tracer.trace`` that no compilation has begun."""
-    here = threading.get_ident()
-    return any(_traces(frame) for thread, frame in sys._current_frames().items() if thread != here)
-
-
-def _traces(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code is _TRACE or frame.f_code.co_filename == _EXPORT:
-            return True
-        frame = frame.f_back
-    return False

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ __all__ = [
     "exporting_here",
     "left_out_of_traces",
     "not_exporting",
+    "others_tracing",
+    "traces",
     "tracing_here",
 ]
 
@@ -69,6 +72,28 @@ def _fx_traces_here() -> bool:
     while frame is not None and frame.f_code is not tracing:
         frame = frame.f_back
     return frame is not None
+
+
+_EXPORT = str(Path(torch.__file__).parent / "export" / "_trace.py")
+_TRACE = torch.fx.Tracer.trace.__code__
+
+
+def others_tracing() -> bool:
+    """Whether another thread exports a model, or traces one with ``torch.fx``, by where its stack stands.
+
+    The flags that both put up speak for the process, and an export changes more than it has its flag up for.
+    """
+    here = threading.get_ident()
+    return any(traces(frame) for thread, frame in sys._current_frames().items() if thread != here)
+
+
+def traces(frame: types.FrameType | None) -> bool:
+    """Whether a stack is inside of an export or of ``torch.fx.Tracer.trace``."""
+    while frame is not None:
+        if frame.f_code is _TRACE or frame.f_code.co_filename == _EXPORT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _COMPILATION = re.compile(r"^(None|[\d/]+): ")

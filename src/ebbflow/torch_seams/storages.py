@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,6 +27,9 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size])
 _DEPTH = 4  # of containers in containers
 _MANY, _SAMPLE = 256, 16
+_TORCHS = "torch.nn.modules."
+_plain_names: dict[type, frozenset[str]] = {}
+"""Per class of torch's own the names of attributes that hold no tensor in any module: sizes, flags and modes."""
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -98,21 +101,31 @@ def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     return _tensors(held, {id(each) for each in modules})
 
 
-def _attributes(module: torch.nn.Module) -> list[object]:
+def _attributes(module: torch.nn.Module) -> Sequence[object]:
     """What of the module's own attributes may hold a tensor."""
-    return [
-        value
-        for name, value in vars(module).items()
-        if (kind := type(value)) not in _PLAIN
-        and name not in _OF_EVERY_MODULE
-        # Kernel sizes, strides and paddings are most of what convolutions have.
-        and not ((kind is tuple or kind is list) and len(value) <= _SAMPLE and _PLAIN.issuperset(map(type, value)))
-    ]
+    kind, own = type(module), vars(module)
+    if (known := _plain_names.get(kind)) is not None and own.keys() <= known:
+        return ()
+    found = [value for name, value in own.items() if name not in _OF_EVERY_MODULE and not _is_plain(value)]
+    if not found and kind.__module__.startswith(_TORCHS):
+        # What is None may become a tensor.
+        _plain_names[kind] = frozenset(
+            name for name, value in own.items() if value is not None or name in _OF_EVERY_MODULE
+        )
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is no tensor and holds none, as is told at once; kernel sizes, strides and paddings among them."""
+    if (kind := type(value)) is tuple or kind is list:
+        return len(value) <= _SAMPLE and _PLAIN.issuperset(map(type, value))  # type: ignore[arg-type]
+    return kind in _PLAIN
 
 
 def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]:
     """Tensors in ``values`` that have memory, to a depth; ``seen`` are ids of modules that are walked already."""
     waiting = [(value, _DEPTH) for value in values]
+    looked_into: dict[int, tuple[int, object]] = {}  # a configuration is an attribute of every layer
     while waiting:
         value, depth = waiting.pop()
         if type(value) in _PLAIN:
@@ -128,18 +141,20 @@ def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]
                 tables = (value._parameters, value._buffers, value._modules)
                 waiting += ((each, depth) for table in tables for each in table.values())
                 waiting += ((each, depth) for each in _attributes(value))
-        elif depth:
-            waiting += ((each, depth - 1) for each in _elements(value))
+        elif depth and (id(value) not in looked_into or looked_into[id(value)][0] < depth):
+            looked_into[id(value)] = depth, value  # which keeps its number
+            waiting += [(each, depth - 1) for each in _elements(value) if type(each) not in _PLAIN]
 
 
 def _elements(value: object) -> Collection[object]:
     """What a container or a dataclass holds."""
     elements: Collection[object] = ()
-    if isinstance(value, Mapping):
-        elements = value.values()
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        elements = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    kind = type(value)  # isinstance asks the value itself, which may have a way of its own to answer
+    if issubclass(kind, list | tuple | set | frozenset | collections.deque):
+        elements = value  # type: ignore[assignment]
+    elif issubclass(kind, Mapping):
+        elements = value.values()  # type: ignore[attr-defined]
+    elif dataclasses.is_dataclass(kind) and not issubclass(kind, type):
         elements = vars(value).values() if hasattr(value, "__dict__") else ()
     if len(elements) > _MANY and all(type(each) in _PLAIN for each, _ in zip(elements, range(_SAMPLE), strict=False)):
         return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -87,3 +88,20 @@ def dispatch_modes_are_seen() -> None:
     with fake_tensors.FakeTensorMode():
         expect(not stance.any_torch_dispatch_mode_on_stack(), "a mode of torch's own counts as somebody's")
     dynamo.forget_compiled(compiled)
+
+
+@canary
+def exports_are_told_by_their_stacks() -> None:
+    """An export that is not strict, and a trace of ``torch.fx``, run the model below functions that are looked for."""
+    seen: list[bool] = []
+
+    class Looking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(stance.traces(sys._getframe()))
+            return x + 1
+
+    torch.fx.symbolic_trace(Looking())
+    Looking()(torch.ones(2))
+    expect(seen == [True, False], f"traces are told as {seen}")
+    torch.export.export(Looking(), (torch.ones(2),), strict=False)
+    expect(all(seen[2:]) and len(seen) > 2, f"exports are told as {seen[2:]}")
