@@ -111,3 +111,26 @@ def test_outputs_without_gradients_and_constants_count() -> None:
     plan = ebbflow.plan_of(model)
     assert plan is not None
     assert plan.resident_bytes == 64 * 64 * 4 + x.nbytes + 2048 * 4 + kept[0].nbytes
+
+
+def test_what_is_put_on_a_module_of_torchs_later_counts() -> None:
+    conv, plain = nn.Conv2d(1, 1, 1, bias=False), nn.Conv2d(1, 1, 1, bias=False)
+    assert sum(walk(plain)[2].values()) == 4  # its class is known from here on
+    conv.mask = torch.zeros(3)
+    assert sum(walk(conv)[2].values()) == 4 + 12
+    activation = nn.Softmax(None)
+    assert walk(activation)[2] == {}
+    activation.dim = torch.zeros(5)  # type: ignore[assignment]  # what was None may become a tensor
+    assert sum(walk(activation)[2].values()) == 20
+
+
+def test_what_is_reached_twice_counts_where_it_is_nearer() -> None:
+    """Containers are looked into to a depth: from the farther way nothing of the tensor is seen."""
+    inner = {"a": {"b": {"c": torch.zeros(3)}}}
+    far = nn.Module()
+    far.held = [[inner]]  # type: ignore[assignment]
+    near = nn.Module()
+    near.held = inner  # type: ignore[assignment]
+    assert walk(far)[2] == {}
+    for children in ([far, near], [near, far]):
+        assert sum(walk(nn.ModuleList(children))[2].values()) == 12
