@@ -108,7 +108,7 @@ def note_of(moving_bytes: int, taken_bytes: int | None, tier: str) -> str:
         )
     return (
         f"{format_bytes(moving_bytes)} to the {tier} before the forward and back for optimizer.step(), which takes "
-        f"{taken} besides"
+        f"{taken} besides; a budget in percent is of the peak with it in place"
     )
 
 
