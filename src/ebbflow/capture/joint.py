@@ -65,7 +65,7 @@ class Captured:
     @property
     def primals(self) -> list[fx.Node]:
         """Placeholders of the forward, in order."""
-        return [n for n in self.graph.nodes if n.op == "placeholder" and not is_tangent(n)]
+        return [n for n in self.graph.find_nodes(op="placeholder") if not is_tangent(n)]
 
     @property
     def copied_gradients(self) -> frozenset[int]:
@@ -81,7 +81,7 @@ class Captured:
     @property
     def tangents(self) -> list[fx.Node]:
         """Placeholders that only the backward has, in order."""
-        return [n for n in self.graph.nodes if n.op == "placeholder" and is_tangent(n)]
+        return [n for n in self.graph.find_nodes(op="placeholder") if is_tangent(n)]
 
 
 def tensors_of(value: object) -> list[torch.Tensor | None]:

@@ -330,14 +330,13 @@ class FittedModel:
                     return each
         between, retained = self._between.of(now.slot), self._between.retained(now.slot)
         resident = self.resident_bytes(step, now)
-        known = not self.is_guess(step, now)
         ends = self._ends_of(now)
         fitting = [
             each
             for each in step.executables
             if _holds(each, resident, between, retained)
             and all(end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes for end in ends)
-            and not (each.provisional and known)
+            and not (each.provisional and not self.is_guess(step, now))
             and (now.accumulating or not each.accumulates)
             and not (each.moves and now.checkpointed)
         ]
