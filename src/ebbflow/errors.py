@@ -57,7 +57,7 @@ class BudgetError(EbbflowError, ValueError):
 
     Attributes:
         budget_bytes: the budget asked for, bytes of peak.
-        floor_bytes: a proven lower bound on the peak of schedules with first runs and boundary as captured, bytes.
+        floor_bytes: a proven lower bound on budgets of schedules with first runs and boundary as captured, bytes.
         smallest_bytes: the least budget for which a schedule was found, bytes; only this one is workable.
         resident_bytes: bytes that are resident at the step's start, whatever the plan, and the allocator's reserve.
         pinned_by: the op that pins the floor, with its source line.

@@ -83,7 +83,7 @@ doctor for tiny: the step is one graph
   step       11 ops (7 forward, 4 backward), 13 buffers
   peak       3.04 KiB unplanned: 100 B resident, 2.94 KiB above
   smallest   2.45 KiB, 80.65 % of the peak: the least budget for which a plan was found
-  floor      2.45 KiB, 80.65 % of the peak: no plan with first runs and boundary as captured gets below; pinned by mm_1 (aten.mm.default) at net.py:7
+  floor      2.45 KiB, 80.65 % of the peak: no plan with first runs and boundary as captured has a budget below; pinned by mm_1 (aten.mm.default) at net.py:7
   counted    what the ops of the graph make; not parameters, inputs and optimizer, of which the graph says nothing
   random     1 x drop in drop at net.py:9: 16 B of generator state, so that reruns draw the same numbers
   run once   1 x scatter_add at net.py:10: 500 B kept until their last reader, since it sums with atomics, so that the last bits may differ; torch.use_deterministic_algorithms(True) makes it repeatable
@@ -92,7 +92,7 @@ doctor for tiny: the step is one graph
              1 x add at net.py:8: 8 B copied into parameters and inputs at the boundary
   rerun as   1 x norm in blocks.*.norm at net.py:8: aten.norm.again, which leaves out what goes to parameters and inputs
   early      1 x add at net.py:8: read an input that the boundary changes, so run before it only
-  loss       inside the model: the backward starts from scalars
+  loss       inside the step: the backward starts from scalars
 
 largest buffers of the unplanned step, like modules and lines together (top 4)
    at once    in all  buffers  to the end  life in ops  what makes them
@@ -401,7 +401,7 @@ def test_dropout_and_batch_norm_are_found(cases: Path) -> None:
         "  opaque     none",
         "  mutations  1 x add in norm at doctor_cases.py:13: ",
         "  rerun as   1 x _native_batch_norm_legit_functional in norm at doctor_cases.py:13: ",
-        "  loss       inside the model",
+        "  loss       inside the step",
     ):
         assert any(line.startswith(words) for line in lines), words
 

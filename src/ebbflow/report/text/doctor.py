@@ -48,7 +48,7 @@ def _facts(found: Findings) -> list[str]:
         _fact("smallest", f"{_with_share(found.smallest_bytes, peak)}: the least budget for which a plan was found"),
         _fact(
             "floor",
-            f"{_with_share(found.floor_bytes, peak)}: no plan with {AS_CAPTURED} gets below; "
+            f"{_with_share(found.floor_bytes, peak)}: no plan with {AS_CAPTURED} has a budget below; "
             f"pinned by {found.floor.at}",
         ),
     ]
@@ -80,7 +80,7 @@ def _facts(found: Findings) -> list[str]:
         tangent = format_bytes(found.tangent_bytes)
         lines.append(_fact("loss", f"outside the model: the backward starts from {tangent}; the loss is not counted"))
     elif found.tangent_bytes:
-        lines.append(_fact("loss", "inside the model: the backward starts from scalars"))
+        lines.append(_fact("loss", "inside the step: the backward starts from scalars"))
     return lines
 
 

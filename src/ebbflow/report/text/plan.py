@@ -65,8 +65,8 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
         ("bound", f"{bound}{gap}"),
         ("reruns", f"{again} of {len(ops)} ops"),
         *(("moves", text) for text in moves_of(plan)),
-        ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least for which a plan was found"),
-        ("floor", f"{format_bytes(plan.floor_bytes)} with {AS_CAPTURED}, pinned by {pin}"),
+        ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least budget for which a plan was found"),
+        ("floor", f"{format_bytes(plan.floor_bytes)} of any budget with {AS_CAPTURED}, pinned by {pin}"),
     ]
 
 
