@@ -107,8 +107,11 @@ def _lay(number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
     That may be another's than Python's (``faulthandler.register``, a library in C, which may call Python's in turn),
     and has flags of its own (``signal.siginterrupt``, asyncio's handlers).
     """
+    if _sigaction is None:
+        signal.signal(number, handler)
+        return
     action = ctypes.create_string_buffer(_ACTION_BYTES)
-    known = _sigaction is not None and not _sigaction(number, None, action)
+    known = not _sigaction(number, None, action)
     try:
         signal.signal(number, handler)
     finally:
