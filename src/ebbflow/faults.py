@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ebbflow.errors import EbbflowError, InternalError
+from ebbflow.signals import raised_by_a_handler
 
 __all__ = ["RAISED_IN_CAPTURE", "in_own_frames", "innermost", "internal", "is_own", "own_faults", "users_level"]
 
@@ -90,13 +91,13 @@ def in_own_frames(error: BaseException) -> TracebackType | None:
 def own_faults() -> Generator[None, None, None]:
     """What goes wrong in our own code inside is raised as :class:`~ebbflow.errors.InternalError`.
 
-    What the user's code raises passes as it is, as do full disks and memory.
+    What the user's code or the handler of a signal raises passes as it is, as do full disks and memory.
     """
     try:
         yield
     except (EbbflowError, OSError, MemoryError):
         raise
     except Exception as error:
-        if is_own(error):
+        if is_own(error) and not raised_by_a_handler(error):
             raise internal(error) from error
         raise

@@ -8,33 +8,49 @@ by a callback, or leaves what torch had set for the while.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-__all__ = ["signals_wait"]
+__all__ = ["raised_by_a_handler", "signals_wait"]
 
 _AGAIN = (
     b"ebbflow: a step is being captured, which cannot be interrupted safely; stopping when it is captured "
     b"(interrupt again to stop at once)\n"
 )
+_ASK_TO_END = {getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")}
+_ACTION_BYTES = 1024  # more than a struct sigaction has anywhere
+_sigaction: Any = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
+
+
+class _Block:
+    """One ``with signals_wait()``."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.process = os.getpid()
 
 
 class _Waiting:
-    """A handler that keeps one signal for later; a second one of its kind does not wait."""
+    """A handler that keeps one signal for later, in the process of its block."""
 
-    def __init__(self, theirs: Callable[[int, FrameType | None], Any]) -> None:
+    def __init__(self, block: _Block, theirs: Callable[[int, FrameType | None], Any]) -> None:
+        self.block = block
         self.theirs = theirs
-        self.over = False
         self.came = False
 
+    @property
+    def waits(self) -> bool:
+        return not self.block.over and self.block.process == os.getpid()
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.over or self.came:
+        if not self.waits or (self.came and number in _ASK_TO_END):
             self.theirs(number, frame)
             return
         self.came = True
@@ -47,26 +63,77 @@ class _Waiting:
 def signals_wait() -> Generator[None]:
     """While open, a signal that Python handles waits for the end, where its handler is run and may raise.
 
-    A second signal of a kind does not wait. Off the main thread nothing is to be done: handlers run on that alone.
+    A second one that asks the process to end (Ctrl-C's, SIGTERM) does not wait. A block inside of another has nothing
+    to do, and neither has one off the main thread: handlers run on that alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    block = _Block()
     laid: dict[int, _Waiting] = {}
     try:
         for number in signal.valid_signals():
-            if callable(theirs := signal.getsignal(number)):
-                laid[number] = _Waiting(theirs)
+            theirs = signal.getsignal(number)
+            if callable(theirs) and not (isinstance(theirs, _Waiting) and theirs.waits):
+                laid[number] = _Waiting(block, theirs)
                 with suppress(ValueError):  # an interpreter beside the main one may not
-                    signal.signal(number, laid[number])
+                    _lay(number, laid[number])
         yield
     finally:
-        # Where a handler raises meanwhile, what stays laid hands its signals on.
-        for each in laid.values():
-            each.over = True
+        block.over = True  # from here on, what is still laid hands its signals on
+        try:
+            _put_back(laid)
+        finally:
+            _run([(number, each) for number, each in laid.items() if each.came])
+
+
+def raised_by_a_handler(error: BaseException) -> bool:
+    """Whether ``error`` came out of the handler of a signal, which interrupted what else is in its traceback."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions = [getattr(each, "__func__", each) for each in handlers]
+    functions += [vars(type(each)).get("__call__") for each in handlers]
+    codes = {each.__code__ for each in functions if inspect.isfunction(each)}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _lay(number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
+    """Make ``handler`` Python's; what the system does on a signal stays what it is.
+
+    That may be another's than Python's (``faulthandler.register``, a library in C, which may call Python's in turn),
+    and has flags of its own (``signal.siginterrupt``, asyncio's handlers).
+    """
+    if _sigaction is None:
+        signal.signal(number, handler)
+        return
+    action = ctypes.create_string_buffer(_ACTION_BYTES)
+    known = not _sigaction(number, None, action)
+    try:
+        signal.signal(number, handler)
+    finally:
+        if known:
+            _sigaction(number, action, None)
+
+
+def _put_back(laid: dict[int, _Waiting]) -> None:
+    try:
         for number, each in laid.items():
             if signal.getsignal(number) is each:
-                signal.signal(number, each.theirs)
-        for number, each in laid.items():
-            if each.came:
-                each.theirs(number, inspect.currentframe())
+                _lay(number, each.theirs)
+    except BaseException:  # of a handler that is theirs again
+        _put_back(laid)
+        raise
+
+
+def _run(came: Sequence[tuple[int, _Waiting]]) -> None:
+    """Their handlers, each also where one before it raises."""
+    if came:
+        (number, each), *others = came
+        try:
+            each.theirs(number, inspect.currentframe())
+        finally:
+            _run(others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
@@ -68,3 +69,25 @@ def test_own_frames_alone_are_left_of_a_traceback() -> None:
     assert files
     assert all("/ebbflow/" in file and "test_" not in file for file in files)
     assert internal(error).what.startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize("kind", ["function", "method", "object"])
+def test_what_a_signals_handler_raises_is_no_fault_of_ours(kind: str) -> None:
+    """Also where it lies in a package that we call, as that for a dead worker of torch's DataLoader does."""
+    names = {"__name__": "torch.somewhere"}
+    source = (
+        "def function(number, frame): raise RuntimeError('a worker died')\n"
+        "class Handler:\n"
+        "    def method(self, number, frame): raise RuntimeError('a worker died')\n"
+        "    __call__ = method\n"
+        "object = Handler()\n"
+        "method = object.method\n"
+    )
+    exec(compile(source, "<torch>", "exec"), names)
+    before = signal.signal(signal.SIGINT, names[kind])  # type: ignore[arg-type]
+    try:
+        with pytest.raises(RuntimeError, match="a worker died") as raised, own_faults():
+            changes_to(signal.raise_signal)(signal.SIGINT)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert type(raised.value) is RuntimeError

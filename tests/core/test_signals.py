@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import os
 import signal
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 
+from ebbflow import signals
 from ebbflow.signals import signals_wait
 
 NUMBER = signal.SIGUSR1
@@ -49,8 +55,131 @@ def test_what_a_handler_raises_waits() -> None:
     assert sent(NUMBER, OTHER) == 2
 
 
-def test_a_second_of_a_kind_comes_at_once() -> None:
-    assert sent(NUMBER, OTHER, NUMBER) == 2
+def test_a_second_that_asks_to_end_comes_at_once() -> None:
+    assert sent(NUMBER, signal.SIGINT, NUMBER, signal.SIGINT) == 3
+
+
+def test_a_second_of_another_kind_waits() -> None:
+    """Two workers die: the second error in the middle would end the process."""
+    assert sent(NUMBER, OTHER, NUMBER) == 3
+
+
+def test_in_a_block_inside_of_another_a_second_comes_at_once_and_is_told_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(Comes), signals_wait(), signals_wait():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Comes):
+            signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err.count("interrupt again") == 1
+
+
+def test_all_that_came_are_handled_though_the_first_raises() -> None:
+    came: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    signal.signal(OTHER, note)
+    assert sent(OTHER, signal.SIGINT, NUMBER) == 3
+    assert came == [OTHER]
+    signal.signal(NUMBER, note)
+    signal.signal(signal.SIGINT, raising)
+    assert sent(NUMBER, OTHER, signal.SIGINT) == 3
+    assert came == [OTHER, NUMBER, OTHER]
+    signal.signal(NUMBER, raising)
+    signal.signal(OTHER, raising)
+
+
+def test_what_comes_while_handlers_are_put_back_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    lay = signals._lay  # pyright: ignore[reportPrivateUsage]
+
+    def interrupted(number: int, handler: Any) -> None:
+        lay(number, handler)
+        if handler is raising:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(signals, "_lay", interrupted)
+    with pytest.raises(Comes), signals_wait():
+        pass
+    for number in (NUMBER, OTHER, signal.SIGINT):
+        assert signal.getsignal(number) is raising
+
+
+@pytest.mark.skipif(not hasattr(faulthandler, "register"), reason="POSIX")
+def test_the_handler_that_another_library_has_put_over_pythons_stays() -> None:
+    with tempfile.TemporaryFile("w+") as file:
+        inside = 0
+
+        def dumped() -> int:
+            """Bytes of a dump since the last call."""
+            file.seek(0)
+            text = file.read()
+            file.seek(0)
+            file.truncate()
+            return len(text)
+
+        faulthandler.register(NUMBER, file=file, chain=True)
+        try:
+            with pytest.raises(Comes), signals_wait():  # noqa: PT012
+                signal.raise_signal(NUMBER)
+                inside = dumped()
+            with pytest.raises(Comes):
+                signal.raise_signal(NUMBER)
+            assert inside
+            assert dumped()
+        finally:
+            faulthandler.unregister(NUMBER)
+
+
+@pytest.mark.skipif(not hasattr(signal, "siginterrupt"), reason="POSIX")
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_system_calls_go_on_after_a_signal_as_before(interrupts: bool) -> None:
+    """As asyncio has it for its handlers."""
+    signal.signal(NUMBER, lambda *_: None)
+    signal.siginterrupt(NUMBER, interrupts)
+    reading, writing = os.pipe()
+    main = threading.get_ident()
+
+    def disturb() -> None:
+        time.sleep(0.05)
+        signal.pthread_kill(main, NUMBER)
+        time.sleep(0.05)
+        os.write(writing, b"x")
+
+    def read() -> int:
+        thread = threading.Thread(target=disturb)
+        thread.start()
+        count = ctypes.CDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
+        thread.join()
+        if count < 0:
+            os.read(reading, 1)
+        return count
+
+    expected = -1 if interrupts else 1
+    try:
+        assert read() == expected
+        with signals_wait():
+            assert read() == expected
+        assert read() == expected
+    finally:
+        os.close(reading)
+        os.close(writing)
+        signal.signal(NUMBER, raising)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_process_that_is_forked_meanwhile_waits_for_nothing() -> None:
+    with signals_wait():
+        child = os.fork()
+        if not child:
+            try:
+                signal.raise_signal(NUMBER)
+            except Comes:
+                os._exit(7)
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_an_error_of_the_block_is_the_context() -> None:

@@ -359,3 +359,17 @@ def test_nothing_is_left_of_models_that_are_gone() -> None:
     gc.collect()
     assert open_patches(lasting=True) <= before
     assert open_patches() == 0
+
+
+def test_a_fitted_part_of_a_fitted_model_is_planned_with_it() -> None:
+    inner = ebbflow.fit(nn.Sequential(nn.Linear(4, 4), nn.GELU()), "1MiB", progress=None)
+    outer = ebbflow.fit(nn.Sequential(inner, nn.Linear(4, 1)), "1MiB", progress=None)
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    for _ in range(2):
+        outer(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not ebbflow.calls_of(inner).unplanned
+    torch.nn.Sequential.forward(inner, torch.randn(3, 4)).sum().backward()
+    with pytest.warns(UserWarning, match="no planned call has made since"):
+        optimizer.step()

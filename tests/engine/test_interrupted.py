@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.capture import trace
 from ebbflow.engine import flights
 from ebbflow.engine.fitted_class import FITTED
 from ebbflow.engine.model import FittedModel
@@ -119,5 +120,22 @@ def test_an_interrupt_while_torch_traces_comes_once_it_has_traced(share: float) 
         assert interrupts.calls >= interrupts.last
         model = captured(Interrupts(0.0))
         model(torch.randn(4, 8)).sum().backward()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_an_interrupt_while_the_compiler_is_imported_comes_once_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a package that is imported by halves (networkx) the next import fails, in every later call."""
+
+    class Partition:
+        pass
+
+    partitioner: Any = Partition()
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    monkeypatch.setattr(trace, "require_supported_torch", lambda: signal.raise_signal(signal.SIGALRM))
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            trace.compile_step(partitioner)
+        assert Path(raised.traceback[-1].path).name == "signals.py", "it waited"
     finally:
         signal.signal(signal.SIGALRM, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -204,3 +205,24 @@ def test_an_optimizer_that_accelerate_has_wrapped_is_the_one_behind_it(tmp_path:
     assert is_away(state)
     wrapped.step()
     assert not is_away(state)
+
+
+def test_what_a_signals_handler_raises_is_no_answer_of_the_optimizers() -> None:
+    """It is the user's timeout, and comes up though errors of a trial step do not."""
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            signal.raise_signal(signal.SIGINT)
+            super().step()
+
+    def out_of_time(*_: object) -> None:
+        raise TimeoutError
+
+    optimizer = Interrupted([nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9)
+    before = signal.signal(signal.SIGINT, out_of_time)
+    try:
+        for look in (step_bytes, future_state_bytes):
+            with pytest.raises(TimeoutError):
+                look(optimizer)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -33,6 +33,7 @@ from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbflow.errors import CaptureError
 from ebbflow.faults import RAISED_IN_CAPTURE
+from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
 from ebbflow.torch_seams.dynamo import (
     capture_error_type,
@@ -111,6 +112,7 @@ def _fresh_step() -> Callable[..., Any]:
     return types.FunctionType(_template.__code__.replace(co_name=name), globals(), name)
 
 
+@signals_wait()  # it imports the compiler, half of which could never be imported again
 def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic: bool = False) -> Callable[..., Any]:
     """A function ``step(module, forward, args, kwargs, every_output)`` that captures at its first call.
 

@@ -148,21 +148,29 @@ def _look(models: list[tuple[torch.nn.Module, Calls]], optimizer: Callable[[], t
     assert stepping is not None
     of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
     for model, calls in models:
+        planned = calls.planned + sum(each.planned for outer, each in models if _contains(outer, model))
         of_model = of_optimizer.get(model)
         if of_model is None or of_model.calls is not calls:
             of_model = of_optimizer[model] = _OfOptimizer(_trains(stepping, model), calls)
         if of_model.trains:
-            _look_at(of_model, stepping, model, calls)
+            _look_at(of_model, stepping, model, calls, planned)
 
 
-def _look_at(seen: _OfOptimizer, optimizer: torch.optim.Optimizer, model: torch.nn.Module, calls: Calls) -> None:
-    before, seen.planned = seen.planned, calls.planned
+def _contains(outer: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether ``model`` is a part of ``outer``, so that planned calls of that are planned for it too."""
+    return outer is not model and any(each is model for each in outer.modules())
+
+
+def _look_at(
+    seen: _OfOptimizer, optimizer: torch.optim.Optimizer, model: torch.nn.Module, calls: Calls, planned: int
+) -> None:
+    before, seen.planned = seen.planned, planned
     first = next(_gradients(optimizer, model), None)
     again = first is not None and not first.is_sparse and seen.uses_again(first)
-    if calls.planned > before or again or not _has_gradients(optimizer, model):
+    if planned != before or again or not _has_gradients(optimizer, model):
         return
     calls.count_unplanned(PAST_THE_MODEL)
-    if not calls.planned:
+    if not planned:
         raise UsageError(
             f"an optimizer is about to train {type(model).__name__} with gradients of which no planned call has made "
             f"any, so nothing kept them within the budget; no weight has been changed. {_advice(model, calls)}",

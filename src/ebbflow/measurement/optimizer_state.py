@@ -88,7 +88,7 @@ def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
 
 def _state_sizes(kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter) -> list[int]:
     failures: list[Exception] = []
-    with without_modes():  # a capture traces under a fake-tensor mode of its own
+    with signals_wait(), without_modes():  # a capture traces under a fake-tensor mode of its own
         for size in _tries(kind, options, like):
             if not isinstance(size, Exception):
                 return size
@@ -107,7 +107,7 @@ def _tries(
     """Bytes of each tensor of the state, or why one way did not find them."""
     for answer in _ANSWERS:
         try:
-            with signals_wait(), quiet_log(), sizes_only(), numbers_are(answer):
+            with quiet_log(), sizes_only(), numbers_are(answer):
                 found = list(storages_in(_state_after(kind, options, like, tuple(like.shape))).values())
         except Exception as error:  # any optimizer of the user's may raise anything here
             yield error
