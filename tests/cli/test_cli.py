@@ -279,6 +279,25 @@ def test_a_plan_interrupted_by_ctrl_c_is_printed(graph: Path, monkeypatch: pytes
     assert data["status"] == "TIME_LIMIT"
 
 
+def test_a_search_for_a_batch_that_is_interrupted_gives_one_that_fits(
+    cases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Impatient(KeepBest):
+        def tell(self, progress: Progress) -> None:
+            super().tell(progress)
+            if progress.best_overhead is not None and not self.interrupt.interrupted:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(sys.modules["ebbflow.cli.max_batch"], "KeepBest", Impatient)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a case's folder is added to it
+    result = run("max-batch", f"{cases}:chain", "--budget", "400KiB", "--effort", "50", "--json")
+    data = last_json(result)
+    assert isinstance(data["batch"], int)
+    assert data["batch"] > 0
+    assert data["plan"]["predicted_peak_bytes"] <= 400 * 1024  # type: ignore[index]
+    assert "stopped by Ctrl-C" in result.stderr
+
+
 # -- progress -----------------------------------------------------------------------------------------------
 
 

@@ -193,6 +193,7 @@ class _Search:
         self._steps: dict[int, AheadStep] = {}
         self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged
         self.unplanned = 0
+        self._fitted = 0  # the largest that had a plan, of a captured step or of one between
 
     @property
     def captures(self) -> tuple[tuple[int, bool], ...]:
@@ -218,13 +219,17 @@ class _Search:
 
     def plan_of(self, step: AheadStep, batch: int, effort: int) -> Plan | None:
         """The plan of ``step``, if it is within budget and limit."""
-        self._progress(Progress(f"planning batch {batch}"))
+        self._progress(Progress(f"planning batch {batch}" + (f"; {self._fitted} fits" if self._fitted else "")))
         try:
             plan = step.plan(self._budget, replace(PlanningOptions.of(self._options), effort=effort, progress=silent))
         except BudgetError:
             return None
         limit = self.limit(step.program)
-        return plan if limit is None or plan.overhead <= limit else None
+        if limit is not None and plan.overhead > limit:
+            return None
+        self._fitted = max(self._fitted, batch)
+        self._progress(Progress(f"batch {batch} fits", best_overhead=plan.overhead))
+        return plan
 
     def refusal(self) -> BudgetError:
         """Why not even a batch of 1 fits."""

@@ -27,6 +27,7 @@ from ebbflow.cli.arguments import (
     several_tiers,
 )
 from ebbflow.cli.cases import blame, check_case, is_graph, load_case, refuse_to_offload_nothing
+from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import write_json
 from ebbflow.errors import UsageError
 from ebbflow.options import DEFAULT_EFFORT, Options, no_optimizer
@@ -52,7 +53,10 @@ def max_batch(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Find the largest batch whose training step fits a budget, without running it or running out."""
+    """Find the largest batch whose training step fits a budget, without running it or running out.
+
+    Ctrl-C takes the plans that are left as they are at hand, and gives the largest batch of these; a second one aborts.
+    """
     if is_graph(case):
         raise UsageError(f"{case} has a fixed batch; name zoo:NAME or FILE.py:function, which takes the batch")
     limit = _limit(overhead)
@@ -82,7 +86,7 @@ def max_batch(
             refuse_to_offload_nothing(case)
         return loaded
 
-    with ProgressDisplay(sys.stderr) as display, blame(case):
+    with ProgressDisplay(sys.stderr) as display, KeepBest(display, None) as keeper, blame(case):
         found = ebbflow.max_batch(
             make,
             budget=parsed,
@@ -96,8 +100,11 @@ def max_batch(
             effort=asked.effort,
             time_limit=asked.time_limit,
             seed=asked.seed,
-            progress=display,
+            interrupt=keeper.interrupt,
+            progress=keeper.tell,
         )
+    if keeper.interrupt.interrupted:
+        print("stopped by Ctrl-C: a longer search may find a larger batch", file=sys.stderr)
     if as_json:
         write_json(
             {
