@@ -23,7 +23,6 @@ from ebbflow.errors import UsageError
 from ebbflow.measurement.peak import measure
 from ebbflow.report.text.demo import DemoRecord
 from ebbflow.step.plan import Plan
-from ebbflow.units import format_seconds
 from ebbflow.zoo import GPTConfig, gpt
 
 __all__ = ["DemoConfig", "run_demo"]
@@ -131,21 +130,22 @@ def run_demo(config: DemoConfig, say: Callable[[str], None]) -> tuple[DemoRecord
     begin = time.monotonic()
     for index, batch in enumerate(data):
         last = index == len(data) - 1
-        for copy, kind in ((planned, "planned"), (unplanned, "unplanned"), (eager, "eager")):
+        copies = ((planned, "planned"), (unplanned, "unplanned"), (eager, "eager"))
+        for place, (copy, kind) in enumerate(copies):
             what = f" ({kind}: capture, cost of every op, plan)" if index == 0 and copy is not eager else ""
-            say(f"step {index + 1} of {config.steps}{what}{_left(begin, index, config.steps)}")
+            left = _left(begin, 3 * (index - 1) + place, 3 * (config.steps - index) - place)
+            say(f"step {index + 1} of {config.steps}{what}{left}")
             copy.step(batch, measured=last)
         if index == 0:
             begin = time.monotonic()  # the first takes longer than all others: what follows is told from these
     return _record(config, eager, unplanned, planned)
 
 
-def _left(begin: float, index: int, steps: int) -> str:
-    """How long the rest takes, in words, at the pace since ``begin``, the end of the first step; empty before that."""
-    if index <= 1:
+def _left(begin: float, done: int, steps: int) -> str:
+    """How long ``steps`` of single copies take, in words, at the pace of those ``done`` since ``begin``; or nothing."""
+    if done < 3:  # the copies take unequal times
         return ""
-    each = (time.monotonic() - begin) / (index - 1)
-    return f", about {format_seconds(each * (steps - index))} left"
+    return f", about {(time.monotonic() - begin) / done * steps:.0f} s left"
 
 
 def _record(config: DemoConfig, eager: _Copy, unplanned: _Copy, planned: _Copy) -> tuple[DemoRecord, Plan]:
