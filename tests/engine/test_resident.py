@@ -118,6 +118,13 @@ def test_what_is_put_on_a_module_of_torchs_later_counts() -> None:
     assert sum(walk(plain)[2].values()) == 4  # its class is known from here on
     conv.mask = torch.zeros(3)
     assert sum(walk(conv)[2].values()) == 4 + 12
+    marked, kept = nn.Sequential(), nn.Sequential()
+    marked.last = 0  # type: ignore[assignment]
+    assert walk(marked)[2] == {}
+    kept.last = torch.zeros(7)
+    assert sum(walk(kept)[2].values()) == 28
+    marked.last = torch.zeros(7)
+    assert sum(walk(marked)[2].values()) == 28
     activation = nn.Softmax(None)
     assert walk(activation)[2] == {}
     activation.dim = torch.zeros(5)  # type: ignore[assignment]  # what was None may become a tensor

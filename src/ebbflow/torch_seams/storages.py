@@ -108,10 +108,14 @@ def _attributes(module: torch.nn.Module) -> Sequence[object]:
         return ()
     found = [value for name, value in own.items() if name not in _OF_EVERY_MODULE and not _is_plain(value)]
     if not found and kind.__module__.startswith(_TORCHS):
-        # What is None may become a tensor.
-        _plain_names[kind] = frozenset(
-            name for name, value in own.items() if value is not None or name in _OF_EVERY_MODULE
-        )
+        # What is None may become a tensor, and so may what is not the class's own: a user's attribute on one module.
+        declared = {
+            name
+            for base in kind.__mro__
+            for name in (*vars(base).get("__constants__", ()), *vars(base).get("__annotations__", ()))
+        }
+        plain = {name for name, value in own.items() if value is not None and name in declared}
+        _plain_names[kind] = _OF_EVERY_MODULE | plain
     return found
 
 
