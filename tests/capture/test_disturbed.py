@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import nn
 
 import ebbflow
 from ebbflow.capture import disturbed
+from ebbflow.capture.branches import on_eagers_branches
 from ebbflow.capture.disturbed import undisturbed
 from ebbflow.errors import CaptureError
 from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.torch_seams import stance
+from ebbflow.torch_seams.eager_answers import Answers
 
 
 class Exporting:
@@ -98,3 +101,37 @@ def test_a_real_export_is_seen() -> None:
     assert seen == [True, True]
     Looks()(torch.ones(2))
     assert seen.pop() is False
+
+
+@pytest.fixture
+def timed_out() -> Iterator[Callable[[], None]]:
+    """Sends a signal whose handler raises."""
+
+    def handle(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield lambda: signal.raise_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_timeout_stays_beside_an_export(timed_out: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disturbed, "_PATIENCE_SECONDS", 0.05)
+    with somebody_exporting(), pytest.raises(TimeoutError):
+        undisturbed(timed_out)
+
+
+def test_a_timeout_ends_a_later_try(timed_out: Callable[[], None]) -> None:
+    answers = Answers()
+    tries: list[int] = []
+
+    def attempt() -> None:
+        tries.append(1)
+        answers.at((("file", 1),))
+        if len(tries) > 1:
+            timed_out()
+        raise CaptureError("a break")
+
+    with pytest.raises(TimeoutError):
+        on_eagers_branches(attempt, answers)
+    assert len(tries) == 2

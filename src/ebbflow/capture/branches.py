@@ -7,7 +7,8 @@ differ in the last bits. So:
    tried again: such a question mostly stands before what cannot be compiled.
 3. Where that gets no further, every site is told so. If that is no graph either, its break is the one to tell of:
    what lies behind a question is out of the way.
-4. An exception of the model's own ends the first try, as it would end eager's call; it says nothing in a later one.
+4. An exception of the model's own ends the first try, as it would end eager's call; it says nothing in a later one. What
+   a signal's handler raises ends any.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ebbflow.errors import CaptureError, EbbflowError, InternalError
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.eager_answers import Answers
 
 __all__ = ["on_eagers_branches"]
@@ -43,7 +45,7 @@ def on_eagers_branches(attempt: Callable[[], _Result], answers: Answers) -> _Res
             stuck = str(error) == said
             first, said = first or error, str(error)
         except Exception as error:
-            if first is None or isinstance(error, EbbflowError):
+            if first is None or isinstance(error, EbbflowError) or raised_by_a_handler(error):
                 raise
             if answers.everywhere:
                 raise first from first.__cause__

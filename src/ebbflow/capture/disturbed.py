@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from ebbflow.errors import CaptureError
 from ebbflow.faults import RAISED_IN_CAPTURE
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.stance import others_tracing
 
 __all__ = ["undisturbed"]
@@ -36,7 +37,7 @@ def undisturbed(attempt: Callable[[], _Result]) -> _Result:
         return attempt()
     except Exception as error:
         theirs = any(note.startswith(RAISED_IN_CAPTURE) for note in getattr(error, "__notes__", ()))
-        if theirs or not (beside_others or others_tracing()):
+        if theirs or raised_by_a_handler(error) or not (beside_others or others_tracing()):
             raise
         raise CaptureError(
             "another thread exports models or traces them with torch.fx, which changes torch for the whole process; "
