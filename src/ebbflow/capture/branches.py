@@ -7,8 +7,8 @@ differ in the last bits. So:
    tried again: such a question mostly stands before what cannot be compiled.
 3. Where that gets no further, every site is told so. If that is no graph either, its break is the one to tell of:
    what lies behind a question is out of the way.
-4. An exception of the model's own ends the first try, as it would end eager's call; it says nothing in a later one. What
-   a signal's handler raises ends any.
+4. An exception of the model's own ends the first try, as it would end eager's call; it says nothing in a later one.
+   What a signal's handler raises ends any.
 """
 
 from __future__ import annotations
