@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ __all__ = [
     "numbers_are",
     "quiet_log",
     "sizes_only",
+    "unremembered",
     "without_modes",
 ]
 
@@ -153,39 +154,100 @@ def quiet_log() -> Patch:
 
 
 _describing: Counter[int] = Counter()  # per thread, how many described_by are open
+_MOST_REMEMBERED = 4_000
+"""Descriptions of one set of corrections, some KB each; a large model's step needs several hundred."""
+_MOST_SETS = 16
+"""Sets of corrections, with threads and choices of kernels, of which descriptions are kept."""
+
+
+class _OfThread(threading.local):
+    """What is open on one thread: the names of its corrections, and how often :func:`unremembered` is."""
+
+    def __init__(self) -> None:
+        self.corrections: tuple[Hashable | None, ...] = ()
+        self.unremembered = 0
+
+
+_here = _OfThread()
+_remembered: dict[Hashable, dict[Any, Any]] = {}
 
 
 @contextmanager
-def described_by(correct: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
+def described_by(correct: Callable[[Dispatch], Dispatch], name: Hashable | None = None) -> Iterator[None]:
     """While open, fake results of this thread are what ``correct`` makes of torch's own descriptions.
 
-    The class's cache of descriptions belongs to all threads and does not know of corrections. So it is cleared when one
-    opens or closes, and while one is open only a thread that has it to itself uses it. Dynamo and AOTAutograd trace
-    forward and backward on the thread that calls (``set_multithreading_enabled(False)`` in ``aot_autograd.py``).
+    The class's cache of descriptions belongs to all threads and does not know of corrections. So another takes its
+    place, and only a thread that has it to itself uses it. Dynamo and AOTAutograd trace forward and backward on the
+    thread that calls (``set_multithreading_enabled(False)`` in ``aot_autograd.py``).
 
     Args:
         correct: from torch's own dispatch, to be called with the same arguments, to the corrected one.
+        name: of the correction, where equal names mean equal descriptions of equal calls, whatever else is patched
+            beside it. Descriptions are then kept until one of the same corrections, in the same order, opens again.
     """
 
     def only_if_alone(cached: Dispatch) -> Dispatch:
         def look_up(mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            if all(thread == threading.get_ident() for thread in list(_describing)):
-                return cached(mode, func, types, args, kwargs)
-            return mode._dispatch_impl(func, types, args, kwargs)
+            if _here.unremembered or any(thread != threading.get_ident() for thread in list(_describing)):
+                return mode._dispatch_impl(func, types, args, kwargs)
+            return cached(mode, func, types, args, kwargs)
 
         return look_up
 
-    thread = threading.get_ident()
+    thread, before = threading.get_ident(), _here.corrections
+    _here.corrections = (*before, name)
+    descriptions = _known_descriptions(_here.corrections)
+    _forget_graphs(FakeTensorMode.cache)
     _describing[thread] += 1
     try:
         with (
             wrapped(Attribute(FakeTensorMode, "_cached_dispatch_impl"), only_if_alone),
             wrapped(Attribute(FakeTensorMode, "_dispatch_impl"), correct, this_thread=True),
+            patched(Attribute(FakeTensorMode, "cache"), descriptions),
         ):
-            FakeTensorMode.cache_clear()
             yield
     finally:
+        _here.corrections = before
         _describing[thread] -= 1
         if not _describing[thread]:
             del _describing[thread]
-        FakeTensorMode.cache_clear()
+        if len(descriptions) > _MOST_REMEMBERED:
+            descriptions.clear()
+        _forget_graphs(descriptions)
+
+
+@contextmanager
+def unremembered() -> Iterator[None]:
+    """While open, what fake tensors are described as on this thread is neither looked up nor kept for later."""
+    _here.unremembered += 1
+    try:
+        yield
+    finally:
+        _here.unremembered -= 1
+
+
+def _known_descriptions(corrections: tuple[Hashable | None, ...]) -> dict[Any, Any]:
+    """Those that were made under the same corrections, threads and choices of kernels: layouts depend on all three."""
+    if None in corrections:
+        return {}
+    choices = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+    )
+    if len(_remembered) >= _MOST_SETS and (corrections, choices) not in _remembered:
+        _remembered.clear()
+    return _remembered.setdefault((corrections, choices), {})
+
+
+def _forget_graphs(descriptions: dict[Any, Any]) -> None:
+    """Keep those of plain ops only.
+
+    An operator of higher order is looked up by where its graph lies in memory. When that graph goes, torch forgets
+    the description in the cache that the class has then, which may be another.
+    """
+    for key in [key for key in list(descriptions) if not isinstance(key.key[0], torch._ops.OpOverload)]:
+        descriptions.pop(key, None)

@@ -77,7 +77,7 @@ def cuda_kernels(capability: tuple[int, int]) -> Iterator[None]:
         for op, kernel in composites.items():
             stack.enter_context(traced_as(op, lambda _, kernel=kernel: kernel))
         stack.enter_context(device_hint_is("cuda"))  # definition 3
-        stack.enter_context(described_by(_results_of_cuda))
+        stack.enter_context(described_by(_results_of_cuda, name=("cuda", capability)))
         yield
 
 

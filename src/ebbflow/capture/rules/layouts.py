@@ -29,6 +29,7 @@ from ebbflow.torch_seams.fake_tensors import (
     described_by,
     fake_device,
     has_symbolic_sizes,
+    unremembered,
     without_modes,
 )
 
@@ -87,7 +88,7 @@ def _corrected(mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any, r
 @contextmanager
 def true_layouts() -> Iterator[None]:
     """While open, fake tensors of this thread have the strides that the kernels give."""
-    with described_by(_measured_where_suspect):
+    with described_by(_measured_where_suspect, name="layouts"):
         yield
 
 
@@ -100,8 +101,9 @@ def _measured_where_suspect(described: Dispatch) -> Dispatch:
             return described(mode, func, types, args, kwargs)
         inside.append(mode)
         try:
-            result = described(mode, func, types, args, kwargs)
-            return result if result is NotImplemented else _corrected(mode, func, args, kwargs, result)
+            with unremembered():
+                result = described(mode, func, types, args, kwargs)
+                return result if result is NotImplemented else _corrected(mode, func, args, kwargs, result)
         finally:
             inside.pop()
 

@@ -57,7 +57,7 @@ _CORRECTED: dict[object, Callable[[Sequence[Any]], dict[int, torch.dtype]]] = {
 @contextmanager
 def true_norms() -> Iterator[None]:
     """While open, what norms return in fake tensors on this thread has the dtypes that the kernels give."""
-    with described_by(_of_kernels):
+    with described_by(_of_kernels, name="norms"):
         yield
 
 

@@ -51,6 +51,32 @@ def fake_descriptions_can_be_corrected() -> None:
 
 
 @canary
+def corrected_descriptions_are_kept_apart() -> None:
+    """The cache is an attribute of the class, and its keys begin with the op: ours are kept, and torch's untouched."""
+    asked: list[object] = []
+
+    def correct(described: fake_tensors.Dispatch) -> fake_tensors.Dispatch:
+        def dispatch(*args: object) -> object:
+            asked.append(args[1])
+            return described(*args)  # type: ignore[arg-type]
+
+        return dispatch
+
+    theirs, name = fake_tensors.FakeTensorMode.cache, object()
+    mode = fake_tensors.FakeTensorMode()
+    with mode:
+        fake = torch.empty(3)
+        fake.exp()
+        known = dict(theirs)
+        for _ in range(2):
+            with fake_tensors.described_by(correct, name=name):
+                fake.exp()
+    expect(fake_tensors.FakeTensorMode.cache is theirs and dict(theirs) == known, "torch's own cache has changed")
+    expect(_aten.exp.default in [key.key[0] for key in known], "a key of the cache does not begin with the op")
+    expect(asked == [_aten.exp.default], f"descriptions asked for: {asked}, not exp once")
+
+
+@canary
 def fake_tensors_refuse_what_data_decides() -> None:
     """A value or a size that only data could tell raises one of ``LIMITS``, and the log of it has a known name."""
     from torch._subclasses import fake_tensor
