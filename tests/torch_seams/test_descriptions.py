@@ -39,8 +39,8 @@ class _Doubles:
 
 @pytest.fixture
 def name() -> Iterator[Hashable]:
-    """A name that no other test has, forgotten afterwards."""
-    yield (unique := object())
+    """A name that no other test has; afterwards nothing is remembered."""
+    yield object()
     fake_tensors._remembered.clear()
 
 
