@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow.engine import compiled
-from ebbflow.engine import model as fitted_module
+from ebbflow.engine import compiled, plans
 
 ROWS, WIDTH = 512, 64
 
@@ -55,7 +54,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return call
 
     monkeypatch.setattr(compiled, "compile_step", counting("captures", compiled.compile_step))
-    monkeypatch.setattr(fitted_module, "make_plan", counting("plans", fitted_module.make_plan))
+    monkeypatch.setattr(plans, "make_plan", counting("plans", plans.make_plan))
     return counts
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow.engine import model as fitted_module
+from ebbflow.engine import plans as plans_of_steps
 
 ROWS, WIDTH = 512, 64
 
@@ -74,13 +74,13 @@ def test_from_the_second_step_on_there_is_room(
     plain, resident, above = _plain()
     budget = resident + int(0.8 * above) + 20_000
     plans: list[int] = []
-    honest = fitted_module.make_plan
+    honest = plans_of_steps.make_plan
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         plans.append(kwargs["reserve_bytes"])
         return honest(*args, **kwargs)
 
-    monkeypatch.setattr(fitted_module, "make_plan", counted)
+    monkeypatch.setattr(plans_of_steps, "make_plan", counted)
     model = ebbflow.fit(copy.deepcopy(plain), budget, effort=50)
     settled = 0
     for step in range(first + 4):

@@ -4,8 +4,7 @@
    the rest, so a key may have several steps, of which the one used last is tried first. Of more than
    :data:`_MOST_STEPS` in all, those used longest ago go.
 2. The *circumstances* of a call are what a plan depends on besides its step: what is resident, and what forwards in
-   flight keep. A plan *holds* while what is resident leaves room for it and nothing else has been learned about what
-   happens between its two graphs; otherwise another is made for the same capture.
+   flight keep. Which plan it runs under is said in ``plans``.
 3. What happens *between* the graphs is learned from the first step (``between``), which is itself planned for the
    least memory where it has to leave room for what nobody knows yet.
 4. From the fifth shape of one kind of call on, steps share a symbolic capture (``shared_calls``).
@@ -18,99 +17,43 @@ import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
-from ebbflow.capture.loss import loss_is_outside
-from ebbflow.cost.attach import costs_of
-from ebbflow.cost.cache import device_context
-from ebbflow.engine.after import AfterBackward, hooks_end
-from ebbflow.engine.between import Between, Knowledge, learn_flight
+from ebbflow.engine.after import AfterBackward
+from ebbflow.engine.between import Knowledge, learn_flight
 from ebbflow.engine.calls import Calls
+from ebbflow.engine.circumstances import Circumstances
 from ebbflow.engine.compiled import Call, Capture
-from ebbflow.engine.executable import SCALARS_BYTES, Executable
+from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.engine.executor import being_watched
-from ebbflow.engine.flights import Flight, Flights, aloft, flights_of, kept_bytes, kept_inputs
-from ebbflow.engine.given import given_plan_here, start_here
+from ebbflow.engine.flights import Flight, Flights, aloft, kept_bytes, kept_inputs
 from ebbflow.engine.key import Code, Slot, key_of, modes_of
-from ebbflow.engine.offloaded import Offloaded, offload_hint
-from ebbflow.engine.reserve import reserve_bytes
-from ebbflow.engine.retained import Retained, plan_retained
+from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
-from ebbflow.errors import BudgetError, CaptureError
+from ebbflow.errors import CaptureError
 from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
-from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import start_bytes, watched_in
 from ebbflow.planners import Progress
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.planning.step_end import StepEnd, most_of
+from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.plan import Plan
-from ebbflow.step.program import Program
-from ebbflow.step.provenance import LossPlace
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.eager_answers import Answers
-from ebbflow.torch_seams.storages import StorageWatch, walk
+from ebbflow.torch_seams.storages import walk
 from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget, format_bytes
 
-__all__ = ["Circumstances", "FittedModel"]
+__all__ = ["FittedModel"]
 
 _MOST_STEPS = 256  # captured steps kept of one model: 5 to 20 MiB each of the process' own memory, not of the budget
 _MOST_OF_A_KEY = 8
 _numbers = itertools.count(1)
 _MOST_IN_A_ROW = 16  # captures of one key of which none served a second call, after which the next is refused
 _MANY_CAPTURES = 8  # captures of one key after which it is said that something changes at every call
-
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What surrounds a call (definition 2).
-
-    Attributes:
-        slot: key of the call, and how many of the model's forwards are in the air (``between``).
-        modes: what of the key does not depend on the arguments.
-        trained: per parameter whether it takes a gradient.
-        accumulating: whether every parameter that takes a gradient has one.
-        module: whose call it is.
-        inputs: watches its arguments; empty on CUDA, where the allocator knows.
-        device: ``"cpu"`` or ``"cuda"``.
-        resident_bytes: before the forward, what flights keep among them.
-        reached: keys of the storages that were counted as the model's, one by one.
-        aloft: forwards in flight (``flights.aloft``).
-        flying_bytes: what they keep.
-        hooked: whether saved-tensor hooks are active, as in a checkpoint.
-        repeated: whether a backward is running, so that this is a checkpoint's repetition of a forward.
-        hooks: on parameters.
-    """
-
-    slot: Slot
-    modes: object
-    trained: bytes
-    accumulating: bool
-    module: torch.nn.Module
-    inputs: tuple[StorageWatch, ...]
-    device: str
-    resident_bytes: int
-    reached: frozenset[int]
-    aloft: tuple[Flight, ...]
-    flying_bytes: int
-    hooked: bool
-    repeated: bool
-    hooks: tuple[int, ...]
-
-    @property
-    def key(self) -> object:
-        """Of the call."""
-        return self.slot.key
-
-    @property
-    def checkpointed(self) -> bool:
-        """Whether somebody else's checkpoint or offload may be around this call."""
-        return self.hooked or self.repeated
 
 
 @dataclass(kw_only=True, eq=False)
@@ -133,6 +76,8 @@ class FittedModel:
         number: of the model among all that were ever fitted.
         calls: how its calls went.
         not_captured: keys of calls that have nothing to train and are no graph either.
+        between: what happens between the graphs of its steps, as far as that is learned.
+        after: what is taken when their backwards have returned, likewise.
     """
 
     plain_class: type[torch.nn.Module]
@@ -151,8 +96,8 @@ class FittedModel:
     calls: Calls = field(default_factory=Calls)
     not_captured: set[object] = field(default_factory=set[object])
     _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
-    _between: Knowledge = field(default_factory=Knowledge)
-    _after: AfterBackward = field(default_factory=AfterBackward)
+    between: Knowledge = field(default_factory=Knowledge)
+    after: AfterBackward = field(default_factory=AfterBackward)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _in_a_row: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
@@ -160,12 +105,12 @@ class FittedModel:
     _code: Code = field(default_factory=Code)
 
     def __post_init__(self) -> None:
-        self.flights = Flights(self._between)
+        self.flights = Flights(self.between)
 
     def set_budget(self, budget: Budget, plan: Plan | None) -> None:
         """Plan for another budget, or run another plan, from the next call on. What is captured stays."""
         self.budget, self.given_plan = budget, plan
-        for step in self._all_steps():
+        for step in self.steps():
             step.forget_plans()
 
     # -- a call ---------------------------------------------------------------------------------------------
@@ -203,11 +148,12 @@ class FittedModel:
     def warn_of_flights(self, now: Circumstances) -> None:
         """Say once that a second forward was not planned for."""
         own = [each for each in now.aloft if each.home is self.flights]
-        expected = any(self._between.expects_forwards(each.slot) for each in own)
+        expected = any(self.between.expects_forwards(each.slot) for each in own)
         if own and not expected and not now.checkpointed:
-            self._warn_of("another forward of this model")
+            self.warn_of_forward("another forward of this model")
 
-    def _warn_of(self, what: str) -> None:
+    def warn_of_forward(self, what: str) -> None:
+        """Say that ``what`` is in flight, without room for this call."""
         warnings.warn(
             f"{what} is in flight: it was planned without room for this one, so this step "
             "may exceed the budget. From the next round on it is planned for. Call backward before the next "
@@ -234,12 +180,16 @@ class FittedModel:
 
     def retains(self, now: Circumstances) -> bool:
         """Whether a backward of a call like this is known to retain its graph."""
-        return self._between.retained(now.slot) is not None
+        return self.between.retained(now.slot) is not None
+
+    def expected(self, now: Circumstances) -> frozenset[Slot]:
+        """Slots of calls that one at this slot leaves room for."""
+        return self.between.expected(now.slot)
 
     def _capture(self, device: str, changing: tuple[tuple[int, ...], ...] | None) -> Capture:
         known = Answers()
         if changing is not None:  # A shared capture takes the branches that the others took.
-            each = [step.capture.answers for step in self._all_steps()]
+            each = [step.capture.answers for step in self.steps()]
             known = Answers(set().union(*(one.compiled for one in each)), any(one.everywhere for one in each))
         return Capture(device=device, name=self.plain_class.__name__, changing=changing, answers=known)
 
@@ -310,166 +260,11 @@ class FittedModel:
 
     def _is_measured(self, now: Circumstances) -> bool:
         """Whether it is known what user code takes outside of the two graphs."""
-        return self._between.has_loss_of(now.slot) and self._after.is_known(now.slot, now.hooks)
+        return self.between.has_loss_of(now.slot) and self.after.is_known(now.slot, now.hooks)
 
-    def _all_steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step]:
+        """All that are captured."""
         return (step for steps in self._steps.values() for step in steps)
-
-    # -- plans ----------------------------------------------------------------------------------------------
-
-    def holding(self, step: Step, now: Circumstances) -> Executable | None:
-        """Of the plans of ``step`` that hold the one of least overhead; ``None`` if none does (definition 2).
-
-        A checkpoint compares what a repeated forward saves with what the first one did, so while one of a step's
-        forwards is in flight under saved-tensor hooks, its plan stays, for calls under hooks. Its backward cannot be
-        told which forward it belongs to, so no plan that moves buffers holds there.
-        """
-        if now.checkpointed:
-            for each in reversed(step.executables):
-                if any(flight.hooked for flight in flights_of(each)):
-                    return each
-        between, retained = self._between.of(now.slot), self._between.retained(now.slot)
-        resident = self.resident_bytes(step, now)
-        ends = self._ends_of(now)
-        fitting = [
-            each
-            for each in step.executables
-            if _holds(each, resident, between, retained)
-            and all(end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes for end in ends)
-            and not (each.provisional and not self.is_guess(step, now))
-            and (now.accumulating or not each.accumulates)
-            and not (each.moves and now.checkpointed)
-        ]
-        return min(fitting, key=lambda each: each.overhead) if fitting else None
-
-    def plan_for(self, step: Step, program: Program, now: Circumstances) -> tuple[Plan, bool]:
-        """The plan for a captured step with costs, and whether it will do only until more is known.
-
-        Nothing of the model has run when this returns or raises.
-        """
-        reserve = reserve_bytes(program, now.device, verify=self.verify)
-        resident = self.resident_bytes(step, now)
-        if self.optimizer is not None:
-            away = self.offloaded
-            resident += future_state_bytes(self.optimizer) if away is None else away.resident_to_come_bytes
-        if self.given_plan is not None:
-            if self.given_plan.schedule.moves and now.checkpointed:
-                raise CaptureError(
-                    "the given plan moves tensors, and this call is inside of a checkpoint or saved-tensor hooks of "
-                    "somebody else's",
-                    remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
-                )
-            given = given_plan_here(self.given_plan, program, device_context(now.device), resident, reserve)
-            end = most_of(self._ends_of(now), program)
-            if end.needed_bytes(program, resident) > given.budget_bytes:
-                raise end.error(program, resident, given.budget_bytes)
-            return given, False
-        guess = self._waits_for_a_loss(step, now)
-        costs, estimated = costs_of(step.captured.calls if step.captured else (), now.device)
-        source = replace(
-            self.options.provenance,
-            machine=now.device,
-            costs=costs,
-            estimate=estimated,
-            optimizer="" if self.optimizer is None else type(self.optimizer).__name__,
-            offloaded="" if self.offloaded is None else self.offloaded.note,
-            loss=LossPlace.OUTSIDE if guess else None,
-        )
-        options = replace(self.options, provenance=source)
-        if now.checkpointed:  # see holding
-            options = replace(options, tiers=())
-        if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
-            options = replace(options, planner="least_memory")
-        seeds = [plan.schedule for plan in self._plans() if plan.program.fingerprint == program.fingerprint]
-        seeds += start_here(self.start, program)
-        between = self._between.of(now.slot)
-        end = most_of(self._ends_of(now), program)
-        make = functools.partial(make_plan, reserve_bytes=reserve, end=end, seeds=seeds)
-        try:
-            plan = make(_with(program, between), self.budget, resident_bytes=resident, options=options)
-        except BudgetError as error:
-            if (granted := self._granted_bytes()) > (error.budget_bytes or 0):
-                # A share is of each shape's own peak; what another shape was granted does no harm here.
-                granted_budget = Budget(bytes=granted)
-                return make(_with(program, between), granted_budget, resident_bytes=resident, options=options), guess
-            if guess:
-                error.add_note(
-                    "The loss outside the model is not in these figures: the first step measures what it takes. "
-                    "Leave room for it above smallest_bytes"
-                )
-            if self.optimizer is not None and self.offloaded is None:
-                for hint in offload_hint(self.optimizer, now.module, error, program, resident):
-                    error.add_note(hint)
-            if between is not None and between.least_bytes < between.peak_bytes:
-                # Forwards that come between can do with less: they are planned for what this one leaves them.
-                least = replace(between, peak_bytes=between.least_bytes)
-                return make(_with(program, least), self.budget, resident_bytes=resident, options=options), guess
-            if not now.flying_bytes or self._was_expected(now):
-                raise
-            # The forward in flight was planned without knowing of this one. The next round knows.
-            if all(each.home is not self.flights for each in now.aloft):
-                self._warn_of("a forward of another fitted model")
-            options = replace(options, planner="least_memory")
-            less = resident - now.flying_bytes
-            return make(_with(program, between), self.budget, resident_bytes=less, options=options), True
-        if (retained := self._between.retained(now.slot)) is None:
-            return plan, guess
-
-        def with_aside(aside: int) -> Plan:
-            return make_plan(
-                plan.program,
-                Budget(bytes=plan.budget_bytes),
-                resident_bytes=resident,
-                reserve_bytes=reserve + aside,
-                end=end,
-                seeds=[*seeds, plan.schedule],
-                options=options,
-            )
-
-        roomy = plan_retained(plan, with_aside, retained)
-        if roomy is None:
-            self._between.give_up_retained(now.slot)
-            warnings.warn(
-                f"no plan within {format_bytes(plan.budget_bytes)} was found that has room for what a backward with "
-                "retain_graph=True keeps: steps that retain their graph may exceed the budget",
-                stacklevel=users_level(),
-            )
-        return roomy or plan, guess
-
-    def _ends_of(self, now: Circumstances) -> list[StepEnd]:
-        """What is taken when the backward of a call has returned, whatever the plan: one thing or another."""
-        hooks = hooks_end(self._after.bytes(now.slot, now.hooks))
-        if self.offloaded is None:
-            return [hooks]
-        state = replace(self.offloaded.end, summed=now.accumulating)
-        return [state, replace(hooks, held_bytes=state.held_bytes)]
-
-    def _granted_bytes(self) -> int:
-        """What a share of the unplanned peak has come to at the most, for any shape; 0 for a budget in bytes."""
-        return 0 if self.budget.share is None else max((plan.budget_bytes for plan in self._plans()), default=0)
-
-    def _was_expected(self, now: Circumstances) -> bool:
-        """Whether all that are in the air are planned with room for a call like this."""
-        return all(now.slot in each.expects for each in now.aloft)
-
-    def expected(self, now: Circumstances) -> frozenset[Slot]:
-        """Slots of calls that one at this slot leaves room for."""
-        return self._between.expected(now.slot)
-
-    def _waits_for_a_loss(self, step: Step, now: Circumstances) -> bool:
-        outside = step.captured is not None and loss_is_outside(step.captured)
-        return outside and not self._between.has_loss_of(now.slot)
-
-    def is_guess(self, step: Step, now: Circumstances) -> bool:
-        """Whether something that a plan depends on is not known yet."""
-        return self._waits_for_a_loss(step, now) or (bool(now.flying_bytes) and not self._was_expected(now))
-
-    def resident_bytes(self, step: Step, now: Circumstances) -> int:
-        """What is resident before a call of ``step``; the allocator of a card has its hidden inputs."""
-        return now.resident_bytes + (step.hidden_bytes(now.reached) if now.device == "cpu" else 0)
-
-    def _plans(self) -> Iterator[Plan]:
-        return (plan for step in self._all_steps() for plan in step.plans())
 
     # -- what is learned from a first step ------------------------------------------------------------------
 
@@ -480,13 +275,13 @@ class FittedModel:
         plan = step.plan
         if plan is None:
             return
-        self._after.learn(now.slot, now.hooks, plan, after_bytes, after_left_bytes)
-        if self._between.has_loss_of(now.slot):
+        self.after.learn(now.slot, now.hooks, plan, after_bytes, after_left_bytes)
+        if self.between.has_loss_of(now.slot):
             return
         tangents = plan.program.late_bytes - plan.program.held_bytes
         if peak_bytes - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
             peak_bytes = left_bytes = 0
-        self._between.learn_loss(now.slot, peak_bytes, max(left_bytes - tangents, 0))
+        self.between.learn_loss(now.slot, peak_bytes, max(left_bytes - tangents, 0))
         total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
         if total > plan.budget_bytes:
             warnings.warn(
@@ -495,20 +290,3 @@ class FittedModel:
                 "from the next step on it is planned for",
                 stacklevel=users_level(),
             )
-
-
-def _with(program: Program, between: Between | None) -> Program:
-    """``program`` with what happens between its graphs."""
-    if between is None:
-        return program
-    return replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
-
-
-def _holds(executable: Executable, resident_bytes: int, between: Between | None, retained: Retained | None) -> bool:
-    """Whether there is room, or would be if forwards that come between were planned for what is left to them."""
-    program = executable.plan.program
-    peak, held = program.between_bytes, program.held_bytes
-    if between is not None and (between.peak_bytes, between.held_bytes) != (peak, held):
-        peak, held = min(between.peak_bytes, max(peak, between.least_bytes)), between.held_bytes
-    needs = executable.needs_with(peak, held, retained)
-    return resident_bytes + needs <= executable.plan.budget_bytes

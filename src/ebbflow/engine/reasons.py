@@ -1,6 +1,6 @@
 """Why a call waits: what is told of a step that is captured, or planned again for the capture that there is.
 
-A plan is made again where none of those at hand holds (``FittedModel.holding``). What stands in their way is looked
+A plan is made again where none of those at hand holds (``plans.holding``). What stands in their way is looked
 for in this order:
 
 1. there is none: the budget was set anew;
@@ -12,7 +12,9 @@ for in this order:
 
 from __future__ import annotations
 
-from ebbflow.engine.model import Circumstances, FittedModel
+from ebbflow.engine.circumstances import Circumstances
+from ebbflow.engine.model import FittedModel
+from ebbflow.engine.plans import is_guess, resident_bytes
 from ebbflow.engine.step import Step
 from ebbflow.units import format_bytes
 
@@ -35,12 +37,12 @@ def reason_of(model: FittedModel, step: Step, now: Circumstances) -> str:
 def _news(model: FittedModel, step: Step, now: Circumstances) -> str:
     if not step.executables:
         return "another budget was set"
-    if any(each.provisional for each in step.executables) and not model.is_guess(step, now):
+    if any(each.provisional for each in step.executables) and not is_guess(model, step, now):
         return "what happens between forward and backward, such as a loss outside the model, is measured now"
     own = [each for each in step.executables if now.accumulating or not each.accumulates]
     if not own:
         return "gradients are no longer accumulated"
-    resident = model.resident_bytes(step, now)
+    resident = resident_bytes(step, now)
     short = min(resident + each.needs_bytes - each.plan.budget_bytes for each in own)
     if short <= 0:
         return "a backward retains its graph" if model.retains(now) else "more happens between forward and backward"

@@ -23,12 +23,14 @@ from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.room import Room, within
 from ebbflow.engine.calls import NOTHING_TO_TRAIN
+from ebbflow.engine.circumstances import Circumstances
 from ebbflow.engine.compiled import Call, StaleCapture
 from ebbflow.engine.derivatives import refuse_transforms
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbflow.engine.flights import Flight, returned_tensors
-from ebbflow.engine.model import Circumstances, FittedModel
+from ebbflow.engine.model import FittedModel
+from ebbflow.engine.plans import holding, plan_for, resident_bytes
 from ebbflow.engine.reasons import reason_of
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
@@ -106,7 +108,7 @@ def _unless_trained(model: FittedModel, call: Call, now: Circumstances, error: E
 
 def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Any:
     """``call`` under a plan of ``step`` that holds, or under a new one."""
-    if (executable := model.holding(step, now)) is not None:
+    if (executable := holding(model, step, now)) is not None:
         return _run(model, step, executable, call, now)
     why = reason_of(model, step, now)
     if step.captured is not None:
@@ -125,7 +127,7 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
         gc.collect()  # what only garbage holds is not to be planned around
     forget_dead()
     now = model.look_around(call)
-    if (executable := model.holding(step, now)) is not None:
+    if (executable := holding(model, step, now)) is not None:
         return now, executable
     captured = step.captured_for(accumulating=now.accumulating and model.given_plan is None)
     with within(_room(model, step, call, now)):
@@ -139,7 +141,7 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
 
 def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Room:
     """What of the budget is free for finding out about a step; nothing is known of a share before the capture."""
-    resident = model.resident_bytes(step, now)
+    resident = resident_bytes(step, now)
     if model.budget.share is not None and step.captured is None:
         free = 0
     else:
@@ -175,7 +177,7 @@ def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program
 def _plan(model: FittedModel, step: Step, program: Program, now: Circumstances) -> tuple[Plan, bool]:
     """A schedule within the budget, with what is resident now; and whether it will do only until more is known."""
     with own_faults():
-        return model.plan_for(step, program, now)
+        return plan_for(model, step, program, now)
 
 
 def _lower_and_prove(step: Step, captured: Captured, plan: Plan) -> Executable:

@@ -1,0 +1,299 @@
+"""Which plan a call runs under: one of its step's that holds, or a new one for what surrounds it now.
+
+1. A plan *holds* while what is resident leaves room for it and nothing else has been learned about what happens between
+   its two graphs and after them; otherwise another is made for the same capture.
+2. A plan is a *guess* while something that it depends on is not known: what a loss outside takes, or a forward that it
+   was not planned with. It holds until that is known.
+3. A budget that is a share of the unplanned peak *grants* every shape of the model what it has granted any.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ebbflow.capture.loss import loss_is_outside
+from ebbflow.cost.attach import costs_of
+from ebbflow.cost.cache import device_context
+from ebbflow.engine.after import hooks_end
+from ebbflow.engine.between import Between
+from ebbflow.engine.circumstances import Circumstances
+from ebbflow.engine.executable import Executable
+from ebbflow.engine.flights import flights_of
+from ebbflow.engine.given import given_plan_here, start_here
+from ebbflow.engine.model import FittedModel
+from ebbflow.engine.offloaded import offload_hint
+from ebbflow.engine.reserve import reserve_bytes
+from ebbflow.engine.retained import Retained, plan_retained
+from ebbflow.engine.step import Step
+from ebbflow.errors import BudgetError, CaptureError
+from ebbflow.faults import users_level
+from ebbflow.measurement.optimizer_state import future_state_bytes
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.step_end import StepEnd, most_of
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.step.provenance import LossPlace
+from ebbflow.step.schedule import Schedule
+from ebbflow.units import Budget, format_bytes
+
+__all__ = ["holding", "is_guess", "plan_for", "resident_bytes"]
+
+
+def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | None:
+    """Of the plans of ``step`` that hold the one of least overhead; ``None`` if none does (definition 1).
+
+    A checkpoint compares what a repeated forward saves with what the first one did, so while one of a step's forwards
+    is in flight under saved-tensor hooks, its plan stays, for calls under hooks. Its backward cannot be told which
+    forward it belongs to, so no plan that moves buffers holds there.
+    """
+    if now.checkpointed:
+        for each in reversed(step.executables):
+            if any(flight.hooked for flight in flights_of(each)):
+                return each
+    between, retained = model.between.of(now.slot), model.between.retained(now.slot)
+    resident = resident_bytes(step, now)
+    ends = _ends_of(model, now)
+    fitting = [
+        each
+        for each in step.executables
+        if _has_room(each, resident, between, retained)
+        and all(end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes for end in ends)
+        and not (each.provisional and not is_guess(model, step, now))
+        and (now.accumulating or not each.accumulates)
+        and not (each.moves and now.checkpointed)
+    ]
+    return min(fitting, key=lambda each: each.overhead) if fitting else None
+
+
+def plan_for(model: FittedModel, step: Step, program: Program, now: Circumstances) -> tuple[Plan, bool]:
+    """The plan for a captured step with costs, and whether it will do only until more is known (definition 2).
+
+    Nothing of the model has run when this returns or raises.
+    """
+    reserve = reserve_bytes(program, now.device, verify=model.verify)
+    resident = resident_bytes(step, now)
+    if model.optimizer is not None:
+        away = model.offloaded
+        resident += future_state_bytes(model.optimizer) if away is None else away.resident_to_come_bytes
+    if model.given_plan is not None:
+        return _given(model, model.given_plan, program, now, resident, reserve), False
+    guess = _waits_for_a_loss(model, step, now)
+    end = most_of(_ends_of(model, now), program)
+    wanted = _Wanted(model, program, now, resident, reserve, end, _options(model, step, now, guess=guess))
+    between = model.between.of(now.slot)
+    try:
+        plan = wanted.plan(between)
+    except BudgetError as error:
+        return _instead(wanted, between, error, guess=guess)
+    retained = model.between.retained(now.slot)
+    return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
+
+
+def is_guess(model: FittedModel, step: Step, now: Circumstances) -> bool:
+    """Whether something that a plan depends on is not known yet (definition 2)."""
+    return _waits_for_a_loss(model, step, now) or (bool(now.flying_bytes) and not _was_expected(now))
+
+
+def resident_bytes(step: Step, now: Circumstances) -> int:
+    """What is resident before a call of ``step``; the allocator of a card has its hidden inputs."""
+    return now.resident_bytes + (step.hidden_bytes(now.reached) if now.device == "cpu" else 0)
+
+
+# -- a plan that the user gave ------------------------------------------------------------------------------
+
+
+def _given(model: FittedModel, plan: Plan, program: Program, now: Circumstances, resident: int, reserve: int) -> Plan:
+    """``plan``, if it is for this step and holds here.
+
+    Raises:
+        BudgetError: if what is taken when the backward has returned is over its budget.
+        CaptureError: if it moves tensors inside of somebody else's checkpoint.
+        PlanMismatch: if it is of another step or machine.
+    """
+    if plan.schedule.moves and now.checkpointed:
+        raise CaptureError(
+            "the given plan moves tensors, and this call is inside of a checkpoint or saved-tensor hooks of "
+            "somebody else's",
+            remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
+        )
+    given = given_plan_here(plan, program, device_context(now.device), resident, reserve)
+    end = most_of(_ends_of(model, now), program)
+    if end.needed_bytes(program, resident) > given.budget_bytes:
+        raise end.error(program, resident, given.budget_bytes)
+    return given
+
+
+# -- a new plan ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a new plan is to be of.
+
+    Attributes:
+        model: whose.
+        program: of the captured step, with costs.
+        now: what surrounds the call.
+        resident_bytes: before it, with what the optimizer will keep.
+        reserve_bytes: left free.
+        end: what is taken when the backward has returned.
+        options: how to plan.
+    """
+
+    model: FittedModel
+    program: Program
+    now: Circumstances
+    resident_bytes: int
+    reserve_bytes: int
+    end: StepEnd
+    options: PlanningOptions
+
+    def plan(
+        self,
+        between: Between | None,
+        budget: Budget | None = None,
+        *,
+        aside_bytes: int = 0,
+        seeds: Sequence[Schedule] = (),
+    ) -> Plan:
+        """A plan with room for what happens ``between`` the graphs, within the model's budget unless another is given.
+
+        Raises:
+            BudgetError: if none was found.
+        """
+        program = self.program
+        if between is not None:
+            program = replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
+        return make_plan(
+            program,
+            self.model.budget if budget is None else budget,
+            resident_bytes=self.resident_bytes,
+            reserve_bytes=self.reserve_bytes + aside_bytes,
+            end=self.end,
+            seeds=[*self._seeds(), *seeds],
+            options=self.options,
+        )
+
+    def _seeds(self) -> list[Schedule]:
+        """Schedules of the program that are known, and what the user's start says of it."""
+        same = [plan for plan in _plans(self.model) if plan.program.fingerprint == self.program.fingerprint]
+        return [*(plan.schedule for plan in same), *start_here(self.model.start, self.program)]
+
+
+def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool) -> PlanningOptions:
+    """How to plan ``step`` in these circumstances, with where its figures come from."""
+    costs, estimated = costs_of(step.captured.calls if step.captured else (), now.device)
+    source = replace(
+        model.options.provenance,
+        machine=now.device,
+        costs=costs,
+        estimate=estimated,
+        optimizer="" if model.optimizer is None else type(model.optimizer).__name__,
+        offloaded="" if model.offloaded is None else model.offloaded.note,
+        loss=LossPlace.OUTSIDE if guess else None,
+    )
+    options = replace(model.options, provenance=source)
+    if now.checkpointed:  # see holding
+        options = replace(options, tiers=())
+    if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
+        options = replace(options, planner="least_memory")
+    return options
+
+
+def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, guess: bool) -> tuple[Plan, bool]:
+    """What runs where the budget has no plan, and whether until more is known.
+
+    That is a plan within what other shapes were granted, one that leaves less to forwards between, or one without room
+    for a forward that nobody expected.
+
+    Raises:
+        BudgetError: ``error``, with what would help, if there is none of these.
+    """
+    model, now = wanted.model, wanted.now
+    if (granted := _granted_bytes(model)) > (error.budget_bytes or 0):
+        # A share is of each shape's own peak; what another shape was granted does no harm here.
+        return wanted.plan(between, Budget(bytes=granted)), guess
+    if guess:
+        error.add_note(
+            "The loss outside the model is not in these figures: the first step measures what it takes. "
+            "Leave room for it above smallest_bytes"
+        )
+    if model.optimizer is not None and model.offloaded is None:
+        for hint in offload_hint(model.optimizer, now.module, error, wanted.program, wanted.resident_bytes):
+            error.add_note(hint)
+    if between is not None and between.least_bytes < between.peak_bytes:
+        # Forwards that come between can do with less: they are planned for what this one leaves them.
+        return wanted.plan(replace(between, peak_bytes=between.least_bytes)), guess
+    if not now.flying_bytes or _was_expected(now):
+        raise error
+    # The forward in flight was planned without knowing of this one. The next round knows.
+    if all(each.home is not model.flights for each in now.aloft):
+        model.warn_of_forward("a forward of another fitted model")
+    alone = replace(
+        wanted,
+        resident_bytes=wanted.resident_bytes - now.flying_bytes,
+        options=replace(wanted.options, planner="least_memory"),
+    )
+    return alone.plan(between), True
+
+
+def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> Plan:
+    """A plan that leaves room for what a backward keeps that retains its graph; ``plan`` itself where there is none."""
+    budget = Budget(bytes=plan.budget_bytes)
+    planned = replace(wanted, program=plan.program)
+
+    def with_aside(aside_bytes: int) -> Plan:
+        return planned.plan(None, budget, aside_bytes=aside_bytes, seeds=[plan.schedule])
+
+    roomy = plan_retained(plan, with_aside, retained)
+    if roomy is None:
+        wanted.model.between.give_up_retained(wanted.now.slot)
+        warnings.warn(
+            f"no plan within {format_bytes(plan.budget_bytes)} was found that has room for what a backward with "
+            "retain_graph=True keeps: steps that retain their graph may exceed the budget",
+            stacklevel=users_level(),
+        )
+    return roomy or plan
+
+
+# -- what a plan has to leave room for ----------------------------------------------------------------------
+
+
+def _has_room(executable: Executable, resident: int, between: Between | None, retained: Retained | None) -> bool:
+    """Whether there is room, or would be if forwards that come between were planned for what is left to them."""
+    program = executable.plan.program
+    peak, held = program.between_bytes, program.held_bytes
+    if between is not None and (between.peak_bytes, between.held_bytes) != (peak, held):
+        peak, held = min(between.peak_bytes, max(peak, between.least_bytes)), between.held_bytes
+    needs = executable.needs_with(peak, held, retained)
+    return resident + needs <= executable.plan.budget_bytes
+
+
+def _ends_of(model: FittedModel, now: Circumstances) -> list[StepEnd]:
+    """What is taken when the backward of a call has returned, whatever the plan: one thing or another."""
+    hooks = hooks_end(model.after.bytes(now.slot, now.hooks))
+    if model.offloaded is None:
+        return [hooks]
+    state = replace(model.offloaded.end, summed=now.accumulating)
+    return [state, replace(hooks, held_bytes=state.held_bytes)]
+
+
+def _granted_bytes(model: FittedModel) -> int:
+    """Definition 3; 0 for a budget in bytes."""
+    return 0 if model.budget.share is None else max((plan.budget_bytes for plan in _plans(model)), default=0)
+
+
+def _was_expected(now: Circumstances) -> bool:
+    """Whether all that are in the air are planned with room for a call like this."""
+    return all(now.slot in each.expects for each in now.aloft)
+
+
+def _waits_for_a_loss(model: FittedModel, step: Step, now: Circumstances) -> bool:
+    outside = step.captured is not None and loss_is_outside(step.captured)
+    return outside and not model.between.has_loss_of(now.slot)
+
+
+def _plans(model: FittedModel) -> Iterator[Plan]:
+    return (plan for step in model.steps() for plan in step.plans())
