@@ -32,7 +32,6 @@ FULL_EFFORT_OPS = 750  # as in auto
 LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
 LANES_SHARE = 1  # of the solver's work is for the cut relaxation with lanes
 ALONE, PROMISING = 64, 0.05  # share of the effort for moves alone, and overhead from which on it is not worth any
-FAR = 0.03  # above the best plan known: so much is not gained by annealing moves alone
 COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and reruns are the last gains
 ROUNDS, TURN = 7, 5  # of annealing at most; share of the effort for each
 AGAIN, AHEAD = 3, 10  # every so many rounds the best is annealed; seeds of rounds begin there
@@ -140,12 +139,13 @@ def moves_alone(problem: Problem) -> Schedule | None:
 
 
 def _moves_alone(found: _Found) -> None:
-    known = found.best
-    found.best = []
+    """Add the best plan that only moves; the same one whatever else is known, for no answer may be slower than it."""
+    known, bound = found.best, found.bound
+    found.best, found.bound = [], 0.0
     found.start_from(Choice(), moves_only=True)
-    if found.overhead <= PROMISING and not (known and found.overhead > known[0][0] + FAR):
+    if found.overhead <= PROMISING:
         found.anneal(found.best[0][1], found.problem.effort // ALONE, found.problem.seed, moves_only=True)
-    found.best = sorted([*known, *found.best], key=lambda each: each[0])
+    found.best, found.bound = sorted([*known, *found.best], key=lambda each: each[0]), bound
 
 
 def _start(found: _Found, recompute: Answer, effort: int) -> bool:
