@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from ebbflow.units import Budget
 SIZE = 1000
 
 
-def layers(count: int, seconds: float = 1.0, *, random: bool = False) -> Program:
+def layers(count: int, seconds: float = 1.0, *, drawn: bool = False) -> Program:
     """A chain of layers: each reads the result before, and its backward reads the result and the gradient after."""
     ops: list[Op] = []
     buffers: list[Buffer] = []
@@ -33,7 +34,7 @@ def layers(count: int, seconds: float = 1.0, *, random: bool = False) -> Program
         reads = {i - 1} if i else set[int]()
         if not forward:
             reads.add(layer)
-        state = 16 if random and forward else 0
+        state = 16 if drawn and forward else 0
         ops.append(
             Op(f"op{i}", "f" if forward else "g", tuple(sorted(reads)), (i,), seconds=seconds, state_bytes=state)
         )
@@ -65,6 +66,28 @@ def test_never_slower_than_recomputing_or_moving_alone(rate: float, results: int
     assert answer.bound is not None
     assert answer.bound <= overhead + 1e-9
     assert "tiers: host" in answer.bound_class
+
+
+def uneven(seed: int) -> Problem:
+    """Layers of many sizes and seconds, a link and a budget, all drawn."""
+    rng = random.Random(seed)
+    program = layers(rng.choice([16, 24, 30]))
+    ops = tuple(replace(op, seconds=rng.uniform(0.02, 2)) for op in program.ops)
+    buffers = tuple(replace(b, bytes=rng.choice([200, 1000, 1000, 3000])) for b in program.buffers)
+    program = replace(program, ops=ops, buffers=buffers)
+    card = machine(rng.choice([0.3, 0.6, 1, 1.6, 2.5]))
+    budget = int(unplanned_bytes(program) * rng.uniform(0.35, 0.9))
+    return Problem(program, budget, machine=card, tiers=("host",), effort=5000)
+
+
+@pytest.mark.parametrize("seed", [3, 5, 8, 282])  # of 282 a plan that moves alone was once better than the best of all
+def test_what_is_known_besides_spoils_no_plan_that_only_moves(seed: int):
+    problem = uneven(seed)
+    moved, answer = moves_alone(problem), planner_named("auto")(problem)
+    assert moved is not None
+    assert answer.schedule is not None
+    best, alone = (overhead_of(problem.program, each, problem.machine) for each in (answer.schedule, moved))
+    assert best <= alone + 1e-9
 
 
 def test_a_fast_link_moves_and_a_slow_one_recomputes():
