@@ -25,7 +25,7 @@ from ebbflow.units import Budget
 SIZE = 1000
 
 
-def layers(count: int, seconds: float = 1.0, *, drawn: bool = False) -> Program:
+def layers(count: int, seconds: float = 1.0) -> Program:
     """A chain of layers: each reads the result before, and its backward reads the result and the gradient after."""
     ops: list[Op] = []
     buffers: list[Buffer] = []
@@ -34,10 +34,7 @@ def layers(count: int, seconds: float = 1.0, *, drawn: bool = False) -> Program:
         reads = {i - 1} if i else set[int]()
         if not forward:
             reads.add(layer)
-        state = 16 if drawn and forward else 0
-        ops.append(
-            Op(f"op{i}", "f" if forward else "g", tuple(sorted(reads)), (i,), seconds=seconds, state_bytes=state)
-        )
+        ops.append(Op(f"op{i}", "f" if forward else "g", tuple(sorted(reads)), (i,), seconds=seconds))
         buffers.append(Buffer(f"b{i}", SIZE, i))
     return Program("layers", tuple(ops), tuple(buffers), count, (), (2 * count - 1,), ())
 
@@ -118,7 +115,7 @@ def test_what_a_tier_holds_is_a_budget_too():
 
 
 def test_budgets_below_what_recomputing_reaches():
-    program, card = layers(16, random=False), machine(1.0)
+    program, card = layers(16), machine(1.0)
     program = replace(program, ops=tuple(replace(op, rerunnable=False) for op in program.ops))
     options = PlanningOptions(machine=card, tiers=("host",), effort=2000)
     alone, _ = smallest_of(program)
