@@ -13,10 +13,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import ebbflow
+from ebbflow.cost.optimizer_step import step_bytes
 from ebbflow.engine.offloaded import Offloaded
 from ebbflow.errors import BudgetError, TierError, UsageError
 from ebbflow.measurement.optimizer_state import future_state_sizes
-from ebbflow.measurement.optimizer_step import step_bytes
 from ebbflow.measurement.resident import tensors_in
 from ebbflow.torch_seams.away import is_away
 from ebbflow.transfers.disk import disk_tier

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import ebbflow
+from ebbflow.cost.optimizer_step import step_bytes
 from ebbflow.errors import UsageError
 from ebbflow.measurement.optimizer_state import future_state_bytes
-from ebbflow.measurement.optimizer_step import step_bytes
 from ebbflow.measurement.resident import resident_bytes
 from ebbflow.torch_seams.away import is_away
 from ebbflow.transfers.disk import disk_tier

@@ -28,7 +28,7 @@ from ebbflow.step.machine import machine_named
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import without_modes
 
-__all__ = ["MOST_TIMED", "Cost", "UnexpectedResult", "profile_calls", "run_alone"]
+__all__ = ["MOST_TIMED", "Cost", "UnexpectedResult", "profile_calls", "run_alone", "workspace_alone"]
 
 MOST_TIMED = 256
 """Distinct calls that are timed at once. A 12-layer transformer has some 60, DenseNet-201 some 1,100."""
@@ -119,11 +119,8 @@ def _first_run(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 def _profile_on_cpu(call: Call, runs: int) -> Cost:
     args, kwargs = arguments_for(call)
     kept = _kept_bytes(call, _first_run(call, args, kwargs), 1)
-    recorder = AllocationRecorder()
-    recorder.start()
-    result = call.target(*args, **kwargs)
-    events = recorder.stop()
-    workspace = peak_above(events) - sum(kept)
+    peak, result = _peak_on_cpu(call, args, kwargs)
+    workspace = peak - sum(kept)
     del result
     # With one thread the op's own CPU time is what counts: it does not see who else uses the machine.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -138,12 +135,8 @@ def _profile_on_cpu(call: Call, runs: int) -> Cost:
 def _profile_on_cuda(call: Call, runs: int) -> Cost:
     args, kwargs = arguments_for(call)
     kept = _kept_bytes(call, _first_run(call, args, kwargs), _CUDA_GRANULARITY_BYTES)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result = call.target(*args, **kwargs)
-    torch.cuda.synchronize()
-    workspace = torch.cuda.max_memory_allocated() - before - sum(kept)
+    peak, result = _peak_on_cuda(call, args, kwargs)
+    workspace = peak - sum(kept)
     del result
     seconds = float("inf")
     for _ in range(runs and _CUDA_RUNS):
@@ -189,6 +182,50 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     for key in costs.keys() - timed.keys():
         costs[key] = replace(costs[key], seconds=scale * nominal[key], timed=False)
     return costs
+
+
+def workspace_alone(call: Call, device: str) -> int:
+    """What one call takes while it runs besides what it returns; 0 where it cannot be run alone, or has no room.
+
+    Args:
+        call: any, also one that writes to its arguments.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    with without_modes(), torch.random.fork_rng(), torch.no_grad():
+        try:
+            args, kwargs = arguments_for(call)
+            _first_run(call, args, kwargs)
+            given = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
+            peak, result = (_peak_on_cuda if device == "cuda" else _peak_on_cpu)(call, args, kwargs)
+        except NotAlone:
+            return _input_bytes(call)
+        except (NoRoom, RuntimeError):  # on CPU the user's own profiler may be active
+            return 0
+        made = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors(result)}
+        return max(0, peak - sum(size for where, size in made.items() if where not in given))
+
+
+def _peak_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
+    recorder = AllocationRecorder()
+    recorder.start()
+    try:
+        result = call.target(*args, **kwargs)
+    finally:
+        events = recorder.stop()
+    return peak_above(events), result
+
+
+def _peak_on_cuda(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call.target(*args, **kwargs)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, result
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 def _input_bytes(call: Call) -> int:

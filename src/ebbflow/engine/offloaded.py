@@ -3,7 +3,7 @@
 1. The state leaves before a training call looks around (``transfers.parked``), so it is not resident in the step, but
    for small tensors and those whose memory somebody else uses.
 2. At ``optimizer.step()`` all of it is back, beside parameters, gradients, outputs that live still, and what that step
-   takes while it runs (``measurement.optimizer_step``). A budget has to have room for that, whatever the plan.
+   takes while it runs (``cost.optimizer_step``). A budget has to have room for that, whatever the plan.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbflow.cost.optimizer_step import step_bytes
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.errors import BudgetError
 from ebbflow.measurement.optimizer_state import future_state_sizes
-from ebbflow.measurement.optimizer_step import step_bytes
 from ebbflow.measurement.resident import kept_by, optimizers_in, storages_in, tensors_in
 from ebbflow.planning.step_end import StepEnd
 from ebbflow.step.program import Program

@@ -23,6 +23,7 @@ __all__ = [
     "flop_registry",
     "get_computation_dtype",
     "is_composite",
+    "is_pointwise",
     "python_kernels",
     "schema_of",
     "sdpa_backward_flop",
@@ -40,6 +41,11 @@ _KEYS = (_AUTOGRAD, _COMPOSITE)
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """An operator's schema: the names, types, defaults and aliases of its arguments, and whether it writes to one."""
     return op._schema
+
+
+def is_pointwise(op: OpOverload) -> bool:
+    """Whether each element of its results depends on the elements at the same place alone."""
+    return torch.Tag.pointwise in op.tags
 
 
 def is_composite(op: OpOverload) -> bool:

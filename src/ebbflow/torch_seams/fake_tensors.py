@@ -109,14 +109,20 @@ class numbers_are(TorchDispatchMode):
 class fakes_are_counted(TorchDispatchMode):
     """While open, counts bytes of the storages of fake tensors that ops make, for as long as these live.
 
+    Args:
+        besides: from an op, its arguments, keyword arguments and results to the bytes that it takes while it runs
+            besides its results.
+
     Attributes:
         peak_bytes: at the most.
+        live_bytes: now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, besides: Callable[[Any, Any, Any, Any], int] = lambda *_: 0) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._live_bytes = 0
+        self.live_bytes = 0
+        self._besides = besides
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,13 +134,13 @@ class fakes_are_counted(TorchDispatchMode):
         for each in tree_leaves(results):
             if isinstance(each, FakeTensor) and (storage := each.untyped_storage()) not in self._known:
                 self._known.add(storage)
-                self._live_bytes += storage.nbytes()
+                self.live_bytes += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage.nbytes())
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._besides(func, args, kwargs or {}, results))
         return results
 
     def _gone(self, size: int) -> None:
-        self._live_bytes -= size
+        self.live_bytes -= size
 
 
 def fakes_are_stepped_as_parameters() -> Patch:

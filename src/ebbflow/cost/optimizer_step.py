@@ -1,0 +1,132 @@
+"""What an optimizer's step takes while it runs, above parameters, gradients and state; found out without that memory.
+
+1. A stand-in of the optimizer steps on fake tensors; a number that it asks them for is 1, and then 0. What a step holds at its peak is counted as storages come and go;
+   of the first one without the state that it leaves, which is counted elsewhere.
+2. Steps differ: a first one makes what later ones reuse, others come after a warm-up (RAdam's sixth) or once in a while
+   (Shampoo's). A stand-in with one parameter of each kind, the largest, takes :data:`STEPS` steps to tell which is the
+   largest, and all parameters step up to that one.
+3. A kernel may take memory of its own besides its results. On the device at hand every op that is no arithmetic of
+   single elements is run once, alone, on memory that is resident anyway as far as can be (``cost.room``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ebbflow.cost.call import call_with
+from ebbflow.cost.profile import workspace_alone
+from ebbflow.cost.room import Room, within
+from ebbflow.measurement.optimizer_state import options_of
+from ebbflow.measurement.resident import stepping
+from ebbflow.signals import signals_wait
+from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise
+from ebbflow.torch_seams.fake_tensors import (
+    fakes_are_counted,
+    fakes_are_stepped_as_parameters,
+    numbers_are,
+    quiet_log,
+    sizes_only,
+    without_modes,
+)
+
+__all__ = ["STEPS", "step_bytes"]
+
+STEPS = 32
+"""Of the stand-in (definition 2): what an optimizer does less often is not seen."""
+
+_Group = dict[str, Any]
+
+
+def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> int | None:
+    """Bytes that a step of ``optimizer`` takes at its peak; ``None`` if that cannot be found out.
+
+    Steps on fake tensors cannot be taken by optimizers with kernels of their own, nor those that want a closure.
+
+    Args:
+        optimizer: of real, fake or meta parameters.
+        device: type of the one to step on, where some optimizers take other ways; that of the parameters if ``None``.
+    """
+    optimizer = stepping(optimizer)
+    lenders = [each for group in optimizer.param_groups for each in group["params"]]
+    kernels = _Kernels(any(device not in (None, each.device.type) for each in lenders))
+    found: list[int] = []
+    with signals_wait(), without_modes(), quiet_log(), within(Room(0, lenders)):
+        for answer in (1, 0):  # a step that asks its own state, as ASGD does whether to average, may go either way
+            try:
+                with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
+                    found.append(_largest(optimizer, device, kernels.workspace_bytes))
+            except Exception:  # any optimizer of the user's may raise anything here
+                continue
+    return max(found, default=None)
+
+
+def _largest(optimizer: torch.optim.Optimizer, device: str | None, workspace: Callable[..., int]) -> int:
+    kinds = [{**group, "params": list(_of_each_kind(group["params"]))} for group in optimizer.param_groups]
+    taken = list(_taken(optimizer, kinds, device, range(STEPS), lambda *_: 0))
+    counted = {0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}
+    return max(_taken(optimizer, optimizer.param_groups, device, sorted(counted), workspace))
+
+
+def _of_each_kind(parameters: Iterable[torch.nn.Parameter]) -> Iterable[torch.nn.Parameter]:
+    """The largest of each type, number of dimensions and place, with and without a gradient (definition 2)."""
+    largest: dict[tuple[object, ...], torch.nn.Parameter] = {}
+    for each in parameters:
+        kind = (each.dtype, each.ndim, each.device, each.requires_grad)
+        if kind not in largest or largest[kind].numel() < each.numel():
+            largest[kind] = each
+    return largest.values()
+
+
+def _taken(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[_Group],
+    device: str | None,
+    counted: Sequence[int],
+    workspace: Callable[..., int],
+) -> Iterator[int]:
+    """Bytes that each of the steps ``counted``, ascending from 0, takes at its peak (definition 1)."""
+    stand_ins = [{**options_of(group), "params": list(_stand_ins(group["params"], device))} for group in groups]
+    trial = type(optimizer)(stand_ins)  # type: ignore[call-arg]
+    for step in range(counted[-1] + 1):
+        if step not in counted:
+            trial.step()
+            continue
+        with fakes_are_counted(workspace) as taken:
+            trial.step()
+        yield taken.peak_bytes - (0 if step else taken.live_bytes)
+
+
+def _stand_ins(parameters: list[torch.nn.Parameter], device: str | None) -> Iterator[torch.nn.Parameter]:
+    for each in parameters:
+        stand_in = torch.nn.Parameter(torch.zeros(each.shape, dtype=each.dtype, device=device or each.device))
+        if each.requires_grad:
+            stand_in.grad = torch.zeros_like(stand_in)
+        yield stand_in
+
+
+class _Kernels:
+    """Definition 3, each call measured once.
+
+    Args:
+        elsewhere: whether the step is to run on a device whose kernels cannot be asked.
+    """
+
+    def __init__(self, elsewhere: bool) -> None:
+        self._elsewhere = elsewhere
+        self._known: dict[str, int] = {}
+
+    def workspace_bytes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: object) -> int:
+        """What ``func`` takes besides its results."""
+        if self._elsewhere or not isinstance(func, OpOverload) or is_pointwise(func) or func.is_view:
+            return 0
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if not tensors or any(each.device.type == "meta" for each in tensors):
+            return 0
+        call = call_with(func, args, kwargs, pytree.tree_leaves(results))
+        if call.signature not in self._known:
+            self._known[call.signature] = workspace_alone(call, tensors[0].device.type)
+        return self._known[call.signature]
