@@ -12,7 +12,7 @@ from ebbflow.errors import BudgetError, UsageError
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.planners.narration import aloud, narrated
+from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.report.records.diagnosis import Findings, find
 from ebbflow.step.machine import Machine
@@ -97,7 +97,8 @@ def doctor(
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"top={top!r} is not 1 or more", argument="top", value=top)
     planner_named(planner)
-    with narrated(options.tell):
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        options = replace(options, progress=tell)
         step = capture_ahead(model, args, kwargs, options=options, name=name)
         return examine(step, limit, PlanningOptions.of(options), top)
 

@@ -26,7 +26,7 @@ from ebbflow.measurement.resident import device_of, resident_bytes, tensors_in
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.planners.narration import aloud, narrated
+from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
@@ -116,7 +116,8 @@ def plan(
     )
     parsed = Budget.parse(budget)
     planner_named(planner)
-    with narrated(options.tell):
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        options = replace(options, progress=tell)
         step = capture_ahead(model, args, kwargs, options=options, name=name)
         return step.plan(parsed, PlanningOptions.of(options))
 
@@ -193,7 +194,8 @@ def sweep(
     names = _several("planners", planners)
     for each in names:
         planner_named(each)
-    with narrated(options.tell):
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        options = replace(options, progress=tell)
         step = capture_ahead(model, args, kwargs, options=options, name=name)
         outcomes = list(step.frontier(parsed, names, PlanningOptions.of(options)))
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]

@@ -23,7 +23,7 @@ from ebbflow.errors import BudgetError, UsageError
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
-from ebbflow.planners.narration import aloud, narrated
+from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
@@ -147,8 +147,8 @@ def max_batch(
             value=optimizer,
         )
     planner_named(planner)
-    search = _Search(make_case, parsed, overhead, options)
-    with narrated(options.tell):
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        search = _Search(make_case, parsed, overhead, replace(options, progress=tell))
         batch = search.run()
         if batch == 0:
             raise search.refusal()

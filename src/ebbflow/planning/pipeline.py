@@ -12,6 +12,7 @@ from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
 from ebbflow.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, finds_smallest, moves_buffers, silent
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.hybrid.floor import floor_with_tiers
+from ebbflow.planners.narration import interruption_noted
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.shape_plans import Buckets
@@ -26,7 +27,7 @@ from ebbflow.step.simulate import overhead_of, simulate
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.units import Budget, format_allowed, format_bytes, format_share
 
-__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan"]
+__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,21 @@ def make_plan(
         UsageError: for an unknown planner, or a tier to which the machine has no link.
     """
     options = options or PlanningOptions()
-    options = replace(options, progress=changes_to(options.progress))
+    with interruption_noted(changes_to(options.progress)) as progress:
+        told = replace(options, progress=progress)
+        return _best_plan(program, budget, resident_bytes, reserve_bytes, end, seeds, told)
+
+
+def _best_plan(
+    program: Program,
+    budget: Budget,
+    resident_bytes: int,
+    reserve_bytes: int,
+    end: StepEnd,
+    seeds: Sequence[Schedule],
+    options: PlanningOptions,
+) -> Plan:
+    """What :func:`make_plan` gives."""
     plan_with = planner_named(options.planner)
     options = _with_tiers(options)
     begin = time.perf_counter()
@@ -104,7 +119,8 @@ def make_plan(
     budget_bytes = budget.resolve(end.unplanned_bytes(program, resident_bytes))
     if budget.share is not None and budget.share >= 1.0:  # what is kept in reserve is part of the step as it is run
         budget_bytes = max(budget_bytes, resident_bytes + reserve_bytes + unplanned_above)
-    above_budget = budget_bytes - resident_bytes - reserve_bytes
+    held = resident_bytes + reserve_bytes
+    above_budget = budget_bytes - held
     interrupt = Interrupt() if options.interrupt is None else options.interrupt
     if options.time_limit_seconds is not None:
         interrupt = interrupt.or_after(options.time_limit_seconds)
@@ -124,8 +140,12 @@ def make_plan(
     problem = replace(problem, seeds=tuple(each for each in seeds if not each.moves or _is_legal(problem, each)))
     floor_above, floor_op = floor_with_tiers(program, links) if links else floor_bytes(program)
     end_needs = end.needed_bytes(program, resident_bytes)
+
+    def budget_of(above_bytes: int) -> int:
+        return max(end_needs, held + above_bytes)
+
     if budget_bytes < end_needs:
-        plan_bytes = resident_bytes + reserve_bytes + _smallest(problem, options)[0]
+        plan_bytes = held + _smallest(problem, options, smallest_told(options.progress, None, budget_of))[0]
         if plan_bytes <= end_needs:  # else any plan that is known is too large already
             raise end.error(program, resident_bytes, budget_bytes)
     known, planned = _known(problem, options)
@@ -137,8 +157,9 @@ def make_plan(
         problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(problem, each))))
         answer = plan_with(problem) if finds_smallest(options.planner) else None  # so that plans come sooner
         best = None if answer is None or answer.schedule is None else _overhead(problem, answer.schedule)
-        options.progress(Progress("looking for the smallest workable budget", best))
-        smallest_above, smallest = _smallest(problem, options)
+        tell_smallest = smallest_told(options.progress, best, budget_of)
+        tell_smallest(unplanned_above)
+        smallest_above, smallest = _smallest(problem, options, tell_smallest)
         if above_budget >= smallest_above:
             problem = replace(problem, seeds=(*problem.seeds, smallest))
         answer = answer or plan_with(problem)
@@ -148,14 +169,15 @@ def make_plan(
         raise _budget_error(
             program,
             budget_bytes,
-            floor=resident_bytes + reserve_bytes + floor_above,
-            smallest=max(end_needs, resident_bytes + reserve_bytes + smallest_above),
-            resident=resident_bytes + reserve_bytes,
+            floor=held + floor_above,
+            smallest=budget_of(smallest_above),
+            resident=held,
             unplanned=resident_bytes + unplanned_above,
             floor_op=floor_op,
             planner=options.planner,
             machine=options.machine,
             tiers=tuple(links),
+            interrupted=interrupt.interrupted,
         )
     if budget_bytes < end_needs:  # a planner has found a smaller plan than were known
         raise end.error(program, resident_bytes, budget_bytes)
@@ -175,9 +197,9 @@ def make_plan(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
         reserve_bytes=reserve_bytes,
-        floor_bytes=resident_bytes + reserve_bytes + floor_above,
+        floor_bytes=held + floor_above,
         floor_op=floor_op,
-        smallest_bytes=max(end_needs, resident_bytes + reserve_bytes + smallest_above),
+        smallest_bytes=budget_of(smallest_above),
         bound=answer.bound,
         bound_class=answer.bound_class,
         plan_seconds=time.perf_counter() - begin,
@@ -219,14 +241,28 @@ def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | N
     return fitted, Planned.SEARCHED if fitted is None else Planned.ADAPTED
 
 
-def _smallest(problem: Problem, options: PlanningOptions) -> tuple[int, Schedule]:
+def smallest_told(
+    progress: Callable[[Progress], None], best: float | None, budget_of: Callable[[int], int]
+) -> Callable[[int], None]:
+    """Tells ``progress`` of ever smaller budgets, given bytes above the step's start and what budget they need."""
+    least: int | None = None
+
+    def tell(above_bytes: int) -> None:
+        nonlocal least
+        least = above_bytes if least is None else min(above_bytes, least)
+        progress(Progress("looking for the smallest workable budget", best, smallest_bytes=budget_of(least)))
+
+    return tell
+
+
+def _smallest(problem: Problem, options: PlanningOptions, tell: Callable[[int], None]) -> tuple[int, Schedule]:
     """The least bytes above a step's start for which a schedule is known, and that schedule.
 
     It is told to users: a time limit must not make it larger than it is.
     """
     known = None if options.buckets is None else options.buckets.smallest(problem)
     limitless = problem.interrupt.without_limit()
-    return known or smallest_of(problem.program, interrupt=limitless, links=problem.links)
+    return known or smallest_of(problem.program, interrupt=limitless, links=problem.links, tell=tell)
 
 
 def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:
@@ -288,6 +324,7 @@ def _budget_error(
     planner: str,
     machine: Machine | None,
     tiers: tuple[str, ...],
+    interrupted: bool,
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
     if budget >= smallest:
@@ -307,6 +344,8 @@ def _budget_error(
             f"Ask for {smallest} bytes or {share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), "
             "or give the step smaller inputs" + ("" if machine is None else _machines_for(smallest, machine))
         )
+    if interrupted:
+        text += ". The search was interrupted: a longer one may find a plan within less"
     return BudgetError(
         text,
         budget_bytes=budget,
