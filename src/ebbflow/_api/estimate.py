@@ -227,6 +227,11 @@ class AheadStep:
     provenance: Provenance = field(default_factory=Provenance)
     end: StepEnd = NOTHING_AFTER
 
+    @property
+    def unplanned_budget_bytes(self) -> int:
+        """The budget within which the step runs unplanned, the reserve included."""
+        return self.reserve_bytes + self.end.unplanned_bytes(self.program, self.resident_bytes)
+
     def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
         """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does."""
         with own_faults():

@@ -221,7 +221,7 @@ class _Search:
         """The plan of ``step``, if it is within budget and limit."""
         self._progress(Progress(f"planning batch {batch}" + (f"; {self._fitted} fits" if self._fitted else "")))
         try:
-            plan = step.plan(self._budget, replace(PlanningOptions.of(self._options), effort=effort, progress=silent))
+            plan = step.plan(self._budget, self._planning(effort))
         except BudgetError:
             return None
         limit = self.limit(step.program)
@@ -231,11 +231,14 @@ class _Search:
         self._progress(Progress(f"batch {batch} fits", best_overhead=plan.overhead))
         return plan
 
+    def _planning(self, effort: int) -> PlanningOptions:
+        return replace(PlanningOptions.of(self._options), effort=effort, progress=silent, takes_shares=False)
+
     def refusal(self) -> BudgetError:
         """Why not even a batch of 1 fits."""
         step = self.step(1)
         try:
-            plan = step.plan(self._budget, replace(PlanningOptions.of(self._options), progress=silent))
+            plan = step.plan(self._budget, self._planning(self._options.effort))
         except BudgetError as error:
             return error.told_as(f"not even a batch of 1 fits: {error}")
         limit = self.limit(step.program)
@@ -243,7 +246,7 @@ class _Search:
         return BudgetError(
             f"not even a batch of 1 fits: within {format_allowed(plan.budget_bytes)} it takes "
             f"{format_percent(plan.overhead)} more time, and at most {format_percent(limit)} is allowed. Ask for more "
-            f"bytes ({plan.baseline_peak_bytes} need no recomputation), or allow more overhead",
+            f"bytes ({step.unplanned_budget_bytes} need no recomputation), or allow more overhead",
             budget_bytes=plan.budget_bytes,
             floor_bytes=plan.floor_bytes,
             smallest_bytes=plan.smallest_bytes,
@@ -268,8 +271,7 @@ class _Search:
 
     def _unplanned_fits(self, step: AheadStep) -> bool:
         assert self._budget.bytes is not None
-        unplanned = step.end.unplanned_bytes(step.program, step.resident_bytes)
-        return step.reserve_bytes + unplanned <= self._budget.bytes
+        return step.unplanned_budget_bytes <= self._budget.bytes
 
 
 def largest(fits: Callable[[int], bool], guess: int = 1) -> int:

@@ -66,7 +66,7 @@ def frontier(
         end: as there.
         options: how to plan; its planner is not looked at.
     """
-    unplanned = end.unplanned_bytes(program, resident_bytes)
+    within_bytes = sorted({end.budget_bytes(each, program, resident_bytes, reserve_bytes) for each in budgets})
     machine = options.machine
     links = {} if machine is None else {tier: machine.links[tier] for tier in options.tiers if tier in machine.links}
     # Every plan asks for the smallest; found here, no planner's seconds have it in them.
@@ -76,7 +76,7 @@ def frontier(
     if links:
         smallest_of(program, interrupt=never, links=links, tell=tell)
     seeds: dict[str, Schedule] = {}
-    for budget_bytes in sorted({budget.resolve(unplanned) for budget in budgets}):
+    for budget_bytes in within_bytes:
         for planner in planners:
             begin = time.perf_counter()
             within = f"{planner} within {format_allowed(budget_bytes)}"

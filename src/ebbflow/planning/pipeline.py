@@ -16,7 +16,7 @@ from ebbflow.planners.narration import interruption_noted
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.shape_plans import Buckets
-from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
+from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
 from ebbflow.step.legality import check
 from ebbflow.step.machine import Machine, catalogue
 from ebbflow.step.plan import Plan
@@ -25,7 +25,7 @@ from ebbflow.step.provenance import Planned, Provenance
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of, simulate
 from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget, format_allowed, format_bytes, format_share
+from ebbflow.units import Budget, format_allowed, format_bytes
 
 __all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
 
@@ -56,6 +56,9 @@ class PlanningOptions:
     """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
     buckets: Buckets | None = None
     """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
+
+    takes_shares: bool = True
+    """Whether a refusal may advise a share: for one caller a budget is always in bytes."""
 
     @staticmethod
     def of(options: Options) -> PlanningOptions:
@@ -116,9 +119,7 @@ def _best_plan(
     options = _with_tiers(options)
     begin = time.perf_counter()
     unplanned_above = unplanned_bytes(program)
-    budget_bytes = budget.resolve(end.unplanned_bytes(program, resident_bytes))
-    if budget.share is not None and budget.share >= 1.0:  # what is kept in reserve is part of the step as it is run
-        budget_bytes = max(budget_bytes, resident_bytes + reserve_bytes + unplanned_above)
+    budget_bytes = end.budget_bytes(budget, program, resident_bytes, reserve_bytes)
     held = resident_bytes + reserve_bytes
     above_budget = budget_bytes - held
     interrupt = Interrupt() if options.interrupt is None else options.interrupt
@@ -147,7 +148,7 @@ def _best_plan(
     if budget_bytes < end_needs:
         plan_bytes = held + _smallest(problem, options, smallest_told(options.progress, None, budget_of))[0]
         if plan_bytes <= end_needs:  # else any plan that is known is too large already
-            raise end.error(program, resident_bytes, budget_bytes)
+            raise end.error(program, resident_bytes, budget_bytes, takes_shares=options.takes_shares)
     known, planned = _known(problem, options)
     smallest: Schedule | None = None
     if known is not None:
@@ -172,15 +173,15 @@ def _best_plan(
             floor=held + floor_above,
             smallest=budget_of(smallest_above),
             resident=held,
-            unplanned=resident_bytes + unplanned_above,
+            reserve=reserve_bytes,
+            unplanned=end.unplanned_bytes(program, resident_bytes),
             floor_op=floor_op,
-            planner=options.planner,
-            machine=options.machine,
             tiers=tuple(links),
+            options=options,
             interrupted=interrupt.interrupted,
         )
     if budget_bytes < end_needs:  # a planner has found a smaller plan than were known
-        raise end.error(program, resident_bytes, budget_bytes)
+        raise end.error(program, resident_bytes, budget_bytes, takes_shares=options.takes_shares)
     # A planner may get below what the search for the smallest reached.
     smallest_above = min(smallest_above, simulate(program, answer.schedule, options.machine).above_bytes)
     if options.cache is not None and known is None:
@@ -319,30 +320,30 @@ def _budget_error(
     floor: int,
     smallest: int,
     resident: int,
+    reserve: int,
     unplanned: int,
     floor_op: int,
-    planner: str,
-    machine: Machine | None,
     tiers: tuple[str, ...],
+    options: PlanningOptions,
     interrupted: bool,
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
     if budget >= smallest:
         text = (
-            f"planner {planner!r} found no schedule within the budget of {format_allowed(budget)} ({budget} bytes); "
-            f"another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
+            f"planner {options.planner!r} found no schedule within the budget of {format_allowed(budget)} "
+            f"({budget} bytes); another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
         )
     else:
-        share = format_share(smallest, unplanned)
         text = (
             f"a budget of {format_allowed(budget)} ({budget} bytes) is too small: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
-            f"({smallest} bytes, {share} of the unplanned peak). "
+            f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
             f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
             f"no schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
             f"which is pinned by {pin}. "
-            f"Ask for {smallest} bytes or {share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), "
-            "or give the step smaller inputs" + ("" if machine is None else _machines_for(smallest, machine))
+            f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}, "
+            "or give the step smaller inputs"
+            + ("" if options.machine is None else _machines_for(smallest, options.machine))
         )
     if interrupted:
         text += ". The search was interrupted: a longer one may find a plan within less"

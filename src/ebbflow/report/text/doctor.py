@@ -45,10 +45,13 @@ def _facts(found: Findings) -> list[str]:
             f"{format_bytes(peak)} unplanned: {format_bytes(found.resident_bytes)} resident, "
             f"{format_bytes(peak - found.resident_bytes)} above",
         ),
-        _fact("smallest", f"{_with_share(found.smallest_bytes, peak)}: the least budget for which a plan was found"),
+        _fact(
+            "smallest",
+            f"{_with_share(found, found.smallest_bytes)}: the least budget for which a plan was found",
+        ),
         _fact(
             "floor",
-            f"{_with_share(found.floor_bytes, peak)}: no plan with {AS_CAPTURED} has a budget below; "
+            f"{_with_share(found, found.floor_bytes)}: no plan with {AS_CAPTURED} has a budget below; "
             f"pinned by {found.floor.at}",
         ),
     ]
@@ -84,8 +87,11 @@ def _facts(found: Findings) -> list[str]:
     return lines
 
 
-def _with_share(part: int, whole: int) -> str:
-    return f"{format_bytes(part)}, {format_share(part, whole)} of the peak"
+def _with_share(found: Findings, part: int) -> str:
+    """A budget, and what it is of the unplanned peak; of a small step it is more, because of the reserve."""
+    peak = found.baseline_peak_bytes
+    reserved = f" (with {format_bytes(found.reserve_bytes)} in reserve)" if part > peak and found.reserve_bytes else ""
+    return f"{format_bytes(part)}, {format_share(part, peak)} of the peak{reserved}"
 
 
 def _groups_of_ops(key: str, groups: Sequence[OpGroup], text: str) -> list[str]:
