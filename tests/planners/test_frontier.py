@@ -17,7 +17,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import ebbflow
-from ebbflow._api.max_batch import interpolated, largest, one_forward
+from ebbflow._api.batches import interpolated, judged, largest, one_forward
+from ebbflow._api.estimate import AheadStep
 from ebbflow.cli import app
 from ebbflow.errors import BudgetError, UsageError
 from ebbflow.planners import Interrupt, Progress
@@ -94,6 +95,30 @@ def test_the_largest_is_found_from_any_guess(answer: int, guess: int) -> None:
 
     assert largest(fits, guess) == answer
     assert 0 not in asked
+
+
+@pytest.mark.parametrize("guess", [1, 37, 200])
+@pytest.mark.parametrize("coarse", [2, 5, 16])
+@pytest.mark.parametrize("answer", [0, 1, 3, 37, 61, 64])
+def test_a_coarse_search_is_below_the_largest_by_less_than_it_is_coarse(answer: int, coarse: int, guess: int) -> None:
+    assert answer - coarse < largest(lambda batch: batch <= answer, guess, coarse) <= answer
+
+
+@pytest.mark.parametrize("planner", ["auto", "greedy"])
+@pytest.mark.parametrize("share", ["10%", "45%", "60%"])
+def test_a_batch_is_judged_as_a_plan_made_to_its_end_says(planner: str, share: str) -> None:
+    step, budget = AheadStep(PROGRAM, 0, 0), Budget.parse(share)
+    options = PlanningOptions(planner=planner, effort=200)
+    try:
+        best = step.plan(budget, options).overhead
+    except BudgetError:
+        assert judged(step, budget, None, options) is None
+        return
+    assert judged(step, budget, None, options) is not None
+    for limit in (0.0, best / 2, best - 1e-3, best, best + 1e-3, 2 * best):
+        plan = judged(step, budget, limit, options)
+        assert (plan is not None) == (best <= limit)
+        assert plan is None or (plan.overhead <= limit and plan.predicted_peak_bytes <= plan.budget_bytes)
 
 
 @pytest.mark.long

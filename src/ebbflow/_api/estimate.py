@@ -34,6 +34,7 @@ from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
+from ebbflow.step.schedule import Schedule
 from ebbflow.tiers import parse_tiers
 from ebbflow.transfers.links import machine_with_tiers
 from ebbflow.units import Budget, format_bytes
@@ -232,8 +233,8 @@ class AheadStep:
         """The budget within which the step runs unplanned, the reserve included."""
         return self.reserve_bytes + self.end.unplanned_bytes(self.program, self.resident_bytes)
 
-    def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
-        """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does."""
+    def plan(self, budget: Budget, options: PlanningOptions, seeds: Sequence[Schedule] = ()) -> Plan:
+        """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does, and starts so."""
         with own_faults():
             return make_plan(
                 self.program,
@@ -241,6 +242,7 @@ class AheadStep:
                 resident_bytes=self.resident_bytes,
                 reserve_bytes=self.reserve_bytes,
                 end=self.end,
+                seeds=seeds,
                 options=self._options(options),
             )
 
