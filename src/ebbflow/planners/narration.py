@@ -123,9 +123,9 @@ def _on_terminal() -> bool:
 
 
 def _with(progress: Progress, why: str) -> str:
-    """What goes on, and why it takes so long unless that says it."""
+    """What goes on, and why it takes so long unless that is in it; a narrow terminal shows what changes."""
     text = str(progress)
-    return text if why in text else f"{text}: {why}"
+    return text if why in text else f"{text}; {why}"
 
 
 def _line(doing: str, seconds: float) -> str:
