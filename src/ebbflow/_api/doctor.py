@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow._api.refusals import require_module
 from ebbflow.errors import BudgetError, UsageError
+from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
@@ -28,6 +29,7 @@ __all__ = ["doctor", "examine"]
 _ANY_BUDGET = Budget(bytes=2**62)  # so that the plan is the unplanned step itself
 
 
+@with_known_keywords
 def doctor(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),

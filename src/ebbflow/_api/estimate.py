@@ -23,6 +23,7 @@ from ebbflow.faults import own_faults
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_bytes, tensors_in
+from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
 
 
+@with_known_keywords
 def plan(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
@@ -123,6 +125,7 @@ def plan(
         return step.plan(parsed, PlanningOptions.of(options))
 
 
+@with_known_keywords
 def sweep(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),

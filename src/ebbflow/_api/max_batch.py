@@ -20,6 +20,7 @@ from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow.capture.without_memory import without_memory
 from ebbflow.case import Case
 from ebbflow.errors import BudgetError, UsageError
+from ebbflow.names import with_known_keywords
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
@@ -60,6 +61,7 @@ class BatchPlan:
     captured: tuple[tuple[int, bool], ...]
 
 
+@with_known_keywords
 def max_batch(
     make_case: Callable[[int], Case],
     *,
