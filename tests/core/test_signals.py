@@ -71,7 +71,7 @@ def test_in_a_block_inside_of_another_a_second_comes_at_once_and_is_told_once(
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Comes):
             signal.raise_signal(signal.SIGINT)
-    assert capfd.readouterr().err.count("interrupt again") == 1
+    assert capfd.readouterr().err.count("press it again") == 1
 
 
 def test_all_that_came_are_handled_though_the_first_raises() -> None:
@@ -257,4 +257,4 @@ def test_another_thread_holds_nothing_up() -> None:
 def test_ctrl_c_is_told_that_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Comes), signals_wait():
         os.kill(os.getpid(), signal.SIGINT)
-    assert "interrupt again to stop at once" in capfd.readouterr().err
+    assert "Ctrl-C is handled when that is done (press it again to have it handled at once)" in capfd.readouterr().err

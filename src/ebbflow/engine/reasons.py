@@ -28,7 +28,7 @@ CHANGED = (
 def reason_of(model: FittedModel, step: Step, now: Circumstances) -> str:
     """Why a call of ``step`` has no plan that holds."""
     if step.captured is None:
-        return CHANGED if model.knows(now) else FIRST
+        return CHANGED if model.knows(now) and not step.capture.made else FIRST
     return f"planned again, since {_news(model, step, now)}"
 
 

@@ -8,7 +8,7 @@ from typing import TextIO
 from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.report.records.diagnosis import Break, Findings, OpGroup, Place
 from ebbflow.report.text.plan import counted_of, origins_of, room_of
-from ebbflow.units import format_allowed, format_bytes, format_percent, format_share
+from ebbflow.units import format_allowed, format_bytes, format_count, format_percent, format_share
 
 __all__ = ["write_break", "write_findings"]
 
@@ -39,7 +39,11 @@ def _facts(found: Findings) -> list[str]:
     backward = found.ops - found.forward_ops
     lines = [
         f"doctor for {found.case}: the step is one graph",
-        _fact("step", f"{found.ops} ops ({found.forward_ops} forward, {backward} backward), {found.buffers} buffers"),
+        _fact(
+            "step",
+            f"{format_count(found.ops, 'op')} ({found.forward_ops} forward, {backward} backward), "
+            f"{format_count(found.buffers, 'buffer')}",
+        ),
         _fact(
             "peak",
             f"{format_bytes(peak)} unplanned: {format_bytes(found.resident_bytes)} resident, "
