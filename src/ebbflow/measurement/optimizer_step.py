@@ -12,7 +12,7 @@ import torch
 
 from ebbflow.measurement.optimizer_state import options_of
 from ebbflow.measurement.resident import stepping
-from ebbflow.signals import signals_wait
+from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.fake_tensors import (
     fakes_are_counted,
     fakes_are_stepped_as_parameters,
@@ -40,8 +40,9 @@ def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> i
             try:
                 with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
                     return _taken(optimizer, device)
-            except Exception:  # any optimizer of the user's may raise anything here
-                continue
+            except Exception as error:  # any optimizer of the user's may raise anything here
+                if raised_by_a_handler(error):
+                    raise
     return None
 
 
