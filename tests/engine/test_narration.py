@@ -21,6 +21,7 @@ from ebbflow.engine import spine
 from ebbflow.engine.reasons import CHANGED, FIRST
 from ebbflow.errors import BudgetError
 from ebbflow.planners import Progress, narration
+from ebbflow.units import format_bytes
 
 
 class Terminal(io.StringIO):
@@ -277,3 +278,17 @@ def test_a_graph_that_is_retained(reasons: list[str]) -> None:
             del loss
             clear(made)
     assert reasons == [FIRST, "planned again, since a backward retains its graph"]
+
+
+def test_a_refusal_says_that_its_smallest_is_for_cleared_gradients() -> None:
+    made = tower("1KiB")
+    with pytest.raises(BudgetError) as first:
+        backward(made)
+    gradients = sum(each.nbytes for each in made.parameters())
+    assert any(f"some {format_bytes(gradients)} of them are resident" in each for each in first.value.__notes__)
+    ebbflow.set_budget(made, first.value.smallest_bytes)
+    backward(made)
+    with pytest.raises(BudgetError) as second:
+        backward(made)
+    assert second.value.smallest_bytes <= first.value.smallest_bytes + gradients
+    assert not any("cleared before each step" in each for each in getattr(second.value, "__notes__", ()))

@@ -397,6 +397,12 @@ class FittedModel:
                     "The loss outside the model is not in these figures: the first step measures what it takes. "
                     "Leave room for it above smallest_bytes"
                 )
+            if not now.accumulating and (made := _gradient_bytes(program)):
+                error.add_note(
+                    "These figures are for gradients that are cleared before each step. Where they are accumulated, "
+                    f"some {format_bytes(made)} of them are resident from the second micro-batch on, whose smallest "
+                    "budget is that much larger"
+                )
             if self.optimizer is not None and self.offloaded is None:
                 for hint in offload_hint(self.optimizer, now.module, error, program, resident):
                     error.add_note(hint)
@@ -502,6 +508,11 @@ def _with(program: Program, between: Between | None) -> Program:
     if between is None:
         return program
     return replace(program, between_bytes=between.peak_bytes, held_bytes=between.held_bytes)
+
+
+def _gradient_bytes(program: Program) -> int:
+    """What the gradients take that the step makes."""
+    return sum(program.buffers[each].bytes for each in set(program.gradients))
 
 
 def _holds(executable: Executable, resident_bytes: int, between: Between | None, retained: Retained | None) -> bool:
