@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from ebbflow._api.max_batch import largest, one_forward
+from ebbflow._api.batches import largest, one_forward
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.step.machine import machine_named
 from harness.layer_graphs import NETWORKS, LayerGraph

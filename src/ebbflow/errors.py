@@ -18,6 +18,7 @@ __all__ = [
     "PlanFileError",
     "PlanMismatch",
     "TierError",
+    "UnknownArgument",
     "UsageError",
     "VerificationError",
 ]
@@ -50,6 +51,16 @@ class UsageError(EbbflowError, ValueError):
         self.argument = argument
         self.value = value
         self.accepted = tuple(accepted)
+
+
+class UnknownArgument(UsageError, TypeError):
+    """A public function was given a keyword that it does not have; the message names the nearest that it has.
+
+    Attributes:
+        argument: the keyword.
+        value: what was given.
+        accepted: the keywords that there are.
+    """
 
 
 class BudgetError(EbbflowError, ValueError):

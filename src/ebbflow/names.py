@@ -1,13 +1,16 @@
-"""Names that users type: what they may have meant, and which models the zoo has."""
+"""Names that users type: what they may have meant, which keywords a function and which models the zoo has."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
-from ebbflow.errors import UsageError
+from ebbflow.errors import UnknownArgument, UsageError
 
-__all__ = ["ZOO", "did_you_mean", "require_zoo_name"]
+__all__ = ["ZOO", "did_you_mean", "require_zoo_name", "with_known_keywords"]
 
 ZOO = (
     "densenet121",
@@ -40,6 +43,34 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` with the known name that is nearest to ``name``; empty if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def with_known_keywords(function: _Function) -> _Function:
+    """``function``, which refuses a keyword that it does not have with the nearest that it has.
+
+    Raises:
+        UnknownArgument: when it is called; what else is wrong with a call, Python says.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = tuple(each.name for each in parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            if name not in known:
+                raise UnknownArgument(
+                    f"{function.__name__} has no argument {name!r}; it has: {', '.join(known)}"
+                    f"{did_you_mean(name, known)}",
+                    argument=name,
+                    value=value,
+                    accepted=known,
+                )
+        return function(*args, **kwargs)
+
+    return cast("_Function", checked)
 
 
 def require_zoo_name(name: str) -> None:

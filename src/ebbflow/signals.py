@@ -21,8 +21,8 @@ from typing import Any
 __all__ = ["raised_by_a_handler", "signals_wait"]
 
 _AGAIN = (
-    b"ebbflow: a step is being captured, which cannot be interrupted safely; stopping when it is captured "
-    b"(interrupt again to stop at once)\n"
+    b"ebbflow: torch is tracing a step, which cannot be interrupted safely; Ctrl-C is handled when that is done "
+    b"(press it again to have it handled at once)\n"
 )
 _ASK_TO_END = {getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")}
 _ACTION_BYTES = 1024  # more than a struct sigaction has anywhere

@@ -23,6 +23,7 @@ __all__ = [
     "Budget",
     "format_allowed",
     "format_bytes",
+    "format_count",
     "format_gap",
     "format_percent",
     "format_seconds",
@@ -197,6 +198,11 @@ def format_share(part: int, whole: int) -> str:
     """``part`` needed bytes as a share of ``whole``, rounded up to two digits: ``"79.13 %"`` (definition 1)."""
     hundredths = -(-10_000 * part // whole) if whole else 0
     return f"{hundredths // 100}.{hundredths % 100:02} %"
+
+
+def format_count(count: int, what: str) -> str:
+    """``count`` of ``what``, a noun whose plural ends in s: ``"1 buffer"``, ``"3 buffers"``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def format_percent(share: float) -> str:

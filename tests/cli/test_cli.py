@@ -20,8 +20,10 @@ from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.max_batch import _limit
 from ebbflow.errors import UsageError
 from ebbflow.planners import Progress
+from ebbflow.planners.search.smallest import forget_smallest
 from ebbflow.report.text.progress import ProgressDisplay
 from ebbflow.step.plan import Plan
+from ebbflow.units import format_bytes
 
 # Six ops in a chain and back: small enough that planning takes no time.
 CHAIN = {
@@ -279,6 +281,41 @@ def test_a_plan_interrupted_by_ctrl_c_is_printed(graph: Path, monkeypatch: pytes
     assert data["status"] == "TIME_LIMIT"
 
 
+def test_ctrl_c_while_the_smallest_budget_is_looked_for_says_what_is_known(
+    graph: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with the refusal, which says the smallest so far: here before the planner was asked at all."""
+    told: list[int] = []
+
+    class Impatient(KeepBest):
+        def tell(self, progress: Progress) -> None:
+            super().tell(progress)
+            told.extend(filter(None, [progress.smallest_bytes]))
+            if progress.smallest_bytes is not None and not self.interrupt.interrupted:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(sys.modules["ebbflow.cli.plan"], "KeepBest", Impatient)
+    forget_smallest()
+    result = run("plan", graph, "--budget", "1B", "--planner", "greedy")
+    assert result.exit_code == 2
+    assert f"the smallest for which a plan was found is {format_bytes(told[-1])} ({told[-1]} bytes" in result.stderr
+    assert "The search was interrupted: a longer one may find a plan within less" in result.stderr
+
+
+def test_ctrl_c_before_there_is_anything_says_what_it_ended(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(KeepBest):
+        def tell(self, progress: Progress) -> None:
+            super().tell(progress)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(sys.modules["ebbflow.cli.plan"], "KeepBest", Impatient)
+    result = run("plan", graph, "--budget", "60%")
+    assert result.exit_code == 130
+    ended = result.stderr.splitlines()[-1]
+    stage = result.stderr.splitlines()[-2].split(" s  ")[1]
+    assert ended == f"ebbflow: stopped by Ctrl-C at this: {stage}; there is no result yet"
+
+
 def test_a_search_for_a_batch_that_is_interrupted_gives_one_that_fits(
     cases: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +340,7 @@ def test_a_search_for_a_batch_that_is_interrupted_gives_one_that_fits(
 
 def test_progress_in_words() -> None:
     assert str(Progress("greedy")) == "greedy"
+    assert str(Progress("looking", smallest_bytes=1537)) == "looking: smallest so far 1.51 KiB"
     known = str(Progress("local search", best_overhead=0.25, bound=0.1))
     assert known == "local search: best overhead 25.00 %, bound 10.00 %, gap 15.00 %"
 

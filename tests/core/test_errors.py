@@ -17,6 +17,7 @@ from ebbflow.errors import (
     PlanFileError,
     PlanMismatch,
     TierError,
+    UnknownArgument,
     UsageError,
     VerificationError,
 )
@@ -37,6 +38,7 @@ def test_every_error_has_the_common_base_and_a_docstring(name: str) -> None:
     ("name", "base"),
     [
         ("UsageError", ValueError),
+        ("UnknownArgument", TypeError),
         ("BudgetError", ValueError),
         ("PlanMismatch", ValueError),
         ("PlanFileError", ValueError),
@@ -62,6 +64,7 @@ def test_a_budget_error_carries_the_way_out() -> None:
 
 ERRORS = [
     UsageError("no such planner", argument="planner", value="x", accepted=["auto"]),
+    UnknownArgument("no such argument", argument="tier", value="disk", accepted=["tiers"]),
     BudgetError("small", budget_bytes=1, floor_bytes=2, smallest_bytes=3, resident_bytes=4, pinned_by="mm"),
     BudgetExceeded("over", budget_bytes=1, measured_peak_bytes=2, op="mm at net.py:3"),
     CaptureError("op x returns data", remedy="mask", op="x", source="net.py:3"),

@@ -33,7 +33,7 @@ PLAN = Plan(
 
 def test_the_text_tells_what_moves_what_it_takes_and_what_is_hidden() -> None:
     assert moves_of(PLAN) == [
-        "4 B to the host in 1 buffers, 4 B back in 1 reloads",
+        "4 B to the host in 1 buffer, 4 B back in 1 reload",
         "4.00 s of transfers predicted, 4.00 s waited for, 0.00 % hidden",
     ]
     assert all(line in PLAN.report() for line in moves_of(PLAN))

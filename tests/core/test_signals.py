@@ -9,13 +9,18 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ebbflow import signals
+from ebbflow.engine.fitted_class import fitted_class
+from ebbflow.measurement.optimizer_step import step_bytes
+from ebbflow.planners.search import jit
 from ebbflow.signals import signals_wait
 
 NUMBER = signal.SIGUSR1
@@ -71,7 +76,7 @@ def test_in_a_block_inside_of_another_a_second_comes_at_once_and_is_told_once(
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Comes):
             signal.raise_signal(signal.SIGINT)
-    assert capfd.readouterr().err.count("interrupt again") == 1
+    assert capfd.readouterr().err.count("press it again") == 1
 
 
 def test_all_that_came_are_handled_though_the_first_raises() -> None:
@@ -257,4 +262,47 @@ def test_another_thread_holds_nothing_up() -> None:
 def test_ctrl_c_is_told_that_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Comes), signals_wait():
         os.kill(os.getpid(), signal.SIGINT)
-    assert "interrupt again to stop at once" in capfd.readouterr().err
+    assert "Ctrl-C is handled when that is done (press it again to have it handled at once)" in capfd.readouterr().err
+
+
+class _Fails:
+    """A cache of numba's that a signal interrupts."""
+
+    def load_overload(self, *_: object) -> None:
+        signal.raise_signal(NUMBER)
+
+    save_overload = load_overload
+
+
+class _Interrupting(type):
+    """Of a class that a signal interrupts while another is derived from it."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], names: dict[str, object]) -> _Interrupting:
+        if bases and bases[0] is not nn.Module:
+            signal.raise_signal(NUMBER)
+        return super().__new__(cls, name, bases, names)
+
+
+class _Model(nn.Module, metaclass=_Interrupting):
+    pass
+
+
+class _Optimizer(torch.optim.SGD):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a second one does not wait
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: jit._Cache(_Fails()).load_overload(),
+        lambda: jit._Cache(_Fails()).save_overload(),
+        lambda: fitted_class(_Model),
+        lambda: step_bytes(_Optimizer([nn.Parameter(torch.ones(2))], lr=0.1)),
+    ],
+    ids=["a cache is read", "a cache is written", "a class is derived", "an optimizer's step is foreseen"],
+)
+def test_what_a_handler_raises_comes_out_where_other_errors_say_something_else(call: Callable[[], object]) -> None:
+    with pytest.raises(Comes):
+        call()

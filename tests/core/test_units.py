@@ -17,6 +17,7 @@ from ebbflow.units import (
     Budget,
     format_allowed,
     format_bytes,
+    format_count,
     format_gap,
     format_percent,
     format_seconds,
@@ -197,3 +198,8 @@ def test_no_gap_is_shown_only_where_plan_and_bound_meet(gap: float, text: str) -
     assert format_gap(gap) == text
     shown = str(Progress("local search", best_overhead=0.1 + gap, bound=0.1))
     assert shown.endswith(f"gap {text}") or gap == PROVEN  # which a sum of floats misses
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 ops"), (1, "1 op"), (2, "2 ops")])
+def test_one_thing_is_no_plural(count: int, text: str) -> None:
+    assert format_count(count, "op") == text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -69,7 +70,7 @@ def script(name: str, output: str, errors: str, effort: int) -> None:
     if effort:
         importlib.import_module("ebbflow._api.fit").DEFAULT_EFFORT = effort
         for function in (ebbflow.plan, ebbflow.max_batch):
-            function.__kwdefaults__["effort"] = effort
+            inspect.unwrap(function).__kwdefaults__["effort"] = effort
     sys.argv[:] = [name]
     sys.path[0] = os.getcwd()
     runpy.run_path(name, run_name="__main__")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 import ebbflow
@@ -10,4 +12,4 @@ import ebbflow
 @pytest.fixture(autouse=True)
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbflow._api.fit.DEFAULT_EFFORT", 1_000)
-    monkeypatch.setitem(ebbflow.plan.__kwdefaults__, "effort", 1_000)
+    monkeypatch.setitem(inspect.unwrap(ebbflow.plan).__kwdefaults__, "effort", 1_000)

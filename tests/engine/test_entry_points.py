@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow.errors import UsageError
+from docs.api_page import AHEAD, TRAINING
+from ebbflow.errors import UnknownArgument, UsageError
 from ebbflow.torch_seams.fake_tensors import FakeTensor, FakeTensorMode
 from ebbflow.zoo import mlp_chain
 
@@ -53,6 +55,27 @@ ABSURD: dict[str, Any] = {
     "gradients": "most",
     "progress": "loud",
 }
+
+
+PUBLIC = {name: getattr(ebbflow, name) for name in (*TRAINING, *AHEAD) if inspect.isfunction(getattr(ebbflow, name))}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_keyword_that_there_is_not_is_answered_with_the_nearest(name: str) -> None:
+    """Every keyword but for its last letter, before anything else is looked at; otherwise a call goes as before."""
+    function = PUBLIC[name]
+    known = list(inspect.signature(function).parameters)
+    for each in known:
+        with pytest.raises(UnknownArgument) as raised:
+            function(object(), **{each[:-1]: 3} if each[:-1] not in known else {f"{each}_": 3})
+        assert isinstance(raised.value, UsageError)
+        assert isinstance(raised.value, TypeError)
+        assert raised.value.accepted == tuple(known)
+        assert f"{name} has no argument {raised.value.argument!r}; it has: {', '.join(known)}" in str(raised.value)
+        assert str(raised.value).endswith(f"; did you mean {each!r}?")
+    with pytest.raises(TypeError, match="missing") as raised_by_python:
+        function()
+    assert not isinstance(raised_by_python.value, UsageError)
 
 
 PAIRS = [(entry, option) for entry in ENTRIES for option in ABSURD if (entry, option) != ("fit", "machine")]

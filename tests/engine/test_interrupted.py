@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import signal
 import sys
@@ -16,6 +17,7 @@ from torch import nn
 import ebbflow
 from ebbflow.capture import trace
 from ebbflow.engine import flights
+from ebbflow.engine.compiled import Capture
 from ebbflow.engine.fitted_class import FITTED
 from ebbflow.engine.model import FittedModel
 
@@ -122,6 +124,36 @@ def test_an_interrupt_while_torch_traces_comes_once_it_has_traced(share: float) 
         model(torch.randn(4, 8)).sum().backward()
     finally:
         signal.signal(signal.SIGALRM, handler)
+
+
+def test_what_was_captured_while_a_signal_waited_needs_no_second_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[Capture] = []
+    partition = Capture.partition
+
+    def interrupted(self: Capture, *given: Any) -> Any:
+        captures.append(self)
+        signal.raise_signal(signal.SIGALRM)
+        return partition(self, *given)
+
+    monkeypatch.setattr(Capture, "partition", interrupted)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    fitted = ebbflow.fit(model, "1MiB", effort=10, progress=None)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fitted(x)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    for _ in range(2):
+        for each in (fitted, plain):
+            each(x).sum().backward()
+    assert len(captures) == 1
+    assert ebbflow.calls_of(fitted).planned == 2
+    for ours, theirs in zip(fitted.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_an_interrupt_while_the_compiler_is_imported_comes_once_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

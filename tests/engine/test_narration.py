@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import re
@@ -20,6 +21,7 @@ from ebbflow.engine import spine
 from ebbflow.engine.reasons import CHANGED, FIRST
 from ebbflow.errors import BudgetError
 from ebbflow.planners import Progress, narration
+from ebbflow.units import format_bytes
 
 
 class Terminal(io.StringIO):
@@ -155,7 +157,8 @@ def tower(budget: str, *, inside: bool = True) -> Tower:
 
 
 ROWS = torch.randn(32, 64)
-FULL = "planned again, since .* more are resident than the plans at hand have room for"
+FULL = r"planned again, since {}: with that the plans at hand would go over the budget by ([\d.]+) KiB"
+ACCUMULATED = "gradients are accumulated, or were not cleared before the forward"
 
 
 def backward(made: Tower, x: torch.Tensor = ROWS) -> None:
@@ -179,7 +182,7 @@ def test_accumulated_gradients(reasons: list[str]) -> None:
     for _ in range(3):
         backward(made)
     assert reasons[0] == FIRST
-    assert re.fullmatch(f"{FULL}: gradients are accumulated, or were not cleared before the forward", reasons[1])
+    assert re.fullmatch(FULL.format(ACCUMULATED), reasons[1])
     assert len(reasons) == 2, "micro-steps after the second have a plan"
 
 
@@ -202,6 +205,28 @@ def test_a_loss_outside(reasons: list[str]) -> None:
     assert re.search("measured now", again)
 
 
+def test_a_loss_outside_and_accumulated_gradients(reasons: list[str]) -> None:
+    """Both are said, in one sentence; and how much is lacking, which is not what the gradients take."""
+    made = tower("320KiB", inside=False)
+    with contextlib.suppress(BudgetError):
+        for _ in range(2):
+            made(ROWS).tanh().square().sum().backward()
+    told = re.fullmatch(
+        "planned again, since what happens between forward and backward, such as a loss outside the model, is measured "
+        rf"now, and {ACCUMULATED}: with that the plans at hand would go over the budget by ([\d.]+) KiB",
+        reasons[1],
+    )
+    assert told is not None
+    gradients = sum(each.nbytes for each in made.parameters())
+    assert 0 < float(told[1]) * 1024 <= gradients + 1024
+
+
+@pytest.mark.parametrize("why", [FIRST, CHANGED])
+def test_why_and_what_goes_on_are_two_sentences(why: str) -> None:
+    assert narration._with(Progress("capturing"), why) == f"capturing; {why}"
+    assert narration._with(Progress(f"the step is {why}"), why) == f"the step is {why}"
+
+
 def test_more_is_resident(reasons: list[str]) -> None:
     made = tower("100%")
     backward(made)
@@ -210,7 +235,7 @@ def test_more_is_resident(reasons: list[str]) -> None:
     backward(made)
     assert reasons[0] == FIRST
     [again] = reasons[1:]
-    assert re.fullmatch(FULL, again)
+    assert re.fullmatch(FULL.format("more is resident"), again)
 
 
 def test_what_the_step_depends_on_has_changed(reasons: list[str]) -> None:
@@ -229,7 +254,7 @@ def test_another_forward_in_flight(reasons: list[str]) -> None:
     (first + second).backward()
     assert reasons[0] == FIRST
     [again] = reasons[1:]
-    assert re.fullmatch(f"{FULL}: another forward is in flight", again)
+    assert re.fullmatch(FULL.format("another forward is in flight"), again)
 
 
 def test_who_listens_hears_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,3 +278,17 @@ def test_a_graph_that_is_retained(reasons: list[str]) -> None:
             del loss
             clear(made)
     assert reasons == [FIRST, "planned again, since a backward retains its graph"]
+
+
+def test_a_refusal_says_that_its_smallest_is_for_cleared_gradients() -> None:
+    made = tower("1KiB")
+    with pytest.raises(BudgetError) as first:
+        backward(made)
+    gradients = sum(each.nbytes for each in made.parameters())
+    assert any(f"some {format_bytes(gradients)} of them are resident" in each for each in first.value.__notes__)
+    ebbflow.set_budget(made, first.value.smallest_bytes)
+    backward(made)
+    with pytest.raises(BudgetError) as second:
+        backward(made)
+    assert second.value.smallest_bytes <= first.value.smallest_bytes + gradients
+    assert not any("cleared before each step" in each for each in getattr(second.value, "__notes__", ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ BUILDERS: dict[str, Callable[[], Case]] = {
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """How good plans are is tested with the planners."""
     monkeypatch.setattr("ebbflow._api.fit.DEFAULT_EFFORT", EFFORT)
-    monkeypatch.setitem(ebbflow.plan.__kwdefaults__, "effort", EFFORT)
+    monkeypatch.setitem(inspect.unwrap(ebbflow.plan).__kwdefaults__, "effort", EFFORT)
 
 
 @dataclass

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
 import ebbflow
-from ebbflow._api.max_batch import interpolated, largest, one_forward
+from ebbflow._api.batches import interpolated, judged, largest, one_forward
+from ebbflow._api.estimate import AheadStep
 from ebbflow.cli import app
 from ebbflow.errors import BudgetError, UsageError
-from ebbflow.planners import Interrupt
+from ebbflow.planners import Interrupt, Progress
+from ebbflow.planners.narration import INTERRUPTED
+from ebbflow.planners.search.smallest import forget_smallest
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.report.text.compare import row_of, write_rows
 from ebbflow.step.program import Program
-from ebbflow.units import Budget
-from strategies import chain
+from ebbflow.units import Budget, format_bytes
+from strategies import chain, programs
 
 PROGRAM = chain(12)
 
@@ -89,6 +97,30 @@ def test_the_largest_is_found_from_any_guess(answer: int, guess: int) -> None:
     assert 0 not in asked
 
 
+@pytest.mark.parametrize("guess", [1, 37, 200])
+@pytest.mark.parametrize("coarse", [2, 5, 16])
+@pytest.mark.parametrize("answer", [0, 1, 3, 37, 61, 64])
+def test_a_coarse_search_is_below_the_largest_by_less_than_it_is_coarse(answer: int, coarse: int, guess: int) -> None:
+    assert answer - coarse < largest(lambda batch: batch <= answer, guess, coarse) <= answer
+
+
+@pytest.mark.parametrize("planner", ["auto", "greedy"])
+@pytest.mark.parametrize("share", ["10%", "45%", "60%"])
+def test_a_batch_is_judged_as_a_plan_made_to_its_end_says(planner: str, share: str) -> None:
+    step, budget = AheadStep(PROGRAM, 0, 0), Budget.parse(share)
+    options = PlanningOptions(planner=planner, effort=200)
+    try:
+        best = step.plan(budget, options).overhead
+    except BudgetError:
+        assert judged(step, budget, None, options) is None
+        return
+    assert judged(step, budget, None, options) is not None
+    for limit in (0.0, best / 2, best - 1e-3, best, best + 1e-3, 2 * best):
+        plan = judged(step, budget, limit, options)
+        assert (plan is not None) == (best <= limit)
+        assert plan is None or (plan.overhead <= limit and plan.predicted_peak_bytes <= plan.budget_bytes)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
@@ -123,6 +155,9 @@ def test_a_batch_of_one_that_does_not_fit_is_refused_with_the_least_budget_for_i
     with pytest.raises(BudgetError, match=r"not even a batch of 1 fits.*at most 0\.00 % is allowed") as raised:
         ebbflow.max_batch(lambda batch: make(8 * batch), budget=smallest, overhead=0.0, effort=50)
     assert raised.value.smallest_bytes <= smallest
+    enough = re.search(r"(\d+) need no recomputation", str(raised.value))
+    assert enough is not None
+    assert ebbflow.max_batch(lambda batch: make(8 * batch), budget=int(enough[1]), overhead=0.0, effort=50).batch == 1
 
 
 def test_progress_of_several_plans_says_which_is_made() -> None:
@@ -130,7 +165,7 @@ def test_progress_of_several_plans_says_which_is_made() -> None:
     options = PlanningOptions(effort=50, progress=lambda each: told.append(str(each)))
     budgets = [Budget.parse("70%")]
     list(frontier(PROGRAM, budgets, ["greedy", "auto"], resident_bytes=0, reserve_bytes=0, options=options))
-    assert {line.partition(" within ")[0] for line in told} == {"greedy", "auto"}
+    assert {line.partition(" within ")[0] for line in told if " within " in line} == {"greedy", "auto"}
 
 
 @pytest.mark.slow
@@ -286,6 +321,59 @@ def test_what_follows_an_interrupt_knows_that_it_was_set() -> None:
     other = Interrupt().or_after(1e6)
     other.set()
     assert other
+
+
+def test_ctrl_c_notes_what_it_interrupted_and_what_was_known() -> None:
+    forget_smallest()
+    told: list[Progress] = []
+
+    def tell(progress: Progress) -> None:
+        told.append(progress)
+        if len([each for each in told if each.smallest_bytes is not None]) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        make_plan(
+            chain(12), Budget.parse("5%"), resident_bytes=7, options=PlanningOptions(planner="greedy", progress=tell)
+        )
+    assert raised.value.__notes__ == [f"{INTERRUPTED}{told[-1]}"]
+    known = [each.smallest_bytes for each in told if each.smallest_bytes is not None]
+    assert known == sorted(known, reverse=True)
+    whole = make_plan(chain(12), Budget.parse("100%"), resident_bytes=7)
+    assert known[0] == whole.baseline_peak_bytes
+    assert known[-1] >= whole.smallest_bytes
+
+
+@settings(max_examples=40)
+@given(
+    program=programs(max_ops=12),
+    resident=st.integers(2, 200),
+    reserve=st.sampled_from([0, 3, 100, 5000]),
+    end=st.sampled_from([NOTHING_AFTER, StepEnd(40, what="hooks", remedy="remove them"), StepEnd(9, 30, "it", "this")]),
+)
+def test_every_budget_that_a_refusal_advises_is_accepted(
+    program: Program, resident: int, reserve: int, end: StepEnd
+) -> None:
+    """Shares are of a peak without the reserve: of a small step the smallest budget is more than 100 % of it."""
+    given_to = {"resident_bytes": resident, "reserve_bytes": reserve, "end": end}
+    options = PlanningOptions(planner="least_memory", effort=100)
+    with pytest.raises(BudgetError) as raised:
+        make_plan(program, Budget(bytes=1), options=options, **given_to)  # type: ignore[arg-type]
+    text, needed = str(raised.value), raised.value.smallest_bytes
+    advised = re.search(r"Ask for (\d+) bytes or ([\d.]+%)", text)
+    assert advised is not None
+    assert int(advised[1]) == needed
+    for budget in (Budget(bytes=needed), Budget.parse(advised[2])):
+        made = make_plan(program, budget, options=options, **given_to)  # type: ignore[arg-type]
+        assert made.budget_bytes >= needed
+        [found] = frontier(program, [budget], ["least_memory"], options=options, **given_to)  # type: ignore[arg-type]
+        assert found.budget_bytes == made.budget_bytes
+    is_more = needed > end.unplanned_bytes(program, resident)
+    assert (f"the reserve of {format_bytes(reserve)} ({reserve} bytes) is not counted" in text) == is_more
+    bytes_only = replace(options, takes_shares=False)
+    with pytest.raises(BudgetError) as raised:
+        make_plan(program, Budget(bytes=1), options=bytes_only, **given_to)  # type: ignore[arg-type]
+    assert "%" not in str(raised.value).partition("Ask for")[2]
 
 
 def test_a_time_limit_does_not_change_what_is_called_workable() -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow._api.refusals import require_module
 from ebbflow.errors import BudgetError, UsageError
+from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.planners.narration import aloud, narrated
+from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.report.records.diagnosis import Findings, find
 from ebbflow.step.machine import Machine
@@ -28,6 +29,7 @@ __all__ = ["doctor", "examine"]
 _ANY_BUDGET = Budget(bytes=2**62)  # so that the plan is the unplanned step itself
 
 
+@with_known_keywords
 def doctor(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
@@ -97,7 +99,8 @@ def doctor(
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"top={top!r} is not 1 or more", argument="top", value=top)
     planner_named(planner)
-    with narrated(options.tell):
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        options = replace(options, progress=tell)
         step = capture_ahead(model, args, kwargs, options=options, name=name)
         return examine(step, limit, PlanningOptions.of(options), top)
 

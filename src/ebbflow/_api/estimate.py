@@ -23,10 +23,11 @@ from ebbflow.faults import own_faults
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_bytes, tensors_in
+from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.planners.narration import aloud, narrated
+from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
@@ -34,6 +35,7 @@ from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
+from ebbflow.step.schedule import Schedule
 from ebbflow.tiers import parse_tiers
 from ebbflow.transfers.links import machine_with_tiers
 from ebbflow.units import Budget, format_bytes
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
 
 
+@with_known_keywords
 def plan(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
@@ -116,11 +119,13 @@ def plan(
     )
     parsed = Budget.parse(budget)
     planner_named(planner)
-    with narrated(options.tell):
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        options = replace(options, progress=tell)
         step = capture_ahead(model, args, kwargs, options=options, name=name)
         return step.plan(parsed, PlanningOptions.of(options))
 
 
+@with_known_keywords
 def sweep(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
@@ -193,7 +198,8 @@ def sweep(
     names = _several("planners", planners)
     for each in names:
         planner_named(each)
-    with narrated(options.tell):
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        options = replace(options, progress=tell)
         step = capture_ahead(model, args, kwargs, options=options, name=name)
         outcomes = list(step.frontier(parsed, names, PlanningOptions.of(options)))
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
@@ -225,8 +231,13 @@ class AheadStep:
     provenance: Provenance = field(default_factory=Provenance)
     end: StepEnd = NOTHING_AFTER
 
-    def plan(self, budget: Budget, options: PlanningOptions) -> Plan:
-        """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does."""
+    @property
+    def unplanned_budget_bytes(self) -> int:
+        """The budget within which the step runs unplanned, the reserve included."""
+        return self.reserve_bytes + self.end.unplanned_bytes(self.program, self.resident_bytes)
+
+    def plan(self, budget: Budget, options: PlanningOptions, seeds: Sequence[Schedule] = ()) -> Plan:
+        """The plan within ``budget``; raises as :func:`~ebbflow.planning.pipeline.make_plan` does, and starts so."""
         with own_faults():
             return make_plan(
                 self.program,
@@ -234,6 +245,7 @@ class AheadStep:
                 resident_bytes=self.resident_bytes,
                 reserve_bytes=self.reserve_bytes,
                 end=self.end,
+                seeds=seeds,
                 options=self._options(options),
             )
 

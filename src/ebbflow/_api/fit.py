@@ -23,6 +23,7 @@ from ebbflow.faults import users_level
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.reserved import too_large_for_the_card
 from ebbflow.measurement.resident import device_of
+from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
@@ -43,6 +44,7 @@ __all__ = ["calls_of", "fit", "plan_of", "set_budget", "step_of", "unfit"]
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 
+@with_known_keywords
 def fit(
     model: ModelT,
     budget: str | int | Budget | Plan,
@@ -186,6 +188,7 @@ def _warn_of_the_card(model: torch.nn.Module, limit: Budget) -> None:
         warnings.warn(said, stacklevel=users_level())
 
 
+@with_known_keywords
 def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     """Give a fitted model another budget, from its next training call on; returns the same object.
 
@@ -216,6 +219,7 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     return model
 
 
+@with_known_keywords
 def calls_of(model: torch.nn.Module) -> Calls:
     """How the calls of a fitted model went: how many were planned, and how many were not and why.
 
@@ -236,6 +240,7 @@ def _limit_of(budget: str | int | Budget | Plan) -> tuple[Budget, Plan | None]:
     return Budget.parse(budget), None
 
 
+@with_known_keywords
 def unfit(model: ModelT) -> ModelT:
     """Undo :func:`fit`; returns the same object, unplanned again.
 
@@ -279,6 +284,7 @@ def _options(**given: Any) -> Options:
     return Options(**given)
 
 
+@with_known_keywords
 def step_of(model: torch.nn.Module) -> Step | None:
     """The step that ran last, with its plan and what was verified and measured; ``None`` before the first.
 
@@ -288,6 +294,7 @@ def step_of(model: torch.nn.Module) -> Step | None:
     return _fitted(model, "step_of").last
 
 
+@with_known_keywords
 def plan_of(model: torch.nn.Module) -> Plan | None:
     """The plan of the step that ran last; ``None`` before the first.
 

@@ -1,8 +1,7 @@
 """The largest batch that fits a budget, by prediction: nothing runs, and nothing runs out of memory.
 
 1. A batch *fits* if a plan within the budget exists whose overhead is within the limit.
-2. Sizes and costs of a step are affine in its batch where its ops are the same at every batch. Two captures give
-   both; the search then needs no further ones (``interpolated``).
+2. Two small captures give a guess (``batches``). It is captured, which corrects the next guess.
 3. The answer is captured as it is, and so is the next larger batch. Where interpolation was wrong, or where ops
    change with the batch, the search goes on with captures.
 
@@ -16,14 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from ebbflow._api.batches import interpolated, judged, largest, one_forward
 from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow.capture.without_memory import without_memory
 from ebbflow.case import Case
 from ebbflow.errors import BudgetError, UsageError
+from ebbflow.names import with_known_keywords
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
-from ebbflow.planners.narration import aloud, narrated
+from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
@@ -33,11 +34,12 @@ from ebbflow.units import Budget, format_allowed, format_percent
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BatchPlan", "interpolated", "largest", "max_batch", "one_forward"]
+__all__ = ["BatchPlan", "max_batch"]
 
 MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
 SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
-MOST = 1 << 20
+COARSE = 64  # a first guess is off by up to this part of the batch: its costs are those of small batches
+CORRECTIONS = 3  # of a guess, by a capture each
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,7 @@ class BatchPlan:
     captured: tuple[tuple[int, bool], ...]
 
 
-def one_forward(program: Program) -> float:
-    """The overhead of running the whole forward once more (Checkmate §6.4, equation 10)."""
-    forward = sum(op.seconds for op in program.ops[: program.boundary])
-    return forward / program.seconds if program.seconds else 0.0
-
-
+@with_known_keywords
 def max_batch(
     make_case: Callable[[int], Case],
     *,
@@ -147,14 +144,13 @@ def max_batch(
             value=optimizer,
         )
     planner_named(planner)
-    search = _Search(make_case, parsed, overhead, options)
-    with narrated(options.tell):
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        search = _Search(make_case, parsed, overhead, replace(options, progress=tell))
         batch = search.run()
         if batch == 0:
             raise search.refusal()
         step = search.step(batch)
-        plan = search.plan_of(step, batch, effort) or search.plans[batch]
-        assert plan is not None
+        plan = search.best_plan(step, batch)
     return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures)
 
 
@@ -217,25 +213,33 @@ class _Search:
             self._steps[batch] = capture_ahead(case.model, case.args, case.kwargs, options=options, name=case.name)
         return self._steps[batch]
 
-    def plan_of(self, step: AheadStep, batch: int, effort: int) -> Plan | None:
+    def plan_of(self, step: AheadStep, batch: int) -> Plan | None:
         """The plan of ``step``, if it is within budget and limit."""
         self._progress(Progress(f"planning batch {batch}" + (f"; {self._fitted} fits" if self._fitted else "")))
-        try:
-            plan = step.plan(self._budget, replace(PlanningOptions.of(self._options), effort=effort, progress=silent))
-        except BudgetError:
-            return None
-        limit = self.limit(step.program)
-        if limit is not None and plan.overhead > limit:
+        plan = judged(step, self._budget, self.limit(step.program), self._planning(self._effort))
+        if plan is None:
             return None
         self._fitted = max(self._fitted, batch)
         self._progress(Progress(f"batch {batch} fits", best_overhead=plan.overhead))
         return plan
 
+    def best_plan(self, step: AheadStep, batch: int) -> Plan:
+        """The plan of a batch that fits, with all the effort, from the one that it was judged by."""
+        known = self.plans[batch]
+        assert known is not None
+        self._progress(Progress(f"planning batch {batch}, the largest that fits"))
+        best = step.plan(self._budget, self._planning(self._options.effort), seeds=[known.schedule])
+        limit = self.limit(step.program)
+        return best if limit is None or best.overhead <= limit else known
+
+    def _planning(self, effort: int) -> PlanningOptions:
+        return replace(PlanningOptions.of(self._options), effort=effort, progress=silent, takes_shares=False)
+
     def refusal(self) -> BudgetError:
         """Why not even a batch of 1 fits."""
         step = self.step(1)
         try:
-            plan = step.plan(self._budget, replace(PlanningOptions.of(self._options), progress=silent))
+            plan = step.plan(self._budget, self._planning(self._options.effort))
         except BudgetError as error:
             return error.told_as(f"not even a batch of 1 fits: {error}")
         limit = self.limit(step.program)
@@ -243,7 +247,7 @@ class _Search:
         return BudgetError(
             f"not even a batch of 1 fits: within {format_allowed(plan.budget_bytes)} it takes "
             f"{format_percent(plan.overhead)} more time, and at most {format_percent(limit)} is allowed. Ask for more "
-            f"bytes ({plan.baseline_peak_bytes} need no recomputation), or allow more overhead",
+            f"bytes ({step.unplanned_budget_bytes} need no recomputation), or allow more overhead",
             budget_bytes=plan.budget_bytes,
             floor_bytes=plan.floor_bytes,
             smallest_bytes=plan.smallest_bytes,
@@ -253,77 +257,31 @@ class _Search:
 
     def _captured_fits(self, batch: int) -> bool:
         if batch not in self.plans:
-            self.plans[batch] = self.plan_of(self.step(batch), batch, self._effort)
+            self.plans[batch] = self.plan_of(self.step(batch), batch)
+            if self.plans[batch] is None:  # what was interpolated may have been too much
+                self._fitted = max((each for each, plan in self.plans.items() if plan is not None), default=0)
         return self.plans[batch] is not None
 
     def run(self) -> int:
         """The largest batch that fits."""
         between = interpolated(self.step(2), self.step(4))
-        if between is None:
-            self.unplanned = largest(lambda batch: self._unplanned_fits(self.step(batch)))
-            return largest(self._captured_fits)
-        self.unplanned = largest(lambda batch: self._unplanned_fits(between(batch)))
-        guess = largest(lambda batch: self.plan_of(between(batch), batch, self._effort) is not None)
+        at = self.step if between is None else between
+        self.unplanned = largest(lambda batch: self._unplanned_fits(at(batch)))
+        near = self._overhead is None  # sizes are affine in the batch, seconds only nearly
+        guess = self.unplanned if between is None else self._guess(between, max(self.unplanned, 1), near=near)
+        for _ in range(CORRECTIONS):
+            if between is None or guess <= 2 or guess in self.plans:
+                break
+            self._captured_fits(guess)
+            between = interpolated(self.step(2), self.step(guess), (2, guess))
+            guess = guess if between is None else self._guess(between, guess, near=True)
         return largest(self._captured_fits, max(guess, 1))
+
+    def _guess(self, between: Callable[[int], AheadStep], start: int, *, near: bool) -> int:
+        """The largest batch that fits by interpolation, looked for from ``start``; about, unless it is ``near``."""
+        coarse = 1 if near else max(start // COARSE, 1)
+        return largest(lambda batch: self.plan_of(between(batch), batch) is not None, start, coarse)
 
     def _unplanned_fits(self, step: AheadStep) -> bool:
         assert self._budget.bytes is not None
-        unplanned = step.end.unplanned_bytes(step.program, step.resident_bytes)
-        return step.reserve_bytes + unplanned <= self._budget.bytes
-
-
-def largest(fits: Callable[[int], bool], guess: int = 1) -> int:
-    """The largest batch that ``fits``, looked for from ``guess`` in growing steps, then between; 0 if none does."""
-    low = high = guess
-    step = 1
-    if fits(guess):
-        while low + step <= MOST and fits(low + step):
-            low, step = low + step, 2 * step
-        high = low + step
-    else:
-        while (low := max(high - step, 0)) and not fits(low):
-            high, step = low, 2 * step
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def interpolated(small: AheadStep, large: AheadStep) -> Callable[[int], AheadStep] | None:
-    """The step at any batch from those at batches 2 and 4; ``None`` if their ops differ."""
-    one, other = small.program, large.program
-    same = len(one.ops) == len(other.ops) and len(one.buffers) == len(other.buffers)
-    same = same and (one.boundary, one.forward_outputs, one.gradients) == (
-        other.boundary,
-        other.forward_outputs,
-        other.gradients,
-    )
-    if not same or any(
-        (a.target, a.inputs, a.outputs) != (b.target, b.inputs, b.outputs)
-        for a, b in zip(one.ops, other.ops, strict=True)
-    ):
-        return None
-
-    def between(a: float, b: float, batch: int) -> float:
-        return max(a + (b - a) * (batch - 2) / 2, 0)
-
-    def at(batch: int) -> AheadStep:
-        buffers = tuple(
-            replace(a, bytes=round(between(a.bytes, b.bytes, batch)))
-            for a, b in zip(one.buffers, other.buffers, strict=True)
-        )
-        ops = tuple(
-            replace(
-                a,
-                seconds=between(a.seconds, b.seconds, batch),
-                workspace_bytes=round(between(a.workspace_bytes, b.workspace_bytes, batch)),
-            )
-            for a, b in zip(one.ops, other.ops, strict=True)
-        )
-        resident = round(between(small.resident_bytes, large.resident_bytes, batch))
-        return replace(small, program=replace(one, ops=ops, buffers=buffers), resident_bytes=resident)
-
-    return at
+        return step.unplanned_budget_bytes <= self._budget.bytes

@@ -22,6 +22,7 @@ from ebbflow.errors import PlanMismatch, UsageError
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.peak import measure
 from ebbflow.measurement.resident import device_of
+from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients
 from ebbflow.step.plan import Plan
 from ebbflow.step.unplanned import unplanned_schedule
@@ -76,6 +77,7 @@ class _Result:
     above_bytes: int
 
 
+@with_known_keywords
 def verify(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),

@@ -23,6 +23,7 @@ from ebbflow.cli.max_batch import max_batch
 from ebbflow.cli.plan import plan
 from ebbflow.errors import BudgetExceeded, EbbflowError, InternalError, VerificationError
 from ebbflow.faults import RAISED_IN_CAPTURE
+from ebbflow.planners.narration import INTERRUPTED
 
 __all__ = ["app", "main"]
 
@@ -40,6 +41,11 @@ class _Group(TyperGroup):
             print(f"ebbflow: {error}", file=sys.stderr)
             broken = isinstance(error, BudgetExceeded | VerificationError)
             raise typer.Exit(1 if broken else 2) from error
+        except KeyboardInterrupt as error:
+            notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(INTERRUPTED)]
+            at = f" at this: {notes[-1].removeprefix(INTERRUPTED)}" if notes else ""
+            print(f"ebbflow: stopped by Ctrl-C{at}; there is no result yet", file=sys.stderr)
+            raise typer.Exit(130) from error
         except Exception as error:
             notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_IN_CAPTURE)]
             if not notes:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ebbflow.case import Case
 from ebbflow.errors import EbbflowError, UsageError
 from ebbflow.names import require_zoo_name
+from ebbflow.signals import raised_by_a_handler
 
 if TYPE_CHECKING:
     from ebbflow.step.program import Program
@@ -113,7 +114,7 @@ def blame(text: str) -> Iterator[None]:
         raise
     except Exception as error:
         line = _line_of(error, Path(text.rpartition(":")[0]))
-        if line is None:
+        if line is None or raised_by_a_handler(error):
             raise
         raise UsageError(f"{line}: {type(error).__name__}: {error}", argument="case", value=text) from error
 

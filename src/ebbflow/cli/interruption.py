@@ -28,9 +28,10 @@ class _PlanningInterrupt(Interrupt):
 
 
 class KeepBest:
-    """Turns Ctrl-C into an :class:`~ebbflow.planners.Interrupt` as soon as there is a plan to keep.
+    """Turns Ctrl-C into an :class:`~ebbflow.planners.Interrupt` as soon as there is something to keep.
 
-    Before the planner has found anything there is nothing to keep, and Ctrl-C aborts as it does everywhere.
+    That is a plan, or a smallest budget for a refusal. Before the planner has found anything there is nothing to keep,
+    and Ctrl-C aborts as it does everywhere.
 
     Args:
         progress: told everything that the planner tells.
@@ -43,13 +44,14 @@ class KeepBest:
     def __init__(self, progress: Callable[[Progress], None], time_limit_seconds: float | None = None) -> None:
         self.interrupt = _PlanningInterrupt(time_limit_seconds)
         self._progress = progress
-        self._has_plan = False
+        self._has_something = False
         self._previous: Any = None
 
     def tell(self, progress: Progress) -> None:
         """What the planner reports; passed on."""
         self.interrupt.begin()
-        self._has_plan = self._has_plan or progress.best_overhead is not None
+        known = progress.best_overhead is not None or progress.smallest_bytes is not None
+        self._has_something = self._has_something or known
         self._progress(progress)
 
     def __enter__(self) -> KeepBest:
@@ -64,6 +66,6 @@ class KeepBest:
             signal.signal(signal.SIGINT, self._previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupt.interrupted or not self._has_plan:
+        if self.interrupt.interrupted or not self._has_something:
             raise KeyboardInterrupt
         self.interrupt.set()

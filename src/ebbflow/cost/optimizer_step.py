@@ -1,7 +1,8 @@
 """What an optimizer's step takes while it runs, above parameters, gradients and state; found out without that memory.
 
-1. A stand-in of the optimizer steps on fake tensors; a number that it asks them for is 1, and then 0. What a step holds at its peak is counted as storages come and go;
-   of the first one without the state that it leaves, which is counted elsewhere.
+1. A stand-in of the optimizer steps on fake tensors; a number that it asks them for is 1, and then 0. What a step holds
+   at its peak is counted as storages come and go; of the first one without the state that it leaves, which is counted
+   elsewhere.
 2. Steps differ: a first one makes what later ones reuse, others come after a warm-up (RAdam's sixth) or once in a while
    (Shampoo's). A stand-in with one parameter of each kind, the largest, takes :data:`STEPS` steps to tell which is the
    largest, and all parameters step up to that one.
@@ -21,7 +22,7 @@ from ebbflow.cost.profile import workspace_alone
 from ebbflow.cost.room import Room, within
 from ebbflow.measurement.optimizer_state import options_of
 from ebbflow.measurement.resident import stepping
-from ebbflow.signals import signals_wait
+from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise
 from ebbflow.torch_seams.fake_tensors import (
@@ -59,8 +60,9 @@ def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> i
             try:
                 with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
                     found.append(_largest(optimizer, device, kernels.workspace_bytes))
-            except Exception:  # any optimizer of the user's may raise anything here
-                continue
+            except Exception as error:  # any optimizer of the user's may raise anything here
+                if raised_by_a_handler(error):
+                    raise
     return max(found, default=None)
 
 

@@ -27,6 +27,7 @@ from ebbflow.measurement.peak import peak_above
 from ebbflow.step.machine import machine_named
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import without_modes
+from ebbflow.units import format_count
 
 __all__ = ["MOST_TIMED", "Cost", "UnexpectedResult", "profile_calls", "run_alone", "workspace_alone"]
 
@@ -94,7 +95,7 @@ def _kept_bytes(call: Call, result: object, granularity_bytes: int) -> tuple[int
     """
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
     if len(tensors) != len(call.outputs):
-        raise UnexpectedResult(call, f"it returns {len(tensors)} tensors, not {len(call.outputs)}")
+        raise UnexpectedResult(call, f"it returns {format_count(len(tensors), 'tensor')}, not {len(call.outputs)}")
     kept: list[int] = []
     for tensor, spec in zip(tensors, call.outputs, strict=True):
         if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):

@@ -147,8 +147,9 @@ def _look(models: list[tuple[torch.nn.Module, Calls]], optimizer: Callable[[], t
     stepping = optimizer()
     assert stepping is not None
     of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
+    outside = _counted_with(models)
     for model, calls in models:
-        planned = calls.planned + sum(each.planned for outer, each in models if _contains(outer, model))
+        planned = calls.planned + sum(each.planned for each in outside.get(id(model), ()))
         of_model = of_optimizer.get(model)
         if of_model is None or of_model.calls is not calls:
             of_model = of_optimizer[model] = _OfOptimizer(_trains(stepping, model), calls)
@@ -156,9 +157,17 @@ def _look(models: list[tuple[torch.nn.Module, Calls]], optimizer: Callable[[], t
             _look_at(of_model, stepping, model, calls, planned)
 
 
-def _contains(outer: torch.nn.Module, model: torch.nn.Module) -> bool:
-    """Whether ``model`` is a part of ``outer``, so that planned calls of that are planned for it too."""
-    return outer is not model and any(each is model for each in outer.modules())
+def _counted_with(models: list[tuple[torch.nn.Module, Calls]]) -> dict[int, list[Calls]]:
+    """By id of each model the counts of those that it is a part of: planned calls of these are planned for it too."""
+    found: dict[int, list[Calls]] = {}
+    if len(models) < 2:
+        return found
+    fitted = {id(model) for model, _ in models}
+    for outer, calls in models:
+        for each in outer.modules():
+            if id(each) in fitted and each is not outer:
+                found.setdefault(id(each), []).append(calls)
+    return found
 
 
 def _look_at(

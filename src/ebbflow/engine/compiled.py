@@ -145,16 +145,22 @@ class Capture:
         """The call that is captured, which ends once the joint graph is at hand, or once it is known that none is."""
 
         def attempt() -> Unplanned | NothingToTrain:
+            over = False
             try:
                 errors = translated_errors(call.module, call.args, call.kwargs, answers=self.answers)
                 with signals_wait(), errors as self._conditions, self._marked((call.args, call.kwargs)):
-                    self._stance.compiling(self._compiled, *arguments)
+                    try:
+                        self._stance.compiling(self._compiled, *arguments)
+                    except (Unplanned, NothingToTrain):
+                        over = True
+                        raise
             except (Unplanned, NothingToTrain) as found:
                 return found
             except BaseException:
-                self.made = False
-                self._forget()
-                self._begin()
+                if not over:  # else a signal that has waited raises this, and what was captured until then stays
+                    self.made = False
+                    self._forget()
+                    self._begin()
                 raise
             raise InternalError("a step ran while it was captured")
 

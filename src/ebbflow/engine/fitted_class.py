@@ -32,6 +32,7 @@ from ebbflow.errors import UsageError
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.leftovers import leave, watches_of
 from ebbflow.measurement.resident import device_of, tensors_in
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.graphs import own_names_of
 from ebbflow.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
 
@@ -75,6 +76,8 @@ def _made(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[
         announced = any("__init_subclass__" in vars(each) for each in plain.__mro__[:-1])
         return meta(plain.__name__, (_Unannounced, plain) if announced else (plain,), names)
     except Exception as error:
+        if raised_by_a_handler(error):
+            raise
         raise UsageError(
             f"{plain.__name__} lets no class be derived from it ({type(error).__name__}: {error}), and a fitted "
             "model's is; put the model into a module of your own (a class whose forward calls it) and fit that",

@@ -13,6 +13,7 @@ from ebbflow.step.machine import is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
+from ebbflow.units import format_count
 
 __all__ = ["given_plan_here", "start_here"]
 
@@ -83,7 +84,7 @@ def start_here(plan: Plan | None, program: Program) -> list[Schedule]:
 def _program_difference(plan: Plan, ours: Program) -> str:
     theirs = plan.program
     if len(ours.ops) != len(theirs.ops):
-        return f"program: the plan's has {len(theirs.ops)} ops, this one {len(ours.ops)}"
+        return f"program: the plan's has {format_count(len(theirs.ops), 'op')}, this one {len(ours.ops)}"
     for a, b in zip(ours.ops, theirs.ops, strict=True):
         if (a.target, a.views) != (b.target, b.views):
             return f"program: the plan's has {b.target}{b.views} where this one has {a.target}{a.views}"

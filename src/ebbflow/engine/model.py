@@ -45,7 +45,7 @@ from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.eager_answers import Answers
 from ebbflow.torch_seams.storages import walk
 from ebbflow.transfers.ways import Way
-from ebbflow.units import Budget, format_bytes
+from ebbflow.units import Budget, format_bytes, format_count
 
 __all__ = ["FittedModel"]
 
@@ -205,9 +205,9 @@ class FittedModel:
             return
         what = changed()
         reason = (
-            f"{self.plain_class.__name__} has been captured {count - (in_a_row > _MOST_IN_A_ROW)} times for the same "
-            "inputs: something that its step depends on changes between calls (a number that counts steps, a list or a "
-            "dictionary that grows)"
+            f"{self.plain_class.__name__} has been captured "
+            f"{format_count(count - (in_a_row > _MOST_IN_A_ROW), 'time')} for the same inputs: something that its step "
+            "depends on changes between calls (a number that counts steps, a list or a dictionary that grows)"
         ) + (f". It was captured where {what}, which this call is not" if what else "")
         remedy = (
             "keep counters in tensors (register_buffer), and append to lists outside of the forward, where its "

@@ -220,6 +220,12 @@ def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, gu
             "The loss outside the model is not in these figures: the first step measures what it takes. "
             "Leave room for it above smallest_bytes"
         )
+    if not now.accumulating and (made := _gradient_bytes(wanted.program)):
+        error.add_note(
+            "These figures are for gradients that are cleared before each step. Where they are accumulated, "
+            f"some {format_bytes(made)} of them are resident from the second micro-batch on, whose smallest "
+            "budget is that much larger"
+        )
     if model.optimizer is not None and model.offloaded is None:
         for hint in offload_hint(model.optimizer, now.module, error, wanted.program, wanted.resident_bytes):
             error.add_note(hint)
@@ -278,6 +284,11 @@ def _ends_of(model: FittedModel, now: Circumstances) -> list[StepEnd]:
         return [hooks]
     state = replace(model.offloaded.end, summed=now.accumulating)
     return [state, replace(hooks, held_bytes=state.held_bytes)]
+
+
+def _gradient_bytes(program: Program) -> int:
+    """What the gradients take that the step makes."""
+    return sum(program.buffers[each].bytes for each in set(program.gradients))
 
 
 def _granted_bytes(model: FittedModel) -> int:

@@ -1,7 +1,7 @@
 """Why a call waits: what is told of a step that is captured, or planned again for the capture that there is.
 
 A plan is made again where none of those at hand holds (``plans.holding``). What stands in their way is looked
-for in this order:
+for in this order, and where a loss is known now that was not, what is resident is told of as well:
 
 1. there is none: the budget was set anew;
 2. something that was not known when they were made is known now: a loss outside, another forward;
@@ -30,26 +30,29 @@ CHANGED = (
 def reason_of(model: FittedModel, step: Step, now: Circumstances) -> str:
     """Why a call of ``step`` has no plan that holds."""
     if step.captured is None:
-        return CHANGED if model.knows(now) else FIRST
+        return CHANGED if model.knows(now) and not step.capture.made else FIRST
     return f"planned again, since {_news(model, step, now)}"
 
 
 def _news(model: FittedModel, step: Step, now: Circumstances) -> str:
     if not step.executables:
         return "another budget was set"
+    measured = ""
     if any(each.provisional for each in step.executables) and not is_guess(model, step, now):
-        return "what happens between forward and backward, such as a loss outside the model, is measured now"
+        measured = "what happens between forward and backward, such as a loss outside the model, is measured now"
     own = [each for each in step.executables if now.accumulating or not each.accumulates]
     if not own:
-        return "gradients are no longer accumulated"
+        return measured or "gradients are no longer accumulated"
     resident = resident_bytes(step, now)
     short = min(resident + each.needs_bytes - each.plan.budget_bytes for each in own)
     if short <= 0:
-        return "a backward retains its graph" if model.retains(now) else "more happens between forward and backward"
+        more = "a backward retains its graph" if model.retains(now) else "more happens between forward and backward"
+        return measured or more
     if now.flying_bytes:
-        what = ": another forward is in flight"
+        what = "another forward is in flight"
     elif now.accumulating:
-        what = ": gradients are accumulated, or were not cleared before the forward"
+        what = "gradients are accumulated, or were not cleared before the forward"
     else:
-        what = ""
-    return f"{format_bytes(short)} more are resident than the plans at hand have room for{what}"
+        what = "more is resident"
+    full = f"{what}: with that the plans at hand would go over the budget by {format_bytes(short)}"
+    return f"{measured}, and {full}" if measured else full

@@ -46,6 +46,7 @@ from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.torch_seams.stance import NO_FRAMES
 from ebbflow.torch_seams.trees import tree_leaves
+from ebbflow.units import format_count
 
 __all__ = ["train"]
 
@@ -162,6 +163,12 @@ def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
         step.look_at_inputs(asked.inputs, call)
         leave(watches_of(step.captured.constants))
         asked.inputs.clear()
+    except (NothingToTrain, StaleCapture):
+        raise
+    except BaseException:
+        if step.capture.made:  # it was captured when a signal came, which has waited; the next call needs no other
+            model.keep(step, now)
+        raise
     else:
         raise AssertionError("a step without a plan ran")
 
@@ -170,7 +177,7 @@ def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program
     """The program with seconds and workspaces; those of a plan that the user gave are the plan's own."""
     if model.given_plan is not None:
         return captured.program
-    model.options.progress(Progress(f"profiling its {len(captured.program.ops)} ops"))
+    model.options.progress(Progress(f"profiling its {format_count(len(captured.program.ops), 'op')}"))
     return with_measured_costs(captured.program, captured.calls, now.device)
 
 

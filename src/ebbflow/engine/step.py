@@ -24,7 +24,7 @@ from ebbflow.measurement.resident import hidden_in, storages_in
 from ebbflow.step.plan import Plan
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
-from ebbflow.units import format_allowed, format_bytes
+from ebbflow.units import format_allowed, format_bytes, format_count
 
 __all__ = ["Step"]
 
@@ -72,7 +72,8 @@ class Step:
         measured = "not measured" if above is None else f"measured {format_bytes(plan.resident_bytes + above)}"
         return (
             f"<Step of {plan.case}, {self.phase.name.lower()}: planned {format_bytes(plan.predicted_peak_bytes)} of "
-            f"{format_allowed(plan.budget_bytes)}, {measured}, {self.verified_buffers} buffers verified>"
+            f"{format_allowed(plan.budget_bytes)}, {measured}, "
+            f"{format_count(self.verified_buffers, 'buffer')} verified>"
         )
 
     @property

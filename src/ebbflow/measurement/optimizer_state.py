@@ -18,7 +18,7 @@ import torch
 
 from ebbflow.errors import UsageError
 from ebbflow.measurement.resident import kept_by, optimizers_in, stepping, storages_in, tensors_in
-from ebbflow.signals import signals_wait
+from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
 __all__ = ["future_state_bytes", "future_state_sizes", "options_of"]
@@ -110,6 +110,8 @@ def _tries(
             with quiet_log(), sizes_only(), numbers_are(answer):
                 found = list(storages_in(_state_after(kind, options, like, tuple(like.shape))).values())
         except Exception as error:  # any optimizer of the user's may raise anything here
+            if raised_by_a_handler(error):
+                raise
             yield error
         else:
             yield found
@@ -120,6 +122,8 @@ def _tries(
     try:
         state = _state_after(kind, options, like, shape)
     except Exception as error:  # likewise
+        if raised_by_a_handler(error):
+            raise
         yield error
     else:
         yield [_scaled_bytes(each, shape, like, known) for each in state]

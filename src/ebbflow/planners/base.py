@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 from ebbflow.step.status import Status
-from ebbflow.units import format_gap, format_percent
+from ebbflow.units import format_bytes, format_gap, format_percent
 
 if TYPE_CHECKING:  # programs need numpy, which who asks for names alone has no need of
     from ebbflow.step.machine import Link, Machine
@@ -79,11 +79,13 @@ class Progress:
         stage: what it is doing, in a few words.
         best_overhead: overhead of the best schedule so far, or ``None``.
         bound: proven lower bound on the overhead so far, or ``None``.
+        smallest_bytes: the least budget for which a schedule is known so far, or ``None`` where none is looked for.
     """
 
     stage: str
     best_overhead: float | None = None
     bound: float | None = None
+    smallest_bytes: int | None = None
 
     def __str__(self) -> str:
         known: list[str] = []
@@ -93,6 +95,8 @@ class Progress:
             known.append(f"bound {format_percent(self.bound)}")
         if self.best_overhead is not None and self.bound is not None:
             known.append(f"gap {format_gap(self.best_overhead - self.bound)}")
+        if self.smallest_bytes is not None:
+            known.append(f"smallest so far {format_bytes(self.smallest_bytes)}")
         return f"{self.stage}: {', '.join(known)}" if known else self.stage
 
 

@@ -1,5 +1,7 @@
 """What a long call says of itself where nobody asked it to tell: nothing for two seconds, then that it goes on.
 
+And what it was at when Ctrl-C ended it, which a note of the ``KeyboardInterrupt`` says.
+
 1. On a terminal: one line with a moving bar on standard error, which changes while the call goes on and is gone with
    it.
 2. Elsewhere: one line through ``logging``, as a warning of the logger ``ebbflow``, which is shown where nobody has set
@@ -19,7 +21,9 @@ from contextlib import contextmanager
 
 from ebbflow.planners.base import Progress
 
-__all__ = ["Narrator", "aloud", "narrated"]
+__all__ = ["INTERRUPTED", "Narrator", "aloud", "interrupted_at", "interruption_noted", "narrated"]
+
+INTERRUPTED = "ebbflow was interrupted at this: "
 
 AFTER_SECONDS = 2.0
 TICK_SECONDS = 0.25
@@ -42,6 +46,35 @@ class Narrator:
 
 aloud = Narrator()
 """What ``progress`` is by default."""
+
+
+@contextmanager
+def interruption_noted(progress: Callable[[Progress], None]) -> Generator[Callable[[Progress], None]]:
+    """While open, a ``KeyboardInterrupt`` gets a note of what was told last; gives what is to be told.
+
+    Args:
+        progress: told everything too.
+    """
+    last: Progress | None = None
+
+    def tell(each: Progress) -> None:
+        nonlocal last
+        last = each
+        progress(each)
+
+    try:
+        yield tell
+    except KeyboardInterrupt as error:
+        if last is not None:
+            interrupted_at(error, last)
+        raise
+
+
+def interrupted_at(error: BaseException, progress: Progress) -> None:
+    """Note in ``error`` what it interrupted; of several notes each is of what is around the one before it."""
+    note = f"{INTERRUPTED}{progress}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 @contextmanager
@@ -90,9 +123,9 @@ def _on_terminal() -> bool:
 
 
 def _with(progress: Progress, why: str) -> str:
-    """What goes on, and why it takes so long unless that says it."""
+    """What goes on, and why it takes so long unless that is in it; a narrow terminal shows what changes."""
     text = str(progress)
-    return text if why in text else f"{text}: {why}"
+    return text if why in text else f"{text}; {why}"
 
 
 def _line(doing: str, seconds: float) -> str:

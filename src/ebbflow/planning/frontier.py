@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ebbflow.errors import BudgetError
-from ebbflow.planners import Progress, Status
+from ebbflow.planners import Interrupt, Progress, Status
 from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.pipeline import PlanningOptions, make_plan, smallest_told
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -66,14 +66,17 @@ def frontier(
         end: as there.
         options: how to plan; its planner is not looked at.
     """
-    unplanned = end.unplanned_bytes(program, resident_bytes)
+    within_bytes = sorted({end.budget_bytes(each, program, resident_bytes, reserve_bytes) for each in budgets})
     machine = options.machine
     links = {} if machine is None else {tier: machine.links[tier] for tier in options.tiers if tier in machine.links}
-    smallest_of(program)  # every plan asks for it; found here, no planner's seconds have it in them
+    # Every plan asks for the smallest; found here, no planner's seconds have it in them.
+    tell = smallest_told(options.progress, None, lambda above: resident_bytes + reserve_bytes + above)
+    never = Interrupt() if options.interrupt is None else options.interrupt.without_limit()
+    smallest_of(program, interrupt=never, tell=tell)
     if links:
-        smallest_of(program, links=links)
+        smallest_of(program, interrupt=never, links=links, tell=tell)
     seeds: dict[str, Schedule] = {}
-    for budget_bytes in sorted({budget.resolve(unplanned) for budget in budgets}):
+    for budget_bytes in within_bytes:
         for planner in planners:
             begin = time.perf_counter()
             within = f"{planner} within {format_allowed(budget_bytes)}"

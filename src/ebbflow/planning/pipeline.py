@@ -12,10 +12,11 @@ from ebbflow.planners import Interrupt, Problem, Progress, Status, planner_named
 from ebbflow.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, finds_smallest, moves_buffers, silent
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.hybrid.floor import floor_with_tiers
+from ebbflow.planners.narration import interruption_noted
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.shape_plans import Buckets
-from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
+from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
 from ebbflow.step.legality import check
 from ebbflow.step.machine import Machine, catalogue
 from ebbflow.step.plan import Plan
@@ -24,9 +25,9 @@ from ebbflow.step.provenance import Planned, Provenance
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of, simulate
 from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget, format_allowed, format_bytes, format_share
+from ebbflow.units import Budget, format_allowed, format_bytes
 
-__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan"]
+__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,9 @@ class PlanningOptions:
     """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
     buckets: Buckets | None = None
     """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
+
+    takes_shares: bool = True
+    """Whether a refusal may advise a share: for one caller a budget is always in bytes."""
 
     @staticmethod
     def of(options: Options) -> PlanningOptions:
@@ -96,15 +100,28 @@ def make_plan(
         UsageError: for an unknown planner, or a tier to which the machine has no link.
     """
     options = options or PlanningOptions()
-    options = replace(options, progress=changes_to(options.progress))
+    with interruption_noted(changes_to(options.progress)) as progress:
+        told = replace(options, progress=progress)
+        return _best_plan(program, budget, resident_bytes, reserve_bytes, end, seeds, told)
+
+
+def _best_plan(
+    program: Program,
+    budget: Budget,
+    resident_bytes: int,
+    reserve_bytes: int,
+    end: StepEnd,
+    seeds: Sequence[Schedule],
+    options: PlanningOptions,
+) -> Plan:
+    """What :func:`make_plan` gives."""
     plan_with = planner_named(options.planner)
     options = _with_tiers(options)
     begin = time.perf_counter()
     unplanned_above = unplanned_bytes(program)
-    budget_bytes = budget.resolve(end.unplanned_bytes(program, resident_bytes))
-    if budget.share is not None and budget.share >= 1.0:  # what is kept in reserve is part of the step as it is run
-        budget_bytes = max(budget_bytes, resident_bytes + reserve_bytes + unplanned_above)
-    above_budget = budget_bytes - resident_bytes - reserve_bytes
+    budget_bytes = end.budget_bytes(budget, program, resident_bytes, reserve_bytes)
+    held = resident_bytes + reserve_bytes
+    above_budget = budget_bytes - held
     interrupt = Interrupt() if options.interrupt is None else options.interrupt
     if options.time_limit_seconds is not None:
         interrupt = interrupt.or_after(options.time_limit_seconds)
@@ -124,10 +141,14 @@ def make_plan(
     problem = replace(problem, seeds=tuple(each for each in seeds if not each.moves or _is_legal(problem, each)))
     floor_above, floor_op = floor_with_tiers(program, links) if links else floor_bytes(program)
     end_needs = end.needed_bytes(program, resident_bytes)
+
+    def budget_of(above_bytes: int) -> int:
+        return max(end_needs, held + above_bytes)
+
     if budget_bytes < end_needs:
-        plan_bytes = resident_bytes + reserve_bytes + _smallest(problem, options)[0]
+        plan_bytes = held + _smallest(problem, options, smallest_told(options.progress, None, budget_of))[0]
         if plan_bytes <= end_needs:  # else any plan that is known is too large already
-            raise end.error(program, resident_bytes, budget_bytes)
+            raise end.error(program, resident_bytes, budget_bytes, takes_shares=options.takes_shares)
     known, planned = _known(problem, options)
     smallest: Schedule | None = None
     if known is not None:
@@ -137,8 +158,9 @@ def make_plan(
         problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(problem, each))))
         answer = plan_with(problem) if finds_smallest(options.planner) else None  # so that plans come sooner
         best = None if answer is None or answer.schedule is None else _overhead(problem, answer.schedule)
-        options.progress(Progress("looking for the smallest workable budget", best))
-        smallest_above, smallest = _smallest(problem, options)
+        tell_smallest = smallest_told(options.progress, best, budget_of)
+        tell_smallest(unplanned_above)
+        smallest_above, smallest = _smallest(problem, options, tell_smallest)
         if above_budget >= smallest_above:
             problem = replace(problem, seeds=(*problem.seeds, smallest))
         answer = answer or plan_with(problem)
@@ -148,17 +170,18 @@ def make_plan(
         raise _budget_error(
             program,
             budget_bytes,
-            floor=resident_bytes + reserve_bytes + floor_above,
-            smallest=max(end_needs, resident_bytes + reserve_bytes + smallest_above),
-            resident=resident_bytes + reserve_bytes,
-            unplanned=resident_bytes + unplanned_above,
+            floor=held + floor_above,
+            smallest=budget_of(smallest_above),
+            resident=held,
+            reserve=reserve_bytes,
+            unplanned=end.unplanned_bytes(program, resident_bytes),
             floor_op=floor_op,
-            planner=options.planner,
-            machine=options.machine,
             tiers=tuple(links),
+            options=options,
+            interrupted=interrupt.interrupted,
         )
     if budget_bytes < end_needs:  # a planner has found a smaller plan than were known
-        raise end.error(program, resident_bytes, budget_bytes)
+        raise end.error(program, resident_bytes, budget_bytes, takes_shares=options.takes_shares)
     # A planner may get below what the search for the smallest reached.
     smallest_above = min(smallest_above, simulate(program, answer.schedule, options.machine).above_bytes)
     if options.cache is not None and known is None:
@@ -175,9 +198,9 @@ def make_plan(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
         reserve_bytes=reserve_bytes,
-        floor_bytes=resident_bytes + reserve_bytes + floor_above,
+        floor_bytes=held + floor_above,
         floor_op=floor_op,
-        smallest_bytes=max(end_needs, resident_bytes + reserve_bytes + smallest_above),
+        smallest_bytes=budget_of(smallest_above),
         bound=answer.bound,
         bound_class=answer.bound_class,
         plan_seconds=time.perf_counter() - begin,
@@ -219,14 +242,28 @@ def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | N
     return fitted, Planned.SEARCHED if fitted is None else Planned.ADAPTED
 
 
-def _smallest(problem: Problem, options: PlanningOptions) -> tuple[int, Schedule]:
+def smallest_told(
+    progress: Callable[[Progress], None], best: float | None, budget_of: Callable[[int], int]
+) -> Callable[[int], None]:
+    """Tells ``progress`` of ever smaller budgets, given bytes above the step's start and what budget they need."""
+    least: int | None = None
+
+    def tell(above_bytes: int) -> None:
+        nonlocal least
+        least = above_bytes if least is None else min(above_bytes, least)
+        progress(Progress("looking for the smallest workable budget", best, smallest_bytes=budget_of(least)))
+
+    return tell
+
+
+def _smallest(problem: Problem, options: PlanningOptions, tell: Callable[[int], None]) -> tuple[int, Schedule]:
     """The least bytes above a step's start for which a schedule is known, and that schedule.
 
     It is told to users: a time limit must not make it larger than it is.
     """
     known = None if options.buckets is None else options.buckets.smallest(problem)
     limitless = problem.interrupt.without_limit()
-    return known or smallest_of(problem.program, interrupt=limitless, links=problem.links)
+    return known or smallest_of(problem.program, interrupt=limitless, links=problem.links, tell=tell)
 
 
 def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:
@@ -283,30 +320,33 @@ def _budget_error(
     floor: int,
     smallest: int,
     resident: int,
+    reserve: int,
     unplanned: int,
     floor_op: int,
-    planner: str,
-    machine: Machine | None,
     tiers: tuple[str, ...],
+    options: PlanningOptions,
+    interrupted: bool,
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
     if budget >= smallest:
         text = (
-            f"planner {planner!r} found no schedule within the budget of {format_allowed(budget)} ({budget} bytes); "
-            f"another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
+            f"planner {options.planner!r} found no schedule within the budget of {format_allowed(budget)} "
+            f"({budget} bytes); another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
         )
     else:
-        share = format_share(smallest, unplanned)
         text = (
             f"a budget of {format_allowed(budget)} ({budget} bytes) is too small: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
-            f"({smallest} bytes, {share} of the unplanned peak). "
+            f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
             f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
             f"no schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
             f"which is pinned by {pin}. "
-            f"Ask for {smallest} bytes or {share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), "
-            "or give the step smaller inputs" + ("" if machine is None else _machines_for(smallest, machine))
+            f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}, "
+            "or give the step smaller inputs"
+            + ("" if options.machine is None else _machines_for(smallest, options.machine))
         )
+    if interrupted:
+        text += ". The search was interrupted: a longer one may find a plan within less"
     return BudgetError(
         text,
         budget_bytes=budget,

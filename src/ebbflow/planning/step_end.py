@@ -6,6 +6,8 @@
    left, which were resident before. A hook on a parameter meets all of them.
 3. A budget has to hold the step's end too. A share is of the peak of the unplanned step with what it holds of that from
    its start on, or of the end, where that is more.
+4. What is kept in reserve is in no peak, so a small step may need more than its whole unplanned peak. A share of 100 %
+   or more has the reserve on top wherever the unplanned step needs it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from ebbflow.errors import BudgetError
 from ebbflow.step.program import Program, analysis
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
-from ebbflow.units import format_allowed, format_bytes, format_share
+from ebbflow.units import Budget, format_allowed, format_bytes, format_share
 
-__all__ = ["NOTHING_AFTER", "StepEnd", "end_bytes", "most_of"]
+__all__ = ["NOTHING_AFTER", "StepEnd", "budget_to_ask_for", "end_bytes", "most_of", "share_of_unplanned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +54,24 @@ class StepEnd:
         held = resident_bytes + unplanned_bytes(program) + self.held_bytes
         return max(held, self.needed_bytes(program, resident_bytes))
 
-    def error(self, program: Program, resident_bytes: int, budget_bytes: int) -> BudgetError:
+    def budget_bytes(self, budget: Budget, program: Program, resident_bytes: int, reserve_bytes: int) -> int:
+        """What ``budget`` allows, a share with the reserve where it has to be in it (definition 4)."""
+        allowed = budget.resolve(self.unplanned_bytes(program, resident_bytes))
+        if budget.share is not None and budget.share >= 1.0:
+            allowed = max(allowed, resident_bytes + reserve_bytes + unplanned_bytes(program))
+        return allowed
+
+    def error(
+        self, program: Program, resident_bytes: int, budget_bytes: int, *, takes_shares: bool = True
+    ) -> BudgetError:
         """Why ``budget_bytes`` are too few for a step's end, which needs more than its plan."""
         needed = self.needed_bytes(program, resident_bytes)
-        share = format_share(needed, self.unplanned_bytes(program, resident_bytes))
+        unplanned = self.unplanned_bytes(program, resident_bytes)
         return BudgetError(
             f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what}, take "
             f"{format_bytes(self.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes, "
-            f"{share} of the unplanned peak) are taken at its end, whatever the plan. Ask for {needed} bytes or "
-            f"{share.replace(' ', '')} or more (of a fitted model: ebbflow.set_budget), or {self.remedy}",
+            f"{share_of_unplanned(needed, unplanned)}) are taken at its end, whatever the plan. "
+            f"Ask for {budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}, or {self.remedy}",
             budget_bytes=budget_bytes,
             floor_bytes=needed,
             smallest_bytes=needed,
@@ -70,6 +81,29 @@ class StepEnd:
 
 
 NOTHING_AFTER = StepEnd(0)
+
+
+def share_of_unplanned(needed_bytes: int, unplanned_bytes: int, reserve_bytes: int = 0) -> str:
+    """``"79.13 % of the unplanned peak"``; of more than 100 % also why (definition 4)."""
+    share = f"{format_share(needed_bytes, unplanned_bytes)} of the unplanned peak"
+    if needed_bytes <= unplanned_bytes or not reserve_bytes:
+        return share
+    return f"{share}, in which the reserve of {format_bytes(reserve_bytes)} ({reserve_bytes} bytes) is not counted"
+
+
+def budget_to_ask_for(needed_bytes: int, unplanned_bytes: int, *, takes_shares: bool) -> str:
+    """Budgets that hold ``needed_bytes``, each accepted by whoever is told so.
+
+    Args:
+        needed_bytes: no more than the unplanned step needs with its reserve.
+        unplanned_bytes: the peak that shares are of.
+        takes_shares: whether the budget of whoever is told may be a share.
+    """
+    if not takes_shares:
+        return f"{needed_bytes} bytes or more"
+    share = "100%" if needed_bytes > unplanned_bytes else format_share(needed_bytes, unplanned_bytes).replace(" ", "")
+    on_top = " (the reserve is then added)" if needed_bytes > unplanned_bytes else ""
+    return f"{needed_bytes} bytes or {share}{on_top} or more (of a fitted model: ebbflow.set_budget)"
 
 
 def most_of(ends: Iterable[StepEnd], program: Program) -> StepEnd:

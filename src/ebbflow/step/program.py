@@ -24,6 +24,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
+from ebbflow.units import format_count
+
 __all__ = ["COPY_BACK", "Buffer", "Op", "Program", "analysis"]
 
 COPY_BACK = "ebbflow.copy_back.default"
@@ -319,7 +321,8 @@ class Program:
         return program_from_graph(data, name=name)
 
     def __str__(self) -> str:
-        lines = [f"program {self.name}: {len(self.ops)} ops, {len(self.buffers)} buffers, boundary {self.boundary}"]
+        size = f"{format_count(len(self.ops), 'op')}, {format_count(len(self.buffers), 'buffer')}"
+        lines = [f"program {self.name}: {size}, boundary {self.boundary}"]
         for index, op in enumerate(self.ops):
             if index == self.boundary:
                 lines.append("  -- boundary --")

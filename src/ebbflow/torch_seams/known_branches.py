@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.fake_tensors import without_modes
 from ebbflow.torch_seams.graphs import expression_of, hint_of
 from ebbflow.torch_seams.patches import Attribute, patched
@@ -190,7 +191,9 @@ def _computed(graph: fx.GraphModule, numbers: Any) -> bool | None:
     try:
         with without_modes(), torch.no_grad():
             outcome = bool(fx.Interpreter(graph).run(*numbers))
-    except Exception:
+    except Exception as error:
+        if raised_by_a_handler(error):
+            raise
         return None
     finally:
         drawn = [not torch.equal(old, new) for old, new in zip(before, _random_states(), strict=True)]

@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import _guards
 from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
 __all__ = [
@@ -285,8 +286,11 @@ def _explaining(callback: Any, code: types.CodeType) -> Callable[..., Any]:
     def refuse(frame: Any, *args: Any, **kwargs: Any) -> Any:
         reasons: list[str] = []
         for entry in _debug_get_cache_entry_list(frame.f_code):
-            with suppress(Exception):  # of an entry whose guards are gone nobody can say more
+            try:
                 reasons.append(get_guard_fail_reason_helper(entry.guard_manager, frame.f_locals, None, None))
+            except Exception as error:  # of an entry whose guards are gone nobody can say more
+                if raised_by_a_handler(error):
+                    raise
         raise NotCompiled("; ".join(reasons))
 
     return _for(code, callback, refuse)

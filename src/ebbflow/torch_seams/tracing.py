@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpoints
 
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.leaves import leaves_traced
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
 
@@ -122,6 +123,8 @@ def _raise_own(below: Callable[..., Any]) -> Callable[..., Any]:
         try:
             theirs = variable.value(*values, **named)
         except Exception as error:
+            if raised_by_a_handler(error):
+                raise
             theirs = error
         ended: Any = Unsupported(f"raises {type(theirs).__name__}")
         ended._ebbflow_raised = theirs

@@ -20,6 +20,7 @@ import torch
 
 from ebbflow.cost.call import call_with, same_strides
 from ebbflow.cost.profile import run_alone
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.dispatcher import OpOverload, is_composite, schema_of
 from ebbflow.torch_seams.fake_tensors import (
@@ -64,7 +65,9 @@ def _true_strides(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         try:
             with without_modes():
                 reals = pytree.tree_leaves(run_alone(call))
-        except Exception:  # a kernel may refuse synthetic inputs; then the description stands
+        except Exception as error:  # a kernel may refuse synthetic inputs; then the description stands
+            if raised_by_a_handler(error):
+                raise
             reals = []
         found = [tuple(r.stride()) if isinstance(r, torch.Tensor) else None for r in reals]
         _measured[call.signature] = tuple(found) if len(found) == len(fakes) else (None,) * len(fakes)

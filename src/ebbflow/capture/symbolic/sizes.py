@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ebbflow.errors import CaptureError
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import FakeTensorMode
 from ebbflow.torch_seams.graphs import expression_of
@@ -128,6 +129,8 @@ class _Writer:
             with self._mode, torch.no_grad():
                 value = node.target(*args, **kwargs)
         except Exception as error:
+            if raised_by_a_handler(error):
+                raise
             raise NotAtTheseSizes(f"{node.target} refuses these sizes: {error}") from error
         self._compare(node, value)
         self._copy(node, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ebbflow.planners.base import Interrupt
 from ebbflow.planners.hybrid import local_search
@@ -22,7 +22,12 @@ STEPS = (0.12, 0.03, 0.01, 0.003)  # share of the peak taken off at once; the ne
 
 
 def smallest_with_tiers(
-    program: Program, links: Mapping[str, Link], start: Schedule, effort: int, interrupt: Interrupt
+    program: Program,
+    links: Mapping[str, Link],
+    start: Schedule,
+    effort: int,
+    interrupt: Interrupt,
+    tell: Callable[[int], None],
 ) -> tuple[int, Schedule]:
     """A schedule with a peak as low as is found, or within 1.5 % of the floor, whatever its time.
 
@@ -32,6 +37,7 @@ def smallest_with_tiers(
         start: the schedule of least memory that moves nothing.
         effort: moves in all.
         interrupt: when to stop with what was reached.
+        tell: called with the bytes above the step's start that each step down reaches.
 
     Returns:
         Bytes above the step's start, and the schedule.
@@ -43,7 +49,7 @@ def smallest_with_tiers(
         if choice is not None and (not found or min(found, key=lambda each: each[0])[0] > ENOUGH * floor):
             state.load_choice(choice)
             state.allow_work(effort * RUNS_PER_MOVE)
-            _descend(state, int(ENOUGH * floor), interrupt)
+            _descend(state, int(ENOUGH * floor), interrupt, tell)
             found.append((state.peak_bytes, state.choice))
     state.load_choice(min(found, key=lambda each: each[0])[1])
     schedules = [(simulate(program, start).above_bytes, 0, start), (state.peak_bytes, 1, state.to_schedule())]
@@ -51,7 +57,7 @@ def smallest_with_tiers(
     return above, schedule
 
 
-def _descend(state: HybridState, target: int, interrupt: Interrupt) -> None:
+def _descend(state: HybridState, target: int, interrupt: Interrupt, tell: Callable[[int], None]) -> None:
     """Lower the peak step by step, as far as repairing works."""
     level = 0
     while state.peak_bytes > target and not interrupt and not state.exhausted and level < len(STEPS):
@@ -59,6 +65,7 @@ def _descend(state: HybridState, target: int, interrupt: Interrupt) -> None:
         before = state.choice
         if any(_reached(state, before, goal, interrupt, lane) for lane in (0.0, 0.5)):
             level = max(level - 1, 0)
+            tell(state.peak_bytes)
         else:
             state.load_choice(before)
             level += 1

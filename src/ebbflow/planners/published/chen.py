@@ -33,6 +33,7 @@ from ebbflow.planners.published.segments import (
     separators,
 )
 from ebbflow.step.program import Program
+from ebbflow.units import format_count
 
 __all__ = [
     "ap_greedy",
@@ -99,7 +100,7 @@ def _sqrt(problem: Problem, candidates: Sequence[int]) -> Answer:
     if not problem.interrupt:
         checkpoints = sqrt_checkpoints(candidates)
         segments = segments_between(problem.program, checkpoints)
-        trials.measure(f"{len(checkpoints)} checkpoints", residents_of_segments(problem.program, segments))
+        trials.measure(format_count(len(checkpoints), "checkpoint"), residents_of_segments(problem.program, segments))
     return trials.answer()
 
 
@@ -146,7 +147,7 @@ class _SizeSearch:
         if checkpoints not in self._known:
             segments = segments_between(self.problem.program, checkpoints)
             residents = residents_of_segments(self.problem.program, segments)
-            setting = f"segments above {size} bytes, {len(checkpoints)} checkpoints"
+            setting = f"segments above {size} bytes, {format_count(len(checkpoints), 'checkpoint')}"
             self._known[checkpoints] = self.trials.measure(setting, residents)
         return self._known[checkpoints]
 

@@ -25,6 +25,7 @@ from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.chen import sqrt_checkpoints
 from ebbflow.planners.published.segments import Trials, articulation_points, residents_of_segments, segments_between
 from ebbflow.step.program import Program
+from ebbflow.units import format_count
 
 __all__ = ["blocks_of", "per_block"]
 
@@ -44,7 +45,9 @@ def per_block(problem: Problem) -> Answer:
 
     def fits(first: int) -> bool:
         segments = [number if number < first else -1 for number in block]
-        over, _ = trials.measure(f"{first} of {count} blocks", residents_of_segments(program, segments, kept))
+        over, _ = trials.measure(
+            f"{first} of {format_count(count, 'block')}", residents_of_segments(program, segments, kept)
+        )
         return not over
 
     stride = -(-count // STRIDES)

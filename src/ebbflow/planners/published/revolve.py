@@ -30,6 +30,7 @@ from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.segments import Trials, last_forward_reads, residents_since, separators
 from ebbflow.planners.search.reruns_from_kept import Residents
 from ebbflow.step.program import Program
+from ebbflow.units import format_count
 
 __all__ = ["forward_steps_again", "residents_with_slots", "revolve", "slots_when_reversing"]
 
@@ -46,7 +47,10 @@ def revolve(problem: Problem) -> Answer:
     for slots in _slot_numbers(steps):
         if problem.interrupt:
             break
-        over, _ = trials.measure(f"{slots} slots, {steps} steps", residents_with_slots(problem.program, slots))
+        over, _ = trials.measure(
+            f"{format_count(slots, 'slot')}, {format_count(steps, 'step')}",
+            residents_with_slots(problem.program, slots),
+        )
         if not over:
             break
     return trials.answer()

@@ -32,6 +32,7 @@ from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.planners.search.jit import Ints
 from ebbflow.planners.search.reruns_from_kept import Residents, reruns_for_residents
 from ebbflow.step.program import Program
+from ebbflow.units import format_count
 
 __all__ = ["chain"]
 
@@ -255,7 +256,7 @@ def chain(problem: Problem) -> Answer:
         cuts = _cuts(problem.program, width)
         if cuts and cuts not in tried and not problem.interrupt:
             tried.append(cuts)
-            found.tell(f"chain of {len(cuts)} steps")
+            found.tell(f"chain of {format_count(len(cuts), 'step')}")
             _search(found, cuts)
     return checked(problem, found, {"steps": ", ".join(str(len(cuts)) for cuts in tried)})
 

@@ -101,7 +101,7 @@ def by_layer(program: Program, groups: Sequence[Hashable]) -> Coarse:
         ValueError: if there is not one label per op.
     """
     if len(groups) != len(program.ops):
-        raise ValueError(f"there are {len(groups)} labels for {len(program.ops)} ops; give one label per op")
+        raise ValueError(f"there is not one label per op ({len(groups)} for {len(program.ops)}); give one label per op")
     found: list[list[int]] = []
     for o, label in enumerate(groups):
         if found and o != program.boundary and groups[o - 1] == label:

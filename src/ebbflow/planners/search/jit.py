@@ -21,7 +21,7 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
@@ -34,6 +34,8 @@ from numba.core.datamodel import models
 from numba.core.sigutils import normalize_signature  # pyright: ignore[reportUnknownVariableType]
 from numba.extending import register_model  # pyright: ignore[reportUnknownVariableType]
 from numpy.typing import NDArray
+
+from ebbflow.signals import raised_by_a_handler
 
 __all__ = ["Ints", "Words", "apart", "inner", "sources_digest"]
 
@@ -65,6 +67,16 @@ COMPILED = ("chains", "hybrid", "published", "search")
 _compiling = threading.RLock()
 
 
+@contextlib.contextmanager
+def _kept_going() -> Generator[None]:
+    """What goes wrong inside is of no matter, unless a signal's handler has raised it."""
+    try:
+        yield
+    except Exception as error:
+        if raised_by_a_handler(error):
+            raise
+
+
 class _Cache:
     """Numba's cache of one function, whose defects are misses.
 
@@ -79,14 +91,16 @@ class _Cache:
         """The compiled function, or ``None``."""
         try:
             return self._cache.load_overload(*arguments)
-        except Exception:  # files are pickles: a damaged one may raise anything
-            with contextlib.suppress(Exception):
+        except Exception as error:  # files are pickles: a damaged one may raise anything
+            if raised_by_a_handler(error):
+                raise
+            with _kept_going():
                 self._cache.flush()  # or what is compiled now could not be added
             return None
 
     def save_overload(self, *arguments: Any) -> None:
         """Keep a compiled function, if that can be."""
-        with contextlib.suppress(Exception):  # likewise, and disks are full
+        with _kept_going():  # likewise, and disks are full
             self._cache.save_overload(*arguments)
 
     def __getattr__(self, name: str) -> Any:

@@ -100,7 +100,15 @@ def anneal(
         state.load(state.best_reruns())
 
 
-def descend(state: IntervalState, target: int, seed: int, interrupt: Interrupt, *, moves: int) -> bool:
+def descend(
+    state: IntervalState,
+    target: int,
+    seed: int,
+    interrupt: Interrupt,
+    *,
+    moves: int,
+    tell: Callable[[int], None] | None = None,
+) -> bool:
     """Lower the peak a few percent at a time from a state that fits its own peak; whether ``target`` was reached.
 
     From a plan that fits, each step has little to repair, so this reaches far lower peaks than repairing at the
@@ -112,6 +120,7 @@ def descend(state: IntervalState, target: int, seed: int, interrupt: Interrupt, 
         seed: of the random choices.
         interrupt: looked at between steps.
         moves: annealing moves in all.
+        tell: called with the peak after each step down, bytes above the start.
     """
     level, tries, left = 0, 0, moves
     while state.peak_bytes > target and not interrupt and not state.exhausted:
@@ -121,6 +130,8 @@ def descend(state: IntervalState, target: int, seed: int, interrupt: Interrupt, 
         if repair(state, goal, interrupt) or repair(state, goal, interrupt, share=0.6):
             clean_up(state, goal)
             level, tries = max(level - 1, 0), 0
+            if tell is not None:
+                tell(state.peak_bytes)
             spend = min(DESCENT_MOVES, left)
             anneal(state, goal, spend, seed + left, interrupt)
             left -= spend

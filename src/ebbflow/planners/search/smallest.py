@@ -7,7 +7,7 @@ is not, before a descent begins.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
@@ -30,8 +30,15 @@ NEAR_ENOUGH = 1.1  # where a stand-in's schedule is carried: descending a large 
 ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and is needed by nobody
 
 
+def _nobody(_: int) -> None:
+    """Nobody wants to be told."""
+
+
 def smallest_schedule(
-    program: Program, effort: int = DEFAULT_EFFORT, interrupt: Interrupt | None = None
+    program: Program,
+    effort: int = DEFAULT_EFFORT,
+    interrupt: Interrupt | None = None,
+    tell: Callable[[int], None] = _nobody,
 ) -> tuple[int, Schedule]:
     """A schedule with a peak as low as is found, or within 1.5 % of the floor, whatever its time.
 
@@ -39,6 +46,7 @@ def smallest_schedule(
         program: with costs.
         effort: local-search moves in all.
         interrupt: when to stop with what was reached.
+        tell: called with the bytes above the step's start that some schedule reaches, whenever one is found.
 
     Returns:
         Bytes above the step's start, and the schedule.
@@ -55,20 +63,23 @@ def smallest_schedule(
             for carried in small.lift(_descended(IntervalState(small.program), moves, interrupt, early=False)):
                 state.load(carried)
                 peaks.append((state.peak_bytes, carried))
+                tell(state.peak_bytes)
             if min(peaks)[0] <= NEAR_ENOUGH * floor:
                 break
     placements = (False, True) if small is None else (False,)  # on a large program each takes seconds
     enough = (ENOUGH if small is None else NEAR_ENOUGH) * floor
     for early in placements:
         if min(peaks)[0] > enough and not interrupt:
-            _descended(state, effort // 2, interrupt, early=early)
+            _descended(state, effort // 2, interrupt, early=early, tell=tell)
             peaks.append((state.peak_bytes, state.reruns))
     state.load(min(peaks)[1])
     schedule = state.to_schedule()
     return simulate(program, schedule).above_bytes, schedule
 
 
-def _descended(state: IntervalState, effort: int, interrupt: Interrupt, *, early: bool) -> Schedule:
+def _descended(
+    state: IntervalState, effort: int, interrupt: Interrupt, *, early: bool, tell: Callable[[int], None] = _nobody
+) -> Schedule:
     """The schedule to which one descends from the unplanned step, with reruns placed ``early`` or right before use.
 
     A rerun long before its use, or moves at random, give every block another pattern: what a few blocks can hold, more
@@ -81,7 +92,7 @@ def _descended(state: IntervalState, effort: int, interrupt: Interrupt, *, early
     state.load([])
     state.allow_early(early)
     state.allow_work(round(effort * RUNS_PER_MOVE * min(1.0, FULL_WORK_OPS / len(program.ops))))
-    local_search.descend(state, int(ENOUGH * floor), 0, interrupt, moves=effort)
+    local_search.descend(state, int(ENOUGH * floor), 0, interrupt, moves=effort, tell=tell)
     return state.to_schedule()
 
 
@@ -93,6 +104,7 @@ def smallest_of(
     effort: int = DEFAULT_EFFORT,
     interrupt: Interrupt | None = None,
     links: Mapping[str, Link] | None = None,
+    tell: Callable[[int], None] = _nobody,
 ) -> tuple[int, Schedule]:
     """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program.
 
@@ -101,6 +113,7 @@ def smallest_of(
         effort: as for :func:`smallest_schedule`.
         interrupt: likewise.
         links: to the tiers that buffers may be moved to.
+        tell: as for :func:`smallest_schedule`.
     """
     key = (_identity(program), effort, tuple(sorted(links.items())) if links else ())
     if key not in _SMALLEST:
@@ -109,10 +122,10 @@ def smallest_of(
         if links:
             from ebbflow.planners.hybrid.smallest import smallest_with_tiers
 
-            start = smallest_of(program, effort, interrupt)[1]
-            found = smallest_with_tiers(program, links, start, effort, interrupt or Interrupt())
+            start = smallest_of(program, effort, interrupt, tell=tell)[1]
+            found = smallest_with_tiers(program, links, start, effort, interrupt or Interrupt(), tell)
         else:
-            found = smallest_schedule(program, effort=effort, interrupt=interrupt)
+            found = smallest_schedule(program, effort=effort, interrupt=interrupt, tell=tell)
         if interrupt:
             return found  # cut short: a later call may find less
         _SMALLEST[key] = found

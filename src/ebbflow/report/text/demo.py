@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ebbflow.step.plan import Plan
-from ebbflow.units import format_allowed, format_bytes, format_gap, format_percent, format_seconds
+from ebbflow.units import format_allowed, format_bytes, format_count, format_gap, format_percent, format_seconds
 
 __all__ = ["DemoRecord", "write_demo"]
 
@@ -135,10 +135,12 @@ def _facts(record: DemoRecord) -> list[str]:
     losses = ", ".join(f"{record.losses[step - 1]:.4f} at {step}" for step in shown)
     share = plan.budget_bytes / record.unplanned_peak_bytes
     return [
-        f"model       {plan.case}, {len(plan.program.ops)} ops, trained on the Python standard library's sources",
+        f"model       {plan.case}, {format_count(len(plan.program.ops), 'op')}, "
+        "trained on the Python standard library's sources",
         f"budget      {format_percent(share)} of the unplanned peak, {format_percent(_eager_share(record))} of eager's",
         *_bound(record),
-        f"recomputed  {record.recomputed} ops a step; {record.verified_buffers} buffers verified in the first step",
+        f"recomputed  {format_count(record.recomputed, 'op')} a step; "
+        f"{format_count(record.verified_buffers, 'buffer')} verified in the first step",
         f"losses      {losses}",
     ]
 

@@ -8,7 +8,7 @@ from typing import TextIO
 from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.report.records.diagnosis import Break, Findings, OpGroup, Place
 from ebbflow.report.text.plan import counted_of, origins_of, room_of
-from ebbflow.units import format_allowed, format_bytes, format_percent, format_share
+from ebbflow.units import format_allowed, format_bytes, format_count, format_percent, format_share
 
 __all__ = ["write_break", "write_findings"]
 
@@ -39,16 +39,23 @@ def _facts(found: Findings) -> list[str]:
     backward = found.ops - found.forward_ops
     lines = [
         f"doctor for {found.case}: the step is one graph",
-        _fact("step", f"{found.ops} ops ({found.forward_ops} forward, {backward} backward), {found.buffers} buffers"),
+        _fact(
+            "step",
+            f"{format_count(found.ops, 'op')} ({found.forward_ops} forward, {backward} backward), "
+            f"{format_count(found.buffers, 'buffer')}",
+        ),
         _fact(
             "peak",
             f"{format_bytes(peak)} unplanned: {format_bytes(found.resident_bytes)} resident, "
             f"{format_bytes(peak - found.resident_bytes)} above",
         ),
-        _fact("smallest", f"{_with_share(found.smallest_bytes, peak)}: the least budget for which a plan was found"),
+        _fact(
+            "smallest",
+            f"{_with_share(found, found.smallest_bytes)}: the least budget for which a plan was found",
+        ),
         _fact(
             "floor",
-            f"{_with_share(found.floor_bytes, peak)}: no plan with {AS_CAPTURED} has a budget below; "
+            f"{_with_share(found, found.floor_bytes)}: no plan with {AS_CAPTURED} has a budget below; "
             f"pinned by {found.floor.at}",
         ),
     ]
@@ -84,8 +91,11 @@ def _facts(found: Findings) -> list[str]:
     return lines
 
 
-def _with_share(part: int, whole: int) -> str:
-    return f"{format_bytes(part)}, {format_share(part, whole)} of the peak"
+def _with_share(found: Findings, part: int) -> str:
+    """A budget, and what it is of the unplanned peak; of a small step it is more, because of the reserve."""
+    peak = found.baseline_peak_bytes
+    reserved = f" (with {format_bytes(found.reserve_bytes)} in reserve)" if part > peak and found.reserve_bytes else ""
+    return f"{format_bytes(part)}, {format_share(part, peak)} of the peak{reserved}"
 
 
 def _groups_of_ops(key: str, groups: Sequence[OpGroup], text: str) -> list[str]:

@@ -20,7 +20,7 @@ from ebbflow.errors import UsageError
 from ebbflow.step.program import Op, Program
 from ebbflow.step.schedule import Compute, Free, Offload, Reload, Schedule, kept_outputs
 from ebbflow.step.simulate import Timeline
-from ebbflow.units import format_bytes, format_seconds
+from ebbflow.units import format_bytes, format_count, format_seconds
 
 __all__ = ["explain"]
 
@@ -280,13 +280,15 @@ class _Story:
         if not own or producer is None:
             return ""
         op = self._program.ops[producer]
-        text = f"{format_seconds(len(own) * op.seconds)} for {_runs(len(own))} of {op.name}"
+        text = f"{format_seconds(len(own) * op.seconds)} for {format_count(len(own), 'run')} of {op.name}"
         chain = self._chain(own)
         if chain:
             names = list(dict.fromkeys(self._program.ops[o].name for o in chain))
             more = f" and {len(names) - _SHOWN_OPS} more" if len(names) > _SHOWN_OPS else ""
             seconds = format_seconds(sum(self._program.ops[o].seconds for o in chain))
-            text += f"; {seconds} for {_runs(len(chain))} before that: {', '.join(names[:_SHOWN_OPS])}{more}"
+            text += (
+                f"; {seconds} for {format_count(len(chain), 'run')} before that: {', '.join(names[:_SHOWN_OPS])}{more}"
+            )
         return text
 
     def _chain(self, reruns: list[int]) -> list[int]:
@@ -310,12 +312,8 @@ class _Story:
 
 def _told(what: str, gaps: list[str]) -> str:
     more = f" and {len(gaps) - _SHOWN_OPS} more" if len(gaps) > _SHOWN_OPS else ""
-    times = "once" if len(gaps) == 1 else f"{len(gaps)} times"
+    times = "once" if len(gaps) == 1 else format_count(len(gaps), "time")
     return f"{what} {times}: {', '.join(gaps[:_SHOWN_OPS])}{more}"
-
-
-def _runs(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
 
 
 def _named(op: Op) -> str:

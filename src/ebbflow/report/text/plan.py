@@ -8,7 +8,15 @@ from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.step.plan import Plan
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
 from ebbflow.step.schedule import Compute, Offload, Reload
-from ebbflow.units import format_allowed, format_bytes, format_gap, format_percent, format_seconds, format_share
+from ebbflow.units import (
+    format_allowed,
+    format_bytes,
+    format_count,
+    format_gap,
+    format_percent,
+    format_seconds,
+    format_share,
+)
 
 __all__ = [
     "counted_of",
@@ -63,7 +71,7 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
             f"{format_seconds(plan.baseline_seconds)})",
         ),
         ("bound", f"{bound}{gap}"),
-        ("reruns", f"{again} of {len(ops)} ops"),
+        ("reruns", f"{again} of {format_count(len(ops), 'op')}"),
         *(("moves", text) for text in moves_of(plan)),
         ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least budget for which a plan was found"),
         ("floor", f"{format_bytes(plan.floor_bytes)} of any budget with {AS_CAPTURED}, pinned by {pin}"),
@@ -84,8 +92,8 @@ def moves_of(plan: Plan) -> list[str]:
         out = [b for b, to in tier_of.items() if to == tier]
         again = [b for b in back if tier_of[b] == tier]
         lines.append(
-            f"{format_bytes(sum(sizes[b] for b in out))} to the {tier} in {len(out)} buffers, "
-            f"{format_bytes(sum(sizes[b] for b in again))} back in {len(again)} reloads"
+            f"{format_bytes(sum(sizes[b] for b in out))} to the {tier} in {format_count(len(out), 'buffer')}, "
+            f"{format_bytes(sum(sizes[b] for b in again))} back in {format_count(len(again), 'reload')}"
         )
     timeline = plan.timeline
     lines.append(

@@ -11,6 +11,7 @@ from rich.status import Status
 from rich.text import Text
 
 from ebbflow.planners.base import Progress
+from ebbflow.planners.narration import interrupted_at
 from ebbflow.units import format_seconds
 
 __all__ = ["ProgressDisplay"]
@@ -19,7 +20,7 @@ PLAIN_SECONDS = 1.0  # between two plain lines of one stage: a log should not sc
 
 
 class ProgressDisplay:
-    """Shows stages and what a planner tells.
+    """Shows stages and what a planner tells; Ctrl-C that ends them gets a note of what was shown last.
 
     Args:
         stream: written to; a terminal gets one changing line, anything else a line per stage and one a second.
@@ -30,6 +31,7 @@ class ProgressDisplay:
         console = Console(file=stream)
         self._status = Status("", console=console) if console.is_terminal else None
         self._begin = time.monotonic()
+        self._last: Progress | None = None
         self._stage = ""
         self._last_text: str = ""
         self._last_seconds = -PLAIN_SECONDS
@@ -44,6 +46,8 @@ class ProgressDisplay:
     ) -> None:
         if self._status is not None:
             self._status.stop()
+        if isinstance(error, KeyboardInterrupt) and self._last is not None:
+            interrupted_at(error, self._last)
 
     def stage(self, text: str) -> None:
         """Say what is done now."""
@@ -51,6 +55,7 @@ class ProgressDisplay:
 
     def __call__(self, progress: Progress) -> None:
         """Show what a planner tells."""
+        self._last = progress
         text = str(progress)
         elapsed = time.monotonic() - self._begin
         if self._status is not None:

@@ -1,0 +1,118 @@
+"""The largest batch of several: found with few questions, each of which costs a plan or a capture.
+
+1. Sizes of a step are affine in its batch where its ops are the same at every batch, and its seconds nearly so: two
+   captures give the steps between, the better the nearer they are (``interpolated``).
+2. A batch is *judged* by a plan within the budget and the limit on the overhead. Planning ends as soon as one is found
+   or a bound proves that there is none (``judged``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from ebbflow._api.estimate import AheadStep
+from ebbflow.errors import BudgetError
+from ebbflow.planners import Interrupt, Progress
+from ebbflow.planners.base import finds_smallest
+from ebbflow.planning.pipeline import PlanningOptions
+from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
+from ebbflow.units import Budget
+
+__all__ = ["interpolated", "judged", "largest", "one_forward"]
+
+MOST = 1 << 20
+SURE = 1e-4  # of overhead: how far from the limit a plan or a bound is that needs no second look
+
+
+def one_forward(program: Program) -> float:
+    """The overhead of running the whole forward once more (Checkmate §6.4, equation 10)."""
+    forward = sum(op.seconds for op in program.ops[: program.boundary])
+    return forward / program.seconds if program.seconds else 0.0
+
+
+def largest(fits: Callable[[int], bool], guess: int = 1, coarse: int = 1) -> int:
+    """The largest batch that ``fits``, looked for from ``guess`` in growing steps, then between; 0 if none does.
+
+    Args:
+        fits: whether a batch does; one that is smaller than one that does fits too.
+        guess: 1 or more; asked first.
+        coarse: how far the answer may be below the largest, plus 1; also the first step.
+    """
+    low = high = guess
+    step = coarse
+    if fits(guess):
+        while low + step <= MOST and fits(low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+    else:
+        while (low := max(high - step, 0)) and not fits(low):
+            high, step = low, 2 * step
+    while high - low > (coarse if low else 1):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def interpolated(
+    small: AheadStep, large: AheadStep, batches: tuple[int, int] = (2, 4)
+) -> Callable[[int], AheadStep] | None:
+    """The step at any batch from those at two ``batches``; ``None`` if their ops differ."""
+    (low, high), one, other = batches, small.program, large.program
+    same = len(one.ops) == len(other.ops) and len(one.buffers) == len(other.buffers)
+    same = same and (one.boundary, one.forward_outputs, one.gradients) == (
+        other.boundary,
+        other.forward_outputs,
+        other.gradients,
+    )
+    if not same or any(
+        (a.target, a.inputs, a.outputs) != (b.target, b.inputs, b.outputs)
+        for a, b in zip(one.ops, other.ops, strict=True)
+    ):
+        return None
+
+    def between(a: float, b: float, batch: int) -> float:
+        return max(a + (b - a) * (batch - low) / (high - low), 0)
+
+    def at(batch: int) -> AheadStep:
+        buffers = tuple(
+            replace(a, bytes=round(between(a.bytes, b.bytes, batch)))
+            for a, b in zip(one.buffers, other.buffers, strict=True)
+        )
+        ops = tuple(
+            replace(
+                a,
+                seconds=between(a.seconds, b.seconds, batch),
+                workspace_bytes=round(between(a.workspace_bytes, b.workspace_bytes, batch)),
+            )
+            for a, b in zip(one.ops, other.ops, strict=True)
+        )
+        resident = round(between(small.resident_bytes, large.resident_bytes, batch))
+        return replace(small, program=replace(one, ops=ops, buffers=buffers), resident_bytes=resident)
+
+    return at
+
+
+def judged(step: AheadStep, budget: Budget, limit: float | None, options: PlanningOptions) -> Plan | None:
+    """A plan of ``step`` within ``budget`` and ``limit``, not the best; ``None`` if there is none (definition 2)."""
+    known = (options.interrupt or Interrupt()).or_after(math.inf)
+    bound_holds = options.planner == "auto" and not step.tiers  # others may leave the class of a bound that they tell
+
+    def tell(progress: Progress) -> None:
+        best, bound = progress.best_overhead, progress.bound
+        fits = best is not None and (limit is None or best <= limit - SURE)
+        too_slow = bound_holds and limit is not None and bound is not None and bound > limit + SURE
+        asked_in_vain = best is None and progress.smallest_bytes is not None and finds_smallest(options.planner)
+        if fits or too_slow or asked_in_vain:
+            known.set()
+
+    try:
+        plan = step.plan(budget, replace(options, interrupt=known, progress=tell))
+    except BudgetError:
+        return None
+    return plan if limit is None or plan.overhead <= limit else None
