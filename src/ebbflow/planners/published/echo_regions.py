@@ -5,9 +5,10 @@ Definitions (the *forward* is ``ops[:boundary]``):
    (definition 4). All others are *cheap*.
 2. A *region* is a set of cheap ops: from the forward's ends, walk backward through cheap ops; the border that ends a
    walk begins another. Then, for every buffer that an op of the region, or the border that it was walked from,
-   reads, walk forward from its other readers to the next border or end, and backward again, to the fixpoint: whether
-   a shared buffer can go depends on all branches that read it. The fixpoint does not depend on where one begins:
-   it is what hangs together if readers of one buffer do, and a cheap op and its readers do.
+   reads, and every other output of its ops, walk forward from the other readers to the next border or end, and
+   backward again, to the fixpoint: whether a shared buffer can go depends on all branches that read it. The fixpoint
+   does not depend on where one begins: it is what hangs together if readers of one buffer do, and a cheap op and its
+   readers do. (The authors' walks come to readers of a second output in a later region, which then has that op too.)
 3. The *level* of an op is the largest number of heavy ops (policy ``INPUTS``) on a way to it, itself included. A cheap
    op *carries* a cheap input over a *step* if its level is above the input's: what else it reads came through a heavy
    op that the input has passed by. An LSTM's ``c' = f * c + i * g`` carries ``c``, for ``f`` comes from a product of
