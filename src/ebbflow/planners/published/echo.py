@@ -12,9 +12,9 @@ released in MXNet (pull request 18228, ``src/nnvm/gradient.cc``), told for joint
    steps between them: the longer a chain, the smaller the stash, and the more of it is alive at once when it is made
    again. The cheapest plan that fits is the answer, the one of the smallest cap where several cost the same.
 
-What differs: parameters and inputs are no buffers and release nothing; a budget that the unplanned step fits gets that
-step, as from all baselines (Echo itself would make its stash small all the same); nothing is said of the order of the
-backward, and MXNet's search over its memory planner's match ranges has nothing here to do.
+What differs: parameters and inputs are no buffers and release nothing (a tanh of an input is made again, where MXNet's
+code, for which the input's bytes are released, keeps it); a budget that the unplanned step fits gets that step, as from
+all baselines (Echo itself would make its stash small all the same); and the order of the backward stays as captured.
 """
 
 from __future__ import annotations
