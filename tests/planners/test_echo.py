@@ -430,6 +430,6 @@ def test_attention_is_made_again_and_no_product_is(translation: Program):
 def test_auto_is_not_worse_at_the_same_peak(translation: Program):
     state = IntervalState(translation)
     state.load(reruns_for_residents(translation, residents_of(translation, decided(translation, 0))))
-    answer = planner_named("auto")(Problem(translation, state.peak_bytes, effort=2000))
+    answer = planner_named("auto")(Problem(translation, state.peak_bytes, effort=500))
     assert answer.schedule is not None
     assert simulate(translation, answer.schedule).seconds / translation.seconds - 1 <= state.overhead + 1e-9
