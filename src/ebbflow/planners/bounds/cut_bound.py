@@ -42,7 +42,7 @@ from ebbflow.planners.base import LARGE_OPS, Interrupt
 from ebbflow.planners.bounds.cut_basis import CutBasis, Names, Start
 from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.planners.search.orders import CapturedOrder
-from ebbflow.planners.solvers.highs import Model, solve
+from ebbflow.planners.solvers.highs import ROOM, Model, solve
 from ebbflow.step.program import Program
 
 __all__ = ["CutBound", "CutModel", "CutSolved", "cut_bound", "cut_bounds", "quick_bound"]
@@ -249,7 +249,7 @@ class CutModel:
         terms = [(c, size[b].bytes / unit) for b, c in self.keep[j].items() if not self.model.lower[c]]
         terms += [(c, program.ops[i].state_bytes / unit) for i, c in self.rerun[j].items() if program.ops[i].random]
         terms = [(c, value) for c, value in terms if value > 0]
-        self.row[j][-1, -1] = self._row("bytes", terms, -math.inf, left / unit + 1e-9)
+        self.row[j][-1, -1] = self._row("bytes", terms, -math.inf, left / unit + ROOM)
 
     def _served(self, j: int, b: int) -> list[tuple[int, float]]:
         producer = self.program.buffers[b].producer

@@ -49,6 +49,7 @@ from ebbflow.planners.bounds.cut_bound import PERCENT, CutModel
 from ebbflow.planners.hybrid.floor import tiers_of
 from ebbflow.planners.hybrid.rounding import Load
 from ebbflow.planners.search.orders import CapturedOrder
+from ebbflow.planners.solvers.highs import ROOM
 from ebbflow.step.machine import Link
 from ebbflow.step.program import Program
 
@@ -185,7 +186,7 @@ class LaneModel(CutModel):
                 if to == tier
             ]
             if sum(size for _, size in sizes) > 1.0:
-                self._row("capacities", sizes, -math.inf, 1.0 + 1e-9)
+                self._row("capacities", sizes, -math.inf, 1.0 + ROOM)
 
     def _transfers(self) -> dict[str, list[Transfer]]:
         """By lane."""

@@ -28,6 +28,7 @@ from ebbflow.planners.bounds.cut_bound import PERCENT
 from ebbflow.planners.hybrid.cut_lanes import LaneModel, Transfer
 from ebbflow.planners.hybrid.rounding import Load
 from ebbflow.planners.search.orders import CapturedOrder
+from ebbflow.planners.solvers.highs import ROOM
 from ebbflow.step.machine import Link
 from ebbflow.step.program import Program
 
@@ -121,7 +122,7 @@ class SpanModel(LaneModel):
         merged: dict[int, float] = {}
         for column, value in terms:
             merged[column] = merged.get(column, 0.0) + value / unit
-        self._row(block, [each for each in merged.items() if each[1]], -math.inf, left / unit + 1e-9)
+        self._row(block, [each for each in merged.items() if each[1]], -math.inf, left / unit + ROOM)
         return True
 
     def _left(self, j: int, *, before: bool = False) -> float:

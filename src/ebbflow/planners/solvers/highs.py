@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 
 from ebbflow.planners.base import Interrupt
 
-__all__ = ["Basis", "Model", "Solved", "solve"]
+__all__ = ["ROOM", "Basis", "Model", "Solved", "solve"]
+
+ROOM = 1e-6
+"""By how much a bound's row of bytes, scaled to 1, is wider: HiGHS' feasibility tolerance in integer programs. With a
+thousandth of that, branch and bound cut off a plan that filled its budget to the byte, and the bound was above it."""
 
 Terms = Iterable[tuple[int, float]]
 
