@@ -254,10 +254,11 @@ HOMES = {
     "retention": "ebbflow.planners.published.moccasin",
     "revolve": "ebbflow.planners.published.revolve",
     "swap": "ebbflow.planners.published.swap",
+    "tflms": "ebbflow.planners.published.tflms",
 }
 """Per planner of this package its module, imported when it is first asked for: most need numba, some a solver."""
 
-NEED_TIERS = frozenset({"swap"})
+NEED_TIERS = frozenset({"swap", "tflms"})
 """Planners of :data:`HOMES` whose plans are about moving buffers: entry points refuse them where there is no tier."""
 
 _REGISTRY: dict[str, Planner] = {}

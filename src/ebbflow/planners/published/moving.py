@@ -9,18 +9,21 @@ Definitions (*stages*, *loads* and *holds* are those of ``hybrid.choice``):
    before it comes back, once the copy is *written*: it is held until then, as far as the budget has room. Where it has
    none, computing waits for the copy, as an allocator does that waits for memory to be given back.
 
+4. A system that is given a number, of which the byte budget says nothing, is searched for the least that fits:
+   :func:`count_that_fits`, which is ours.
+
 Everything is judged by the simulator; a system's own estimates only decide what is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 
-from ebbflow.planners.base import Answer, Problem, Status, tiers_order
+from ebbflow.planners.base import Answer, Problem, Progress, Status, tiers_order
 from ebbflow.planners.hybrid.choice import Choice, schedule_of
 from ebbflow.planners.hybrid.floor import tiers_of
 from ebbflow.planners.keep_all import keep_all
@@ -37,6 +40,7 @@ __all__ = [
     "answer_of",
     "backward_reads",
     "begins",
+    "count_that_fits",
     "feature_maps",
     "last_forward_read",
     "latest_load",
@@ -45,6 +49,7 @@ __all__ = [
     "unmoved",
 ]
 
+STRIDES = 16
 NO_TIER = "no tier is given that anything could move to"
 
 
@@ -167,6 +172,37 @@ def measured(problem: Problem, choice: Choice, *, blocking: bool = False) -> Mea
         _cut(problem, found, last, until, copied)
         found = _simulated(problem, replace(choice, holds=_holds(last, until)))
     return found
+
+
+def count_that_fits(problem: Problem, total: int, plan: Callable[[int], Measured], what: str) -> tuple[int, Measured]:
+    """The least count from 1 to ``total`` whose plan fits: in :data:`STRIDES` strides, then one by one in the last.
+
+    Args:
+        problem: what is asked.
+        total: 1 or more.
+        plan: of a count.
+        what: is counted, for progress.
+
+    Returns:
+        The count and its plan; those of ``total`` where none fits, or of the last that was tried.
+    """
+    stride = -(-total // STRIDES)
+    tried, best = 0, plan(min(stride, total))
+    while True:
+        count = min(tried + stride, total)
+        problem.progress(Progress(f"moving {count} of {total} {what}"))
+        best = plan(count) if tried else best
+        fits = best.above_bytes <= problem.above_budget_bytes
+        if fits or count == total or problem.interrupt:
+            break
+        tried = count
+    for fewer in range(tried + 1, count) if fits else ():
+        less = plan(fewer)
+        if less.above_bytes <= problem.above_budget_bytes:
+            return fewer, less
+        if problem.interrupt:
+            break
+    return count, best
 
 
 def answer_of(problem: Problem, found: Measured | None, notes: dict[str, str]) -> Answer:

@@ -9,15 +9,14 @@ Definitions (*feature maps* and *begins* are those of ``published.moving``):
    the last one whose end leaves time for the transfer, so that it is as late as may be without blocking. Transfers that
    share a link are not reckoned with, as published.
 3. The published system is given its threshold. Without one, the largest is searched whose plan fits the budget by the
-   simulator: this search is ours. It counts the feature maps that are swapped, in :data:`STRIDES` strides from the
-   fewest, and one by one within the last stride.
+   simulator: this search is ours. It counts the feature maps that are swapped (``published.moving``, definition 4).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
+from ebbflow.planners.base import Answer, Problem, Status, planner
 from ebbflow.planners.hybrid.choice import Choice
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.moving import (
@@ -27,6 +26,7 @@ from ebbflow.planners.published.moving import (
     answer_of,
     backward_reads,
     begins,
+    count_that_fits,
     feature_maps,
     last_forward_read,
     latest_load,
@@ -38,8 +38,6 @@ from ebbflow.planners.settings import setting
 from ebbflow.units import format_bytes
 
 __all__ = ["SwapSettings", "swap"]
-
-STRIDES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +91,8 @@ def _measured(problem: Problem, swapped: list[int]) -> Measured:
 
 def _searched(problem: Problem, maps: list[int]) -> Answer:
     """Definition 3."""
-    stride = -(-len(maps) // STRIDES)
-    tried = 0
-    while tried < len(maps) and not problem.interrupt:
-        count = min(tried + stride, len(maps))
-        problem.progress(Progress(f"swapping {count} of {len(maps)} feature maps"))
-        found = _measured(problem, maps[:count])
-        if found.above_bytes <= problem.above_budget_bytes:
-            for fewer in range(tried + 1, count):
-                less = _measured(problem, maps[:fewer])
-                if less.above_bytes <= problem.above_budget_bytes:
-                    return answer_of(problem, less, _notes(problem, maps, fewer))
-                if problem.interrupt:
-                    break
-            return answer_of(problem, found, _notes(problem, maps, count))
-        tried = count
-    return answer_of(problem, None, {"chosen": "no threshold gives a plan within the budget"})
+    count, found = count_that_fits(problem, len(maps), lambda each: _measured(problem, maps[:each]), "feature maps")
+    return answer_of(problem, found, _notes(problem, maps, count))
 
 
 def _notes(problem: Problem, maps: list[int], count: int) -> dict[str, str]:
