@@ -247,6 +247,7 @@ HOMES = {
     "greedy": "ebbflow.planners.search.greedy",
     "keep_all": "ebbflow.planners.keep_all",
     "least_memory": "ebbflow.planners.search.smallest",
+    "libra": "ebbflow.planners.published.libra",
     "linearized_greedy": "ebbflow.planners.published.chen",
     "linearized_sqrt": "ebbflow.planners.published.chen",
     "min_cut": "ebbflow.planners.published.min_cut",
@@ -258,7 +259,7 @@ HOMES = {
 }
 """Per planner of this package its module, imported when it is first asked for: most need numba, some a solver."""
 
-NEED_TIERS = frozenset({"swap", "tflms"})
+NEED_TIERS = frozenset({"libra", "swap", "tflms"})
 """Planners of :data:`HOMES` whose plans are about moving buffers: entry points refuse them where there is no tier."""
 
 _REGISTRY: dict[str, Planner] = {}

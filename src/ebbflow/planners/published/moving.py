@@ -17,6 +17,7 @@ Everything is judged by the simulator; a system's own estimates only decide what
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -28,9 +29,10 @@ from ebbflow.planners.hybrid.choice import Choice, schedule_of
 from ebbflow.planners.hybrid.floor import tiers_of
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.search.greedy import assert_within
+from ebbflow.step.arrays import Ints
 from ebbflow.step.machine import Link
 from ebbflow.step.program import Program
-from ebbflow.step.schedule import Compute, Offload, Schedule
+from ebbflow.step.schedule import Action, Compute, Free, Offload, Schedule
 from ebbflow.step.simulate import Timeline, simulate
 
 __all__ = [
@@ -46,6 +48,8 @@ __all__ = [
     "latest_load",
     "measured",
     "moved_bytes",
+    "peak_stage",
+    "prefetched",
     "unmoved",
 ]
 
@@ -146,17 +150,24 @@ class Measured:
         return self.timeline.seconds
 
 
-def measured(problem: Problem, choice: Choice, *, blocking: bool = False) -> Measured:
+def measured(
+    problem: Problem, choice: Choice, *, blocking: bool = False, late_copies: bool = False, late_loads: bool = False
+) -> Measured:
     """A choice with its holds (definition 3), simulated.
 
     Args:
         problem: what is asked.
         choice: without holds.
         blocking: whether computing waits for every copy where its buffer leaves, so that there are no holds.
+        late_copies: whether a copy is issued only where its buffer leaves: with ``blocking`` computing waits for all
+            of it.
+        late_loads: whether a load is put off to where the budget has room for it.
     """
     program = problem.program
+    if late_loads:
+        choice = _put_off(problem, choice)
     if blocking or not choice.loads:
-        return _simulated(problem, choice)
+        return _simulated(problem, choice, late_copies=late_copies)
     loaded: dict[int, int] = {}
     for b, stage in choice.loads:
         loaded[b] = min(stage, loaded.get(b, stage))
@@ -216,14 +227,44 @@ def answer_of(problem: Problem, found: Measured | None, notes: dict[str, str]) -
     return Answer(Status.TIME_LIMIT if problem.interrupt else Status.FEASIBLE, found.schedule, notes=notes)
 
 
+def prefetched(problem: Problem, choice: Choice, sooner: Mapping[int, float] | None = None) -> Choice:
+    """A choice whose loads stand where they are read, with each as late as its lane lets it be in time, by estimate.
+
+    Ways back of one lane are lined up from the last one on, so that no two are under way at once.
+
+    Args:
+        problem: what is asked.
+        choice: without holds.
+        sooner: per buffer, by how many seconds it is to be there before it is read.
+    """
+    program, begin = problem.program, begins(problem.program)
+    free: dict[str, float] = {}
+    loads: set[tuple[int, int]] = set()
+    for b, stage in sorted(choice.loads, key=lambda each: (-each[1], each[0])):
+        link = problem.links[choice.tiers[b]]
+        lane, seconds = link.lane("in"), link.seconds(program.buffers[b].bytes, "in")
+        use, first = _next_use(program, choice, b, stage), _last_use(program, choice, b, stage) + 1
+        due = min(begin[use] - (sooner or {}).get(b, 0.0), free.get(lane, begin[-1]))
+        at = bisect_right(begin, due - seconds, first, use + 1) - 1
+        if at < program.boundary <= use:
+            due = min(due, begin[program.boundary])
+            at = bisect_right(begin, due - seconds, first, program.boundary) - 1
+            at = at if at >= first else min(max(first, program.boundary), use)
+        loads.add((b, max(at, first)))
+        free[lane] = due - seconds
+    return replace(choice, loads=frozenset(loads))
+
+
 def unmoved(problem: Problem, why: str) -> Answer:
     """The unplanned step as an answer, with the reason why nothing moves."""
     answer = keep_all(problem)
     return replace(answer, notes={"chosen": f"nothing: {why}"})
 
 
-def _simulated(problem: Problem, choice: Choice) -> Measured:
+def _simulated(problem: Problem, choice: Choice, *, late_copies: bool = False) -> Measured:
     schedule = schedule_of(problem.program, choice)
+    if late_copies:
+        schedule = _copied_late(schedule)
     return Measured(choice, schedule, simulate(problem.program, schedule, problem.machine))
 
 
@@ -240,6 +281,41 @@ def _last_use(program: Program, choice: Choice, b: int, stage: int) -> int:
     return max(reads, default=producer)
 
 
+def _copied_late(schedule: Schedule) -> Schedule:
+    """The same with each copy issued right before its buffer leaves for the first time."""
+    copies = {each.buffer: each for each in schedule.actions if isinstance(each, Offload)}
+    actions: list[Action] = []
+    for action in schedule.actions:
+        if isinstance(action, Free) and action.buffer in copies:
+            actions.append(copies.pop(action.buffer))
+        if not isinstance(action, Offload):
+            actions.append(action)
+    return Schedule(tuple(actions))
+
+
+def _put_off(problem: Problem, choice: Choice) -> Choice:
+    """Loads that come earlier than their readers, as early as the budget has room for them from there on."""
+    program = problem.program
+    used = {each: _next_use(program, choice, *each) for each in choice.loads}
+    latest = replace(choice, loads=frozenset((b, use) for (b, _), use in used.items()))
+    peaks = _stage_peaks(_simulated(problem, latest))
+    loads: set[tuple[int, int]] = set()
+    for (b, stage), use in sorted(used.items(), key=lambda each: (each[1], each[0])):
+        size, first = program.buffers[b].bytes, use
+        while first > stage and peaks[first - 1] + size <= problem.above_budget_bytes:
+            first -= 1
+        peaks[first:use] += size
+        loads.add((b, first))
+    return replace(choice, loads=frozenset(loads))
+
+
+def _next_use(program: Program, choice: Choice, b: int, stage: int) -> int:
+    """The first stage from ``stage`` on in which ``b`` is read."""
+    reads = [op for op in program.readers[b] if op >= stage]
+    reads += [t for op, t in choice.reruns if t >= stage and b in program.ops[op].inputs]
+    return min(reads, default=stage)
+
+
 def _first_runs(found: Measured) -> list[int]:
     """Per stage, the action that ends it: the first run of its op."""
     at: list[int] = []
@@ -247,6 +323,17 @@ def _first_runs(found: Measured) -> list[int]:
         if isinstance(action, Compute) and action.op == len(at):
             at.append(index)
     return at
+
+
+def _stage_peaks(found: Measured) -> Ints:
+    """Per stage, the most bytes in it."""
+    runs = _first_runs(found)
+    return np.maximum.reduceat(found.timeline.peak_bytes, [0, *(run + 1 for run in runs[:-1])])
+
+
+def peak_stage(found: Measured) -> int:
+    """The stage in which a plan peaks."""
+    return int(np.argmax(_stage_peaks(found)))
 
 
 def _stage_ends(found: Measured) -> list[float]:
@@ -270,8 +357,7 @@ def _cut(
 ) -> None:
     """End holds earlier where the budget has no room for them, those first whose copies are written first."""
     program = problem.program
-    runs = _first_runs(found)
-    peaks = np.maximum.reduceat(found.timeline.peak_bytes, [0, *(run + 1 for run in runs[:-1])])
+    peaks = _stage_peaks(found)
     by_time = sorted(until, key=lambda b: (copied.get(b, 0.0), b))
     for stage in range(len(peaks)):
         for b in by_time:
