@@ -237,6 +237,7 @@ HOMES = {
     "ap_sqrt": "ebbflow.planners.published.chen",
     "auto": "ebbflow.planners.auto",
     "auto_free": "ebbflow.planners.auto_free",
+    "capuchin": "ebbflow.planners.published.capuchin",
     "chain": "ebbflow.planners.published.rotor",
     "checkmate": "ebbflow.planners.published.checkmate",
     "checkmate_free": "ebbflow.planners.published.checkmate",
@@ -259,7 +260,7 @@ HOMES = {
 }
 """Per planner of this package its module, imported when it is first asked for: most need numba, some a solver."""
 
-NEED_TIERS = frozenset({"libra", "swap", "tflms"})
+NEED_TIERS = frozenset({"capuchin", "libra", "swap", "tflms"})
 """Planners of :data:`HOMES` whose plans are about moving buffers: entry points refuse them where there is no tier."""
 
 _REGISTRY: dict[str, Planner] = {}
