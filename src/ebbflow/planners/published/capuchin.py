@@ -32,14 +32,12 @@ from ebbflow.planners.hybrid.choice import Choice
 from ebbflow.planners.hybrid.floor import tiers_of
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.evicting import Gap, chain_of, choice_of_gaps
+from ebbflow.planners.published.measured import Measured, measured, peak_stage
 from ebbflow.planners.published.moving import (
     NO_TIER,
-    Measured,
     Tiers,
     answer_of,
     begins,
-    measured,
-    peak_stage,
     prefetched,
     unmoved,
 )

@@ -26,16 +26,14 @@ from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
 from ebbflow.planners.hybrid.floor import tiers_of
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.evicting import Gap, choice_of_gaps
+from ebbflow.planners.published.measured import Measured, measured, peak_stage
 from ebbflow.planners.published.moving import (
     NO_TIER,
-    Measured,
     Tiers,
     answer_of,
     backward_reads,
     feature_maps,
     last_forward_read,
-    measured,
-    peak_stage,
     prefetched,
     unmoved,
 )

@@ -7,9 +7,10 @@ Definitions (*feature maps* and *begins* are those of ``published.moving``):
 2. *When*: a swapped feature map leaves after its last read in the forward and comes back once, for the first op of the
    backward that reads it. A trigger op gates the way back: by the static estimates (``published.moving``, definition 2)
    the last one whose end leaves time for the transfer, so that it is as late as may be without blocking. Transfers that
-   share a link are not reckoned with, as published.
+   share a link are not reckoned with, as published. Where the budget has no room for it yet it waits for that, as for
+   an allocator.
 3. The published system is given its threshold. Without one, the largest is searched whose plan fits the budget by the
-   simulator: this search is ours. It counts the feature maps that are swapped (``published.moving``, definition 4).
+   simulator: this search is ours. It counts the feature maps that are swapped (``published.moving``, definition 3).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 from ebbflow.planners.base import Answer, Problem, Status, planner
 from ebbflow.planners.hybrid.choice import Choice
 from ebbflow.planners.keep_all import keep_all
+from ebbflow.planners.published.measured import Measured, measured
 from ebbflow.planners.published.moving import (
     NO_TIER,
-    Measured,
     Tiers,
     answer_of,
     backward_reads,
@@ -30,7 +31,6 @@ from ebbflow.planners.published.moving import (
     feature_maps,
     last_forward_read,
     latest_load,
-    measured,
     moved_bytes,
     unmoved,
 )
@@ -86,7 +86,7 @@ def _measured(problem: Problem, swapped: list[int]) -> Measured:
         if tiers.take(b):
             first, use = last_forward_read(program, b) + 1, backward_reads(program, b)[0]
             loads.add((b, latest_load(program, begin, first, use, tiers.in_seconds(b))))
-    return measured(problem, Choice(loads=frozenset(loads), tiers=tiers.of))
+    return measured(problem, Choice(loads=frozenset(loads), tiers=tiers.of), late_loads=True)
 
 
 def _searched(problem: Problem, maps: list[int]) -> Answer:

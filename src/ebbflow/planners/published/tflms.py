@@ -32,14 +32,13 @@ from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
 from ebbflow.planners.hybrid.choice import Choice
 from ebbflow.planners.hybrid.floor import tiers_of
 from ebbflow.planners.keep_all import keep_all
+from ebbflow.planners.published.measured import Measured, measured
 from ebbflow.planners.published.moving import (
     NO_TIER,
-    Measured,
     Tiers,
     answer_of,
     backward_reads,
     count_that_fits,
-    measured,
     unmoved,
 )
 from ebbflow.planners.published.tflms_graph import Levels, SwapIn, loads_of
