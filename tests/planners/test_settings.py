@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import ebbflow
 from ebbflow.errors import UsageError
 from ebbflow.options import Options
 from ebbflow.planners.base import HOMES, NEED_TIERS, moves_buffers, planner_named, require_planner
@@ -114,3 +117,26 @@ def test_a_plan_keeps_the_whole_text_and_the_cache_tells_settings_apart(tmp_path
     path = tmp_path / "plan.json"
     plans[0].save(path)
     assert Plan.load(path).planner == plans[0].planner
+
+
+def entries() -> dict[str, Callable[..., object]]:
+    """Every public function that takes a planner, as calls that never come to a capture."""
+    model, batch = torch.nn.Linear(2, 2), (torch.ones(2, 2),)
+    return {
+        "fit": lambda planner, **given: ebbflow.fit(model, "50%", planner=planner, **given),
+        "plan": lambda planner, **given: ebbflow.plan(model, batch, budget="50%", planner=planner, **given),
+        "sweep": lambda planner, **given: ebbflow.sweep(model, batch, budgets=["50%"], planners=[planner], **given),
+        "max_batch": lambda planner, **given: ebbflow.max_batch(
+            lambda size: pytest.fail(f"made for {size}"), budget=2**20, planner=planner, **given
+        ),
+        "doctor": lambda planner, **given: ebbflow.doctor(model, batch, planner=planner, **given),
+    }
+
+
+@pytest.mark.parametrize("entry", ["fit", "plan", "sweep", "max_batch", "doctor"])
+def test_every_entry_point_refuses_before_it_captures(entry: str) -> None:
+    call = entries()[entry]
+    with pytest.raises(UsageError, match="planner 'capuchin' moves buffers and needs a tier"):
+        call("capuchin")
+    with pytest.raises(UsageError, match="lb=5 is more than ub=4; tflms accepts"):
+        call("tflms:lb=5,ub=4", tiers="host")

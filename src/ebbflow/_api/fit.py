@@ -114,6 +114,7 @@ def fit(
         planner=planner,
         optimizer=optimizer,
         offload_optimizer=offload_optimizer,
+        tiers=tiers,
         loss=loss,
         gradients=gradients,
         effort=DEFAULT_EFFORT if effort is None else effort,
