@@ -45,7 +45,9 @@ MODELS: dict[str, Callable[[], Case]] = {
     "fcn8": lambda: fcn8(8, image=256),
     "bert": lambda: hf_bert(16, length=512, width=768, heads=12),
     "t5": lambda: hf_t5(16, length=256, width=512),
-    "llama": lambda: llama(8, length=1024, sizes=LlamaSizes(vocabulary=32000, layers=8, width=1024, hidden=2816, heads=16)),
+    "llama": lambda: llama(
+        8, length=1024, sizes=LlamaSizes(vocabulary=32000, layers=8, width=1024, hidden=2816, heads=16)
+    ),
     "lstm_lm": lambda: lstm_lm(64, length=12),
     "nmt": lambda: nmt(64, length=8),
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
-from ebbflow.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, silent
+from ebbflow.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, require_tiers, silent
 from ebbflow.planners.narration import aloud
 from ebbflow.tiers import parse_tiers
 
@@ -43,7 +43,7 @@ class Options:
     """
 
     planner: str = "auto"
-    """Name of the planner."""
+    """Name of the planner, and its settings if it takes any: ``"tflms:version=1,n_tensors=40"``."""
     effort: int = DEFAULT_EFFORT
     """Local-search moves, 1 or more; plans are reproducible for one effort and seed."""
     time_limit: float | None = None
@@ -84,13 +84,24 @@ class Options:
         _check_machine(self.machine)
         _check_gradients(self.gradients)
         _check_start(self.start)
-        parse_tiers(self.tiers)
+        self.require_tiers_for(self.planner)
         require_flag("offload_optimizer", self.offload_optimizer)
         if not isinstance(self.verify, bool) and self.verify != "always":  # pyright: ignore[reportUnnecessaryComparison]
             raise _refusal("verify", self.verify, "True", "False", "'always'")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _refusal("interrupt", self.interrupt, "an ebbflow.planners.Interrupt")
         _check_callable("progress", self.progress, "a function of one argument, such as print")
+
+    def require_tiers_for(self, planner: str) -> None:
+        """Refuse a planner that moves buffers where these options have no tier to move them to.
+
+        Raises:
+            UsageError: naming the machine; or for tiers that are none.
+        """
+        tiers = parse_tiers(self.tiers)
+        target = None if self.machine is None else self.target
+        name, links = (None, None) if target is None else (target.name, tuple(target.links))
+        require_tiers(planner, tiers, name, links)
 
     @property
     def tell(self) -> Callable[[Progress], None]:

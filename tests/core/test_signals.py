@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ebbflow import signals
+from ebbflow.cost.optimizer_step import step_bytes
 from ebbflow.engine.fitted_class import fitted_class
-from ebbflow.measurement.optimizer_step import step_bytes
 from ebbflow.planners.search import jit
 from ebbflow.signals import signals_wait
 

@@ -12,12 +12,14 @@ import pytest
 
 from ebbflow.planners import Answer, Interrupt, Problem, Status, planner_named, planner_names
 from ebbflow.planners.base import silent
-from ebbflow.planners.finalists import FINALISTS, MOST_OPS, best_of_class
-from ebbflow.planners.search.smallest import smallest_schedule
+from ebbflow.planners.finalists import FINALISTS, MOST_OPS, MOVING, best_of_class
+from ebbflow.planners.search.smallest import smallest_of, smallest_schedule
 from ebbflow.step import legality
 from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.step.simulate import overhead_of
 from ebbflow.step.unplanned import unplanned_bytes
+from layered import SIZE, layered, linked
+from random_moves import random_links
 from strategies import chain
 
 EFFORT = 300
@@ -85,6 +87,36 @@ def test_a_better_finalist_is_taken_with_the_same_bound() -> None:
     met = best_of_class(problem, replace(known, bound=overhead_of(program, better.schedule)))
     assert met.status is Status.OPTIMAL
     assert best_of_class(problem, better) == better, "nothing is better than the best"
+
+
+def test_a_better_plan_that_moves_is_taken_where_buffers_may_move() -> None:
+    program, card = layered(10), linked(1.0)
+    problem = Problem(program, unplanned_bytes(program) - 3 * SIZE, machine=card, tiers=("host",), effort=10)
+    poor = planner_named("libra")(problem)
+    assert poor.schedule is not None
+    better = best_of_class(problem, poor)
+    assert better.notes["finalist"] in MOVING
+    assert better.schedule is not None
+    assert overhead_of(program, better.schedule, card) < overhead_of(program, poor.schedule, card)
+    for name in MOVING:
+        theirs = planner_named(name)(problem).schedule
+        assert theirs is None or overhead_of(program, theirs, card) >= overhead_of(program, better.schedule, card)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_auto_is_not_worse_than_published_planners_that_move(seed: int) -> None:
+    """Of sixty seeds the two with which ``auto`` was, before it asked them."""
+    program, rng = program_of(seed), random.Random(seed + 1000)
+    links = random_links(rng, seconds=3e-3, size=6)
+    card = replace(linked(1.0), links=links)
+    smallest, _ = smallest_of(program, links=links)
+    budget = int(smallest + rng.uniform(0.05, 0.9) * (unplanned_bytes(program) - smallest))
+    problem = Problem(program, budget, machine=card, tiers=tuple(links), effort=EFFORT)
+    ours = planner_named("auto")(problem).schedule
+    assert ours is not None
+    for name in MOVING:
+        theirs = planner_named(name)(problem).schedule
+        assert theirs is None or overhead_of(program, theirs, card) >= overhead_of(program, ours, card) - TOLERANCE
 
 
 def test_finalists_are_asked_only_where_something_may_be_gained() -> None:

@@ -74,7 +74,7 @@ def plan(
         args: positional arguments of the call, real, fake or meta like the model.
         kwargs: keyword arguments.
         budget: bytes of the step's peak, resident part included, or a share of the unplanned peak.
-        planner: name of the planner.
+        planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
         machine: a :class:`Machine` or the name of one in the catalogue; costs are then estimated by roofline and
             the plan says so. ``None`` is the device at hand, on which costs are measured.
         tiers: slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list, the
@@ -156,7 +156,7 @@ def sweep(
         args: positional arguments of the call.
         kwargs: keyword arguments.
         budgets: each as for :func:`plan`.
-        planners: names of planners.
+        planners: names of planners, with their settings if they take any.
         machine: as for :func:`plan`.
         tiers: as for :func:`plan`.
         loss: as for :func:`plan`.
@@ -198,6 +198,7 @@ def sweep(
     names = _several("planners", planners)
     for each in names:
         planner_named(each)
+        options.require_tiers_for(each)
     with narrated(options.tell), interruption_noted(options.tell) as tell:
         options = replace(options, progress=tell)
         step = capture_ahead(model, args, kwargs, options=options, name=name)

@@ -72,7 +72,7 @@ def fit(
             runs in as little memory as possible and what the loss takes outside is measured and reserved.
         budget: bytes of the step's peak allocated memory, everything counted: ``"12GiB"``, ``"8GB"``, an ``int``,
             ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
-        planner: name of the planner.
+        planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
         optimizer: if given, its state counts as resident, also before its first step makes it.
         loss: leave it out; anything but ``None`` is refused with a word on why. The training loop goes on calling its
             loss on what the model returns, and the first step measures what that takes. (:func:`ebbflow.plan` takes a
@@ -116,6 +116,7 @@ def fit(
         planner=planner,
         optimizer=optimizer,
         offload_optimizer=offload_optimizer,
+        tiers=tiers,
         loss=loss,
         gradients=gradients,
         effort=DEFAULT_EFFORT if effort is None else effort,

@@ -89,7 +89,7 @@ def max_batch(
             grows with the batch.
         overhead: the most added time allowed, as a fraction of the unplanned step; ``"one-forward"`` is the share
             of the forward; ``None`` allows any.
-        planner: name of the planner.
+        planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
         machine: as for :func:`ebbflow.plan`.
         tiers: as for :func:`ebbflow.plan`.
         loss: as for :func:`ebbflow.plan`; ``None`` is what each case says.

@@ -79,7 +79,12 @@ def _case_names() -> Iterable[str]:
 CaseName = Annotated[
     str, typer.Argument(help="zoo:NAME, FILE.py:function or graph.json", autocompletion=_beginning(_case_names))
 ]
-PlannerName = Annotated[str, typer.Option(help="name of the planner", autocompletion=_beginning(planner_names))]
+PlannerName = Annotated[
+    str,
+    typer.Option(
+        help="name of the planner; its settings may follow: tflms:version=1", autocompletion=_beginning(planner_names)
+    ),
+]
 MachineName = Annotated[
     str | None,
     typer.Option(

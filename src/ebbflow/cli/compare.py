@@ -35,6 +35,7 @@ from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.errors import UsageError
 from ebbflow.options import DEFAULT_EFFORT, Options
 from ebbflow.planners.base import require_planner
+from ebbflow.planners.settings import several_planners
 from ebbflow.step.machine import is_elsewhere
 from ebbflow.units import Budget
 
@@ -51,7 +52,7 @@ __all__ = ["compare"]
 def compare(
     case: CaseName,
     budgets: Annotated[str, typer.Option(help="separated by commas: 80%,60%,12GiB")] = "80%,60%,40%",
-    planners: Annotated[str, typer.Option(help="names separated by commas, or all")] = "all",
+    planners: Annotated[str, typer.Option(help="names separated by commas, settings included, or all")] = "all",
     machine: MachineName = None,
     tiers: Tiers = None,
     size: Size = None,
@@ -81,8 +82,9 @@ def compare(
     )
     parsed = [Budget.parse(each.strip()) for each in budgets.split(",")]
     if planners != "all":
-        for each in planners.split(","):
-            require_planner(each.strip())
+        for each in several_planners(planners):
+            require_planner(each)
+            asked.require_tiers_for(each)
     if run and is_elsewhere(asked.target):
         raise UsageError(f"--run cannot run on {machine}, which is not this machine; leave --machine or --run out")
     check_request(case, size, asked, run=run or None)
@@ -92,7 +94,7 @@ def compare(
     from ebbflow.report.text.compare import row_of, write_rows
     from ebbflow.report.text.progress import ProgressDisplay
 
-    names = _names(planners)
+    names = _names(planners, moving=bool(asked.tiers))
     with ProgressDisplay(sys.stderr) as display:
         step, loaded = captured_step(case, size, replace(asked, progress=display), display)
         outcomes: list[Plan | Refusal] = []
@@ -115,19 +117,20 @@ def compare(
         raise refusals[-1].error  # no budget had a plan: why, and the least that would
 
 
-def _names(planners: str) -> list[str]:
-    """The planners asked for; of ``all``, those that are installed."""
+def _names(planners: str, *, moving: bool) -> list[str]:
+    """The planners asked for; of ``all``, those that are installed, and without tiers those that need none."""
     from ebbflow.planners import missing_extra, planner_named, planner_names
+    from ebbflow.planners.base import NEED_TIERS
 
     if planners != "all":
-        names = [each.strip() for each in planners.split(",")]
+        names = several_planners(planners)
         for name in names:
             planner_named(name)
         return names
     for name in planner_names():
         if missing := missing_extra(name):
             print(f"left out: {missing}", file=sys.stderr)
-    return [name for name in planner_names() if not missing_extra(name)]
+    return [name for name in planner_names() if not missing_extra(name) and (moving or name not in NEED_TIERS)]
 
 
 def _tried(case: Case, outcomes: list[Plan | Refusal], rows: list[Row], display: ProgressDisplay) -> list[Row]:

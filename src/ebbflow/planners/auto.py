@@ -74,7 +74,7 @@ def auto(problem: Problem) -> Answer:
     from ebbflow.planners.hybrid.portfolio import hybrid  # compiled code that is not needed otherwise
 
     alone = replace(problem, tiers=(), seeds=tuple(each for each in problem.seeds if not each.moves))
-    return hybrid(problem, best_of_class(alone, portfolio(alone)))
+    return best_of_class(problem, hybrid(problem, best_of_class(alone, portfolio(alone))))
 
 
 def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:

@@ -13,11 +13,12 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
+from ebbflow.planners.settings import base_name, has_settings, settings_from
 from ebbflow.step.status import Status
 from ebbflow.units import format_bytes, format_gap, format_percent
 
@@ -32,6 +33,7 @@ __all__ = [
     "FREE_ORDER",
     "HOMES",
     "LARGE_OPS",
+    "NEED_TIERS",
     "PROGRAM_ORDER",
     "Answer",
     "Interrupt",
@@ -46,6 +48,7 @@ __all__ = [
     "planner_named",
     "planner_names",
     "require_planner",
+    "require_tiers",
     "silent",
     "tiers_order",
 ]
@@ -190,6 +193,7 @@ class Problem:
         seeds: schedules to start from (of a smaller budget, of a cheaper planner).
         interrupt: when to stop.
         progress: called with what is known, from the planner's own thread.
+        settings: what followed the planner's name, of the class that it registered; ``None`` where nothing did.
     """
 
     program: Program
@@ -201,6 +205,7 @@ class Problem:
     interrupt: Interrupt = field(default_factory=Interrupt)
     progress: Callable[[Progress], None] = silent
     tiers: tuple[str, ...] = ()
+    settings: Any = None
 
     @property
     def links(self) -> Mapping[str, Link]:
@@ -236,6 +241,7 @@ HOMES = {
     "ap_sqrt": "ebbflow.planners.published.chen",
     "auto": "ebbflow.planners.auto",
     "auto_free": "ebbflow.planners.auto_free",
+    "capuchin": "ebbflow.planners.published.capuchin",
     "chain": "ebbflow.planners.published.rotor",
     "checkmate": "ebbflow.planners.published.checkmate",
     "checkmate_free": "ebbflow.planners.published.checkmate",
@@ -247,23 +253,36 @@ HOMES = {
     "greedy": "ebbflow.planners.search.greedy",
     "keep_all": "ebbflow.planners.keep_all",
     "least_memory": "ebbflow.planners.search.smallest",
+    "libra": "ebbflow.planners.published.libra",
     "linearized_greedy": "ebbflow.planners.published.chen",
     "linearized_sqrt": "ebbflow.planners.published.chen",
     "min_cut": "ebbflow.planners.published.min_cut",
     "per_block": "ebbflow.planners.published.per_block",
     "retention": "ebbflow.planners.published.moccasin",
     "revolve": "ebbflow.planners.published.revolve",
+    "swap": "ebbflow.planners.published.swap",
+    "tflms": "ebbflow.planners.published.tflms",
 }
 """Per planner of this package its module, imported when it is first asked for: most need numba, some a solver."""
 
+NEED_TIERS = frozenset({"capuchin", "libra", "swap", "tflms"})
+"""Planners of :data:`HOMES` whose plans are about moving buffers: entry points refuse them where there is no tier."""
+
 _REGISTRY: dict[str, Planner] = {}
+_SETTINGS: dict[str, type[Any]] = {}
 _NEEDS: dict[str, tuple[str, str]] = {}  # per planner that needs an extra: a module of it, and the extra's name
 _FIND_SMALLEST: set[str] = set()
 _MOVE: set[str] = set()
 
 
 def planner(
-    name: str, *, module: str = "", extra: str = "", finds_smallest: bool = False, moves: bool = False
+    name: str,
+    *,
+    module: str = "",
+    extra: str = "",
+    finds_smallest: bool = False,
+    moves: bool = False,
+    settings: type[Any] | None = None,
 ) -> Callable[[Planner], Planner]:
     """Register a planner.
 
@@ -274,6 +293,7 @@ def planner(
         finds_smallest: whether it looks for the schedule of least memory itself where the budget is deep; others
             are given that schedule as a seed.
         moves: whether it moves buffers to the problem's tiers; others only recompute.
+        settings: a dataclass of what may follow its name (``planners/settings.py``).
     """
 
     def register(function: Planner) -> Planner:
@@ -285,6 +305,8 @@ def planner(
             _FIND_SMALLEST.add(name)
         if moves:
             _MOVE.add(name)
+        if settings is not None:
+            _SETTINGS[name] = settings
         return function
 
     return register
@@ -297,19 +319,17 @@ def planner_names() -> list[str]:
 
 def finds_smallest(name: str) -> bool:
     """Whether planner ``name`` needs no seed to find a plan at the smallest workable budget."""
-    _load(name)
-    return name in _FIND_SMALLEST
+    return _loaded(name) in _FIND_SMALLEST
 
 
 def moves_buffers(name: str) -> bool:
     """Whether planner ``name`` moves buffers to the tiers that it is given."""
-    _load(name)
-    return name in _MOVE
+    return _loaded(name) in _MOVE
 
 
 def missing_extra(name: str) -> str:
     """How to install what planner ``name`` needs and is not there; empty if nothing is missing."""
-    _load(name)
+    name = _loaded(name)
     module, extra = _NEEDS.get(name, ("", ""))
     if not module or importlib.util.find_spec(module) is not None:
         return ""
@@ -317,33 +337,73 @@ def missing_extra(name: str) -> str:
 
 
 def require_planner(name: object) -> None:
-    """Refuse a name that no planner has; imports none.
+    """Refuse a name that no planner has, and settings that it does not take; imports none that is given no settings.
 
     Raises:
-        UsageError: listing the names there are.
+        UsageError: listing the names there are, or the settings.
     """
-    if not isinstance(name, str) or (name not in HOMES and name not in _REGISTRY):
-        near = did_you_mean(name, planner_names()) if isinstance(name, str) else ""
+    base = base_name(name) if isinstance(name, str) else ""
+    if not isinstance(name, str) or (base not in HOMES and base not in _REGISTRY):
+        near = did_you_mean(base, planner_names()) if isinstance(name, str) else ""
         raise UsageError(
             f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}{near}",
             argument="planner",
             value=name,
             accepted=planner_names(),
         )
+    if has_settings(name):
+        settings_from(name, _SETTINGS.get(_loaded(name)))
+
+
+def require_tiers(name: str, tiers: Sequence[object], machine: object, links: Sequence[str] | None) -> None:
+    """Refuse a planner that moves buffers where there is no tier to move them to.
+
+    Args:
+        name: of a planner.
+        tiers: that are given.
+        machine: its name; ``None`` for the one at hand.
+        links: the tiers to which that one has links, if known.
+
+    Raises:
+        UsageError: naming the machine, and what it has links to.
+    """
+    if tiers or base_name(name) not in NEED_TIERS:
+        return
+    what = "this machine" if machine is None else f"machine {machine!r}"
+    if links:
+        said = f"{what} has a link to {' and '.join(links)}: give tiers={links[0]!r}"
+    elif links is None:
+        said = f"none is given for {what}: give tiers='host' or tiers='disk'"
+    else:
+        said = f"{what} has no link"
+    raise UsageError(
+        f"planner {name!r} moves buffers and needs a tier to move them to; {said}, or use planner='auto'",
+        argument="tiers",
+        value=None,
+        accepted=tuple(links or ()),
+    )
 
 
 def planner_named(name: str) -> Planner:
-    """The planner ``name``.
+    """The planner ``name``, with the settings that follow its name.
 
     Raises:
-        UsageError: if there is none, listing those there are, or if an extra that it needs is not installed.
+        UsageError: if there is none, listing those there are, or if an extra that it needs is not installed, or for
+            settings that it does not take.
     """
     require_planner(name)
     if missing := missing_extra(name):
         raise UsageError(missing, argument="planner", value=name)
-    return _REGISTRY[name]
+    function = _REGISTRY[base_name(name)]
+    if not has_settings(name):
+        return function
+    settings = settings_from(name, _SETTINGS.get(base_name(name)))
+    return lambda problem: function(replace(problem, settings=settings))
 
 
-def _load(name: str) -> None:
+def _loaded(name: str) -> str:
+    """The planner's name alone, once its module is imported."""
+    name = base_name(name)
     if name not in _REGISTRY and name in HOMES:
         importlib.import_module(HOMES[name])
+    return name

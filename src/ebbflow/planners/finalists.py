@@ -4,7 +4,8 @@
    greedy search and the published heuristics. Exact planners take minutes where they matter, and are none.
 2. Greedy is asked twice: from the unplanned step and seeds alone, and from the schedule of least memory as well, which
    planning gives every planner that does not look for it. Neither always wins.
-3. On programs of up to :data:`MOST_OPS` ops all finalists are asked, with the effort of the problem. Beyond, where a
+3. Where buffers may be moved the finalists are the published planners that move them, asked once the rest is done.
+4. On programs of up to :data:`MOST_OPS` ops all finalists are asked, with the effort of the problem. Beyond, where a
    plan takes seconds, none is: the portfolio has their ideas as start points.
 """
 
@@ -19,7 +20,7 @@ from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of
 
-__all__ = ["FINALISTS", "MOST_OPS", "best_of_class"]
+__all__ = ["FINALISTS", "MOST_OPS", "MOVING", "best_of_class"]
 
 MOST_OPS = 300
 FINALISTS = (
@@ -36,6 +37,7 @@ FINALISTS = (
     "per_block",
     "revolve",
 )
+MOVING = ("capuchin", "libra:overlap=true", "swap", "tflms", "tflms:version=1")
 
 
 def best_of_class(problem: Problem, answer: Answer) -> Answer:
@@ -43,14 +45,14 @@ def best_of_class(problem: Problem, answer: Answer) -> Answer:
     if answer.status is Status.OPTIMAL or len(problem.program.ops) > MOST_OPS:
         return answer
     program, known = problem.program, answer.schedule
-    least = float("inf") if known is None else overhead_of(program, known)
+    least = float("inf") if known is None else overhead_of(program, known, problem.machine)
     chosen: tuple[str, Schedule] | None = None
     for name, asked in _asked(problem):
         if problem.interrupt:
             break
         problem.progress(Progress(f"asking {name}", least if least < float("inf") else None, answer.bound))
         found = planner_named(name)(asked).schedule
-        if found is not None and (overhead := overhead_of(program, found)) < least:
+        if found is not None and (overhead := overhead_of(program, found, problem.machine)) < least:
             chosen, least = (name, found), overhead
     if chosen is None:
         return answer
@@ -62,8 +64,12 @@ def best_of_class(problem: Problem, answer: Answer) -> Answer:
 
 
 def _asked(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """Each finalist with what it is asked (definition 2)."""
+    """Each finalist with what it is asked (definitions 2 and 3)."""
     quiet = replace(problem, progress=silent)
+    if problem.links:
+        for name in MOVING:
+            yield name, quiet
+        return
     for name in FINALISTS:
         yield name, quiet
     smallest, schedule = smallest_of(problem.program, interrupt=problem.interrupt)

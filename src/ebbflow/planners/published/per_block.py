@@ -27,7 +27,7 @@ from ebbflow.planners.published.segments import Trials, articulation_points, res
 from ebbflow.step.program import Program
 from ebbflow.units import format_count
 
-__all__ = ["blocks_of", "per_block"]
+__all__ = ["blocks_of", "per_block", "read_outside"]
 
 STRIDES = 16  # numbers of blocks tried before the last stride is searched one by one
 
@@ -39,7 +39,7 @@ def per_block(problem: Problem) -> Answer:
         return unplanned
     program = problem.program
     block = blocks_of(program)
-    kept = _read_outside(program, block)
+    kept = read_outside(program, block)
     count = max(block, default=-1) + 1
     trials = Trials(problem)
 
@@ -102,7 +102,7 @@ def _between_articulation_points(program: Program) -> list[int]:
     return [number if op > last else segment for op, segment in enumerate(segments)]
 
 
-def _read_outside(program: Program, block: Sequence[int]) -> frozenset[int]:
+def read_outside(program: Program, block: Sequence[int]) -> frozenset[int]:
     """Forward buffers that a forward op of another block, or of none, reads (definition 3)."""
     return frozenset(
         b

@@ -73,6 +73,7 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
         ("bound", f"{bound}{gap}"),
         ("reruns", f"{again} of {format_count(len(ops), 'op')}"),
         *(("moves", text) for text in moves_of(plan)),
+        *([("chosen", plan.provenance.notes["chosen"])] if "chosen" in plan.provenance.notes else []),
         ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least budget for which a plan was found"),
         ("floor", f"{format_bytes(plan.floor_bytes)} of any budget with {AS_CAPTURED}, pinned by {pin}"),
     ]

@@ -1,0 +1,155 @@
+"""Libra: recompute first, swap where a chain of recomputation makes a new peak (Wang, master's thesis, NTHU 2024).
+
+Definitions (*feature maps* are those of ``published.moving``, gaps and chains those of ``published.evicting``):
+1. *Candidates* are feature maps that are made before the op at which the unplanned step peaks, in captured order. The
+   published prototype picks them by parts of generated names; this structural rule stands for it.
+2. *All swapped*: candidates leave, in that order, until the unplanned peak less their sizes meets the budget; while the
+   peak does not, the next ones do. Where this plan peaks is the *reference*.
+3. *Recompute first*: all that leave are recomputed but outputs of blocks, which other blocks read, and what the runs at
+   the reference's peak read or make. The blocks are those of ``published.per_block``, each with what follows it.
+4. *Refinement*: while the plan is over the budget, what the runs at its peak read or make is swapped. Where nothing is
+   left there, the first that is still recomputed is. At last all are swapped.
+5. *Swaps* block computing both ways, as in the prototype. With ``overlap`` they run beside it: a copy is issued when
+   its buffer is made, and the way back begins as late as its lane lets it be in time by static estimates, or later
+   where the budget has no room.
+
+The prototype measures each trial by a real iteration and ends the refinement once the peak is where the reference has
+it; here the simulator judges each trial, so that a step is planned that does not fit, and what is within the budget is
+good enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
+from ebbflow.planners.hybrid.floor import tiers_of
+from ebbflow.planners.keep_all import keep_all
+from ebbflow.planners.published.evicting import Gap, choice_of_gaps
+from ebbflow.planners.published.measured import Measured, measured, peak_stage
+from ebbflow.planners.published.moving import (
+    NO_TIER,
+    Tiers,
+    answer_of,
+    backward_reads,
+    feature_maps,
+    last_forward_read,
+    prefetched,
+    unmoved,
+)
+from ebbflow.planners.published.per_block import blocks_of, read_outside
+from ebbflow.planners.settings import setting
+from ebbflow.step.unplanned import unplanned_bytes
+
+__all__ = ["LibraSettings", "libra"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraSettings:
+    """What may follow the name."""
+
+    overlap: bool = setting(False)
+    """Whether swaps run beside computing (definition 5)."""
+
+
+@planner("libra", moves=True, settings=LibraSettings)
+def libra(problem: Problem) -> Answer:
+    """Recompute first, swap at new peaks."""
+    if (unplanned := keep_all(problem)).status is Status.OPTIMAL:
+        return unplanned
+    if not problem.links:
+        return unmoved(problem, NO_TIER)
+    return _Libra(problem).answer()
+
+
+def _joined(blocks: list[int]) -> list[int]:
+    """Blocks with the ops after each that are in none."""
+    found: list[int] = []
+    for block in blocks:
+        found.append(block if block >= 0 or not found else found[-1])
+    return found
+
+
+class _Libra:
+    def __init__(self, problem: Problem) -> None:
+        settings: LibraSettings = problem.settings or LibraSettings()
+        self.problem, self.program, self.overlap = problem, problem.program, settings.overlap
+        self.candidates = self._candidates()
+        self.gone: list[int] = []
+        self.swapped: set[int] = set()
+        self.found: Measured | None = None
+
+    def answer(self) -> Answer:
+        """All swapped, then recompute first, then refined."""
+        if not self.candidates:
+            return unmoved(self.problem, "no feature map is made before the peak")
+        self._all_swapped()
+        if not self._fits() or self.found is None:
+            return answer_of(self.problem, self.found, {"chosen": "no plan: all candidates swapped do not fit"})
+        reference = self.found
+        outputs = read_outside(self.program, _joined(blocks_of(self.program)))
+        peak = self._at_peak()
+        self.swapped = {b for b in self.gone if b in outputs or b in peak}
+        self.measure()
+        while not self._fits() and not self.problem.interrupt:
+            self._refine()
+        found = self.found if self._fits() else reference
+        count = len({b for b, _ in found.choice.loads})
+        text = f"{len(self.gone)} of {len(self.candidates)} candidates leave, {count} of them swapped"
+        return answer_of(self.problem, found, {"chosen": text})
+
+    def _candidates(self) -> list[int]:
+        """Definition 1."""
+        program = self.program
+        whole = measured(self.problem, choice_of_gaps(program, {}, {}))
+        peak = peak_stage(whole)
+        return [b for b in feature_maps(program, self.problem.links) if (program.buffers[b].producer or 0) < peak]
+
+    def _all_swapped(self) -> None:
+        """Definition 2."""
+        program, waiting = self.program, list(self.candidates)
+        excess = unplanned_bytes(program) - self.problem.above_budget_bytes
+        while waiting and excess > 0 and not self.problem.interrupt:
+            while waiting and excess > 0:
+                b = waiting.pop(0)
+                self.gone.append(b)
+                excess -= program.buffers[b].bytes
+            self.swapped = set(self.gone)
+            excess = self.measure().above_bytes - self.problem.above_budget_bytes
+
+    def _refine(self) -> None:
+        """Definition 4."""
+        left = [b for b in self.gone if b not in self.swapped]
+        assert left, "all that leave are swapped: that fits"
+        peak = self._at_peak()
+        self.swapped.update([b for b in left if b in peak] or left[:1])
+        self.measure()
+
+    def _at_peak(self) -> set[int]:
+        """What the runs of the stage at the peak read or make."""
+        assert self.found is not None
+        stage = peak_stage(self.found)
+        runs = [stage, *(op for op, t in self.found.choice.reruns if t == stage)]
+        ops = [self.program.ops[op] for op in runs if op < len(self.program.ops)]
+        return {b for op in ops for b in (*op.inputs, *op.outputs)}
+
+    def _fits(self) -> bool:
+        return self.found is not None and self.found.above_bytes <= self.problem.above_budget_bytes
+
+    def measure(self) -> Measured:
+        """The plan of what leaves and what of it is swapped."""
+        program, gaps, tiers = self.program, dict[int, Gap](), Tiers(self.program, self.problem.links)
+        for b in self.gone:
+            leaves, back = last_forward_read(program, b), backward_reads(program, b)[0]
+            if b not in self.swapped:
+                gaps[b] = Gap(leaves, back)
+            elif tiers_of(program, b, self.problem.links) and tiers.take(b):
+                gaps[b] = Gap(leaves, back, load=back)
+        choice = choice_of_gaps(program, gaps, tiers.of)
+        if self.overlap:
+            choice = prefetched(self.problem, choice)
+        self.found = measured(
+            self.problem, choice, blocking=not self.overlap, late_copies=not self.overlap, late_loads=self.overlap
+        )
+        self.problem.progress(Progress(f"{len(self.gone)} leave, {len(tiers.of)} of them swapped"))
+        return self.found
