@@ -35,6 +35,7 @@ from ebbflow.zoo.vgg import vgg16
 from harness.record import Row, at_most, holds
 
 TITLE = "Twelve models, five budgets, three cards, links whole and halved: both against either alone"
+LLAMA = LlamaSizes(vocabulary=32000, layers=8, width=1024, hidden=2816, heads=16)
 MODELS: dict[str, Callable[[], Case]] = {
     "vgg16": lambda: vgg16(64, image=224),
     "resnet50": lambda: resnet50(32, image=224),

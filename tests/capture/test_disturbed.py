@@ -19,7 +19,7 @@ from ebbflow.capture import disturbed
 from ebbflow.capture.branches import on_eagers_branches
 from ebbflow.capture.disturbed import undisturbed
 from ebbflow.errors import CaptureError
-from ebbflow.faults import RAISED_IN_CAPTURE
+from ebbflow.faults import RAISED_IN_CAPTURE, own_faults
 from ebbflow.torch_seams import stance
 from ebbflow.torch_seams.eager_answers import Answers
 
@@ -74,6 +74,18 @@ def test_a_failure_beside_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert undisturbed(lambda: 1) == 1
     with pytest.raises(AssertionError, match="of torch's"):
         undisturbed(fail)
+
+
+def test_a_fault_that_the_export_made_is_not_called_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disturbed, "_PATIENCE_SECONDS", 0.0)
+
+    def attempt() -> None:
+        with own_faults():
+            raise AssertionError("CURRENT_PATCHER is None")
+
+    with somebody_exporting(), pytest.raises(CaptureError, match="AssertionError: CURRENT_PATCHER") as caught:
+        undisturbed(attempt)
+    assert "report" not in str(caught.value)
 
 
 def test_an_exception_of_the_models_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from ebbflow.capture.rules import layouts
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
 from ebbflow.cost.attach import with_measured_costs
-from ebbflow.cost.call import call_with, same_strides
+from ebbflow.cost.call import Call, call_with, same_strides
 from ebbflow.cost.profile import UnexpectedResult, profile_calls
+from ebbflow.cost.room import NoRoom
 from ebbflow.step.program import Buffer, Op, Program
+from ebbflow.torch_seams.fake_tensors import described_by
 
 aten = torch.ops.aten
 SHAPE = (2, 4, 6, 8)
@@ -82,14 +85,14 @@ def faked(op: Callable[..., Any], arguments: list[torch.Tensor]) -> list[Any]:
 @pytest.mark.parametrize(("name", "op", "count"), CASES, ids=[name for name, _, _ in CASES])
 def test_fake_results_have_the_strides_of_real_ones(name: str, op: Callable[..., Any], count: int) -> None:
     x = torch.rand(SHAPE)
-    for layouts in itertools.product(LAYOUTS, repeat=count):
-        arguments = [LAYOUTS[layout](x) for layout in layouts]
+    for chosen in itertools.product(LAYOUTS, repeat=count):
+        arguments = [LAYOUTS[layout](x) for layout in chosen]
         reals = pytree.tree_leaves(op(*arguments))
         with true_layouts():
             fakes = faked(op, arguments)
         for real, fake in zip(reals, fakes, strict=True):
             assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
-            assert same_strides(real.shape, real.stride(), fake.stride()), (name, layouts)
+            assert same_strides(real.shape, real.stride(), fake.stride()), (name, chosen)
 
 
 def test_torch_itself_describes_some_of_them_wrongly() -> None:
@@ -115,12 +118,46 @@ def test_asking_a_kernel_leaves_the_generator() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_kernel_is_asked_again_once_there_is_room_and_where_it_may_be_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    room = False
+
+    def run_alone(call: Call) -> object:
+        asked.append(call.signature)
+        if not room:
+            raise NoRoom("none")
+        return call_honestly(call)
+
+    call_honestly = layouts.run_alone
+    monkeypatch.setattr(layouts, "run_alone", run_alone)
+    x = LAYOUTS["permuted"](torch.rand(3, 4, 7, 9))  # of no other test
+
+    def describe() -> tuple[int, ...]:
+        with described_by(layouts._measured_where_suspect):
+            return faked(UNARY["batch_norm"], [x])[0].stride()
+
+    try:
+        describe()
+        room = True
+        assert describe() == UNARY["batch_norm"](x)[0].stride()
+        assert len(asked) == 2
+        describe()
+        assert len(asked) == 2
+        torch.set_num_threads(2)
+        describe()
+        assert len(asked) == 3
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
         ([torch.empty(4, 8).t()], "it returns strides"),
         ([torch.empty(8, 5)], "it returns float32"),
-        ([torch.empty(8, 4), torch.empty(1)], "it returns 1 tensors, not 2"),
+        ([torch.empty(8, 4), torch.empty(1)], "it returns 1 tensor, not 2"),
     ],
 )
 def test_a_result_that_is_not_as_described_is_refused(outputs: list[torch.Tensor], message: str) -> None:

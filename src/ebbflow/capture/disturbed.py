@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ebbflow.errors import CaptureError
+from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.stance import others_tracing
@@ -39,8 +39,9 @@ def undisturbed(attempt: Callable[[], _Result]) -> _Result:
         theirs = any(note.startswith(RAISED_IN_CAPTURE) for note in getattr(error, "__notes__", ()))
         if theirs or raised_by_a_handler(error) or not (beside_others or others_tracing()):
             raise
+        what = error.__cause__ or error if isinstance(error, InternalError) else error  # its advice is not to the point
         raise CaptureError(
             "another thread exports models or traces them with torch.fx, which changes torch for the whole process; "
-            f"the capture beside it failed with {type(error).__name__}: {error}",
+            f"the capture beside it failed with {type(what).__name__}: {what}",
             remedy="call the fitted model once before that thread begins, or when it is done",
         ) from error

@@ -38,6 +38,7 @@ __all__ = [
     "fakes_are_counted",
     "fakes_are_stepped_as_parameters",
     "has_symbolic_sizes",
+    "kernel_choices",
     "mode_of",
     "numbers_are",
     "quiet_log",
@@ -232,11 +233,9 @@ def unremembered() -> Iterator[None]:
         _here.unremembered -= 1
 
 
-def _known_descriptions(corrections: tuple[Hashable | None, ...]) -> dict[Any, Any]:
-    """Those that were made under the same corrections, threads and choices of kernels: layouts depend on all three."""
-    if None in corrections:
-        return {}
-    choices = (
+def kernel_choices() -> tuple[object, ...]:
+    """Settings of torch by which ops choose their kernels, and with these how results lie in memory."""
+    return (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
@@ -244,6 +243,13 @@ def _known_descriptions(corrections: tuple[Hashable | None, ...]) -> dict[Any, A
         torch.backends.cudnn.benchmark,
         torch.backends.cudnn.deterministic,
     )
+
+
+def _known_descriptions(corrections: tuple[Hashable | None, ...]) -> dict[Any, Any]:
+    """Those that were made under the same corrections, threads and choices of kernels: layouts depend on all three."""
+    if None in corrections:
+        return {}
+    choices = kernel_choices()
     if len(_remembered) >= _MOST_SETS and (corrections, choices) not in _remembered:
         _remembered.clear()
     return _remembered.setdefault((corrections, choices), {})

@@ -20,6 +20,7 @@ import torch
 
 from ebbflow.cost.call import call_with, same_strides
 from ebbflow.cost.profile import run_alone
+from ebbflow.cost.room import NoRoom
 from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.dispatcher import OpOverload, is_composite, schema_of
@@ -30,6 +31,7 @@ from ebbflow.torch_seams.fake_tensors import (
     described_by,
     fake_device,
     has_symbolic_sizes,
+    kernel_choices,
     unremembered,
     without_modes,
 )
@@ -41,7 +43,7 @@ _aten = torch.ops.aten
 _MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 
 _Strides = tuple[tuple[int, ...] | None, ...]
-_measured: dict[str, _Strides] = {}
+_measured: dict[tuple[object, ...], _Strides] = {}
 
 
 def _is_suspect(func: object, tensors: list[FakeTensor]) -> bool:
@@ -61,17 +63,22 @@ def _is_here(device: torch.device) -> bool:
 def _true_strides(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], fakes: list[Any]) -> _Strides:
     """Per result its strides on the device, ``None`` where they cannot be told."""
     call = call_with(func, args, kwargs, fakes)
-    if call.signature not in _measured:
-        try:
-            with without_modes():
-                reals = pytree.tree_leaves(run_alone(call))
-        except Exception as error:  # a kernel may refuse synthetic inputs; then the description stands
-            if raised_by_a_handler(error):
-                raise
-            reals = []
-        found = [tuple(r.stride()) if isinstance(r, torch.Tensor) else None for r in reals]
-        _measured[call.signature] = tuple(found) if len(found) == len(fakes) else (None,) * len(fakes)
-    return _measured[call.signature]
+    key = (call.signature, *kernel_choices())
+    if key in _measured:
+        return _measured[key]
+    unknown: _Strides = (None,) * len(fakes)
+    try:
+        with without_modes():
+            reals = pytree.tree_leaves(run_alone(call))
+    except (NoRoom, MemoryError, torch.OutOfMemoryError):  # another time there may be room
+        return unknown
+    except Exception as error:  # a kernel may refuse synthetic inputs; then the description stands
+        if raised_by_a_handler(error):
+            raise
+        reals = []
+    found = tuple(tuple(r.stride()) if isinstance(r, torch.Tensor) else None for r in reals)
+    _measured[key] = found if len(found) == len(fakes) else unknown
+    return _measured[key]
 
 
 def _corrected(mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any, result: Any) -> Any:
