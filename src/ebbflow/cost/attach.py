@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +15,7 @@ from ebbflow.cost.cuda_workspace import workspace_bytes
 from ebbflow.cost.profile import Cost, UnexpectedResult, profile_calls
 from ebbflow.cost.roofline import roofline_seconds
 from ebbflow.errors import CaptureError
-from ebbflow.measurement.cpu_allocations import profiler_active
+from ebbflow.measurement.cpu_allocations import ProfilerActive
 from ebbflow.step.machine import Machine, machine_named
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs
@@ -21,6 +23,7 @@ from ebbflow.step.provenance import Costs
 __all__ = ["costs_of", "is_measured_form", "with_measured_costs", "with_roofline_costs"]
 
 _KNOWN: dict[str, dict[str, Cost]] = {}  # per cache file, what this process has read or measured
+_one_at_a_time = threading.RLock()  # threads that measure would disturb each other, and measure the same
 
 
 def with_measured_costs(program: Program, calls: Sequence[Call], device: str) -> Program:
@@ -42,22 +45,38 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
     known = _known(cache)
     missing = [call for call in calls if call.signature not in known]
     if missing:
-        if device == "cpu" and profiler_active():
-            raise CaptureError(
-                "the ops of a new step are timed once, which is not possible while a profiler or ebbflow.measure is "
-                "running",
-                remedy="run the first step outside of it",
-            )
-        try:
-            # The calls are those behind autocast: under the user's own they would be cast once more.
-            with torch.autocast(device, enabled=False):
-                measured = profile_calls(missing, device)
-        except UnexpectedResult as error:
-            raise _unexpected(program, calls, error) from error
-        known.update(measured)
-        cache.add({key: cost for key, cost in measured.items() if cost.timed})
+        with _one_at_a_time:
+            _measure(program, calls, device, known, cache)
     costs = [known.get(call.signature) or _estimate(call) for call in calls]
     return _with_kept_bytes(program, costs).with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
+
+
+def _measure(program: Program, calls: Sequence[Call], device: str, known: dict[str, Cost], cache: CostCache) -> None:
+    """Add to ``known`` and to the cache what is not there, on a thread that has the measuring to itself."""
+    missing = [call for call in calls if call.signature not in known]  # less than before, if one has come first
+    try:
+        # The calls are those behind autocast: under the user's own they would be cast once more.
+        with torch.autocast(device, enabled=False):
+            measured = profile_calls(missing, device)
+    except UnexpectedResult as error:
+        raise _unexpected(program, calls, error) from error
+    except ProfilerActive:
+        raise CaptureError(
+            "the ops of a new step are timed once, which is not possible while a profiler or ebbflow.measure is "
+            "running",
+            remedy="run the first step outside of it",
+        ) from None
+    known.update(measured)
+    cache.add({key: cost for key, cost in measured.items() if cost.timed})
+
+
+def _forked() -> None:
+    """In a child: whoever measured is not there."""
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def costs_of(calls: Sequence[Call], device: str) -> tuple[Costs, str]:

@@ -39,6 +39,8 @@ _MOST_RUNS = 30
 _WANTED_SECONDS = 0.02  # of the catalogue's idea of a CPU
 _CUDA_RUNS = 5
 _CUDA_GRANULARITY_BYTES = 512
+_PATIENCE_SECONDS = 10.0
+"""For what other threads measure of their steps: a forward, a backward, or what their code does between these."""
 
 
 class UnexpectedResult(Exception):
@@ -160,7 +162,7 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        RuntimeError: on CPU, if a profiler is active already.
+        ProfilerActive: on CPU, if a profiler is active already.
         UnexpectedResult: if a call returns something else than its fake outputs say.
     """
     distinct = {call.signature: call for call in calls}
@@ -208,7 +210,7 @@ def workspace_alone(call: Call, device: str) -> int:
 
 def _peak_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
     recorder = AllocationRecorder()
-    recorder.start()
+    recorder.start(_PATIENCE_SECONDS)
     try:
         result = call.target(*args, **kwargs)
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -68,7 +69,7 @@ class _Departing(threading.local):
 
 _departing = _Departing()
 _choosing = threading.RLock()
-_threads: set[int | None] = set()  # alive, that have run planned forwards
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # that have run planned forwards; their numbers return
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def choose_checks(flight: Flight, device: str) -> None:
     assert executable is not None
     repeated = in_backward()
     with _choosing:
-        _threads.add(threading.get_ident())
+        _threads.add(threading.current_thread())
         executable.start()
         if executable.phase is Phase.PROVING:
             if repeated or _may_be_proven(executable, flight):
@@ -178,7 +179,8 @@ def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:
         gradients = backward(args)
     else:
         gradients = _gauged(gauge, backward, args)
-        executable.measured(gauge)
+        if not gauge.disturbed:
+            executable.measured(gauge)
     if flight is not None and flight.between is not None:
         flight.between.returned()
     return gradients
@@ -223,7 +225,8 @@ def being_watched(device: str) -> bool:
         return False
     if len(_threads) > 1:
         with _choosing:
-            _threads.intersection_update(each.ident for each in threading.enumerate())
+            for each in [each for each in _threads if not each.is_alive()]:
+                _threads.discard(each)
     return len(_threads) > 1 or profiler_active()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ebbflow.measurement.cpu_allocations import AllocationRecorder, profiler_active
+from ebbflow.measurement.cpu_allocations import AllocationRecorder, ProfilerActive
 from ebbflow.torch_seams.autograd import BackwardWatch, in_backward
 
 __all__ = ["BetweenGauge"]
@@ -50,11 +50,13 @@ class BetweenGauge:
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
             self._level = torch.cuda.memory_allocated()
-        elif profiler_active():
-            return
         else:
             self._recorder = AllocationRecorder()
-            self._recorder.start()
+            try:
+                self._recorder.start()
+            except ProfilerActive:
+                self._recorder = None
+                return
         self._watch.open()
         self.open = True
 

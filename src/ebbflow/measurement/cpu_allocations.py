@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 
 from ebbflow.torch_seams.autograd import in_backward
-from ebbflow.torch_seams.profiler import AllocationProfile, profiler_active
+from ebbflow.torch_seams.profiler import AllocationProfile, ProfilerActive, profiler_active, runs_on_another_thread
 
-__all__ = ["AllocationEvent", "AllocationRecorder", "profiler_active"]
+__all__ = ["AllocationEvent", "AllocationRecorder", "ProfilerActive", "profiler_active"]
+
+_POLL_SECONDS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +53,27 @@ class AllocationRecorder:
         self._end: weakref.finalize[..., AllocationRecorder] | None = None
         self.live: dict[int, int] = dict(known or {})
 
-    def start(self) -> None:
+    def start(self, patience_seconds: float = 0.0) -> None:
         """Begin recording.
 
+        Args:
+            patience_seconds: how long to wait for a recorder of another thread to stop; nobody else's profiler is
+                waited for.
+
         Raises:
-            RuntimeError: if a profiler is active already.
+            ProfilerActive: if a profiler is active already, or still.
         """
-        if profiler_active():
-            raise RuntimeError("a profiler is active; allocations cannot be recorded at the same time")
         # A profiler that is open when the process ends takes it down, and one that nobody stops shuts out all others.
         self._end = weakref.finalize(self, _abandon, self._profile, threading.get_ident())
-        self._profile.start()
+        end = time.monotonic() + patience_seconds
+        while True:
+            try:
+                return self._profile.start()
+            except ProfilerActive:
+                if not runs_on_another_thread() or time.monotonic() >= end:
+                    self._end.detach()
+                    raise
+            time.sleep(_POLL_SECONDS)
 
     def stop(self) -> list[AllocationEvent]:
         """End recording; the events in order of time."""

@@ -6,7 +6,7 @@ from types import TracebackType
 
 import torch
 
-from ebbflow.measurement.cpu_allocations import AllocationEvent, AllocationRecorder
+from ebbflow.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, ProfilerActive
 from ebbflow.measurement.reserved import Reserved, reserved_at_peak
 from ebbflow.measurement.resident import device_of, resident_bytes
 
@@ -31,10 +31,12 @@ class StepGauge:
     Attributes:
         above_bytes: the highest level above the forward's start; valid after the backward's window.
         reserved: what the allocator held of a card, likewise; ``None`` on CPU.
+        disturbed: whether somebody's profiler ran at the begin of a window, so that nothing is known.
     """
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
+        self.disturbed = False
         self._recorder: AllocationRecorder | None = None
         self._level = 0
         self.above_bytes = 0
@@ -47,14 +49,21 @@ class StepGauge:
                 torch.cuda.reset_peak_memory_stats()
                 self._level = torch.cuda.memory_allocated()
             return
+        if self.disturbed:
+            return
         self._recorder = AllocationRecorder(self._recorder.live if self._recorder is not None else None)
-        self._recorder.start()
+        try:
+            self._recorder.start()
+        except ProfilerActive:
+            self.disturbed = True
 
     def end(self) -> None:
         """It returned or raised."""
         if self._cuda:
             self.reserved = reserved_at_peak()
             self.above_bytes = self.reserved.allocated_bytes - self._level
+            return
+        if self.disturbed:
             return
         assert self._recorder is not None
         events = self._recorder.stop()

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.autograd import profiler
 
 from ebbflow.torch_seams.patches import Item, Patch, patched
 
-__all__ = ["AllocationProfile", "profiler_active"]
+__all__ = ["AllocationProfile", "ProfilerActive", "profiler_active", "runs_on_another_thread"]
 
 _QUIET = "6"  # above every level of Kineto's messages
 _WARNING, _ERROR = 1, 2  # levels of torch's C++ log (c10/util/logging_is_not_google_glog.h)
@@ -54,6 +55,30 @@ def _level() -> _Level | None:
         return None
 
 
+class ProfilerActive(RuntimeError):
+    """A profiler runs already, and a process has one."""
+
+
+_switching = threading.RLock()
+"""Held while a profile starts or stops. Between torch's own look whether one runs and its start another thread may
+start one, and two at once end the process (a segmentation fault in ``_disable_profiler``)."""
+_running: dict[int, int] = {}  # threads by id of open profiles of ours
+
+
+def _forked() -> None:
+    """In a child: whoever held the lock is not there."""
+    global _switching
+    _switching = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def runs_on_another_thread() -> bool:
+    """Whether the profiler that runs is one of ours, which another thread stops before long."""
+    return any(thread != threading.get_ident() for thread in list(_running.values()))
+
+
 def profiler_active() -> bool:
     """Whether a profiler runs in this process, whoever started it; a second one must not be started."""
     return profiler._is_profiler_enabled
@@ -77,7 +102,18 @@ class AllocationProfile:
         self._hush: Patch | None = None
 
     def start(self) -> None:
-        """Begin recording, on this thread."""
+        """Begin recording, on this thread.
+
+        Raises:
+            ProfilerActive: if a profiler runs, on any thread.
+        """
+        with _switching:
+            if profiler_active():
+                raise ProfilerActive("a profiler is active; allocations cannot be recorded at the same time")
+            self._start()
+            _running[id(self)] = threading.get_ident()
+
+    def _start(self) -> None:
         level = os.environ.get("KINETO_LOG_LEVEL", _QUIET)
         with patched(Item(os.environ, "KINETO_LOG_LEVEL"), level):
             self._open = True  # before it is: an interrupt may come between
@@ -92,6 +128,11 @@ class AllocationProfile:
 
     def stop(self) -> None:
         """End recording; does nothing if nothing is recorded."""
+        with _switching:
+            self._stop()
+            _running.pop(id(self), None)
+
+    def _stop(self) -> None:
         if self._open:
             try:
                 self._profile.__exit__(None, None, None)
