@@ -130,22 +130,20 @@ def hybrid(problem: Problem, recompute: Answer) -> Answer:
 
 def moves_alone(problem: Problem) -> Schedule | None:
     """The best plan found that runs every op once, and moves buffers to fit; ``None`` if none does."""
-    found = _Found(problem)
-    _moves_alone(found)
+    found = _moves_alone(problem)
     if not found.best:
         return None
     found.state.load_choice(found.best[0][1])
     return found.state.to_schedule()
 
 
-def _moves_alone(found: _Found) -> None:
-    """Add the best plan that only moves; the same one whatever else is known, for no answer may be slower than it."""
-    known, bound = found.best, found.bound
-    found.best, found.bound = [], 0.0
+def _moves_alone(problem: Problem) -> _Found:
+    """What moving alone finds, the same whatever else is known: no answer may be slower."""
+    found = _Found(problem)
     found.start_from(Choice(), moves_only=True)
     if found.overhead <= PROMISING:
-        found.anneal(found.best[0][1], found.problem.effort // ALONE, found.problem.seed, moves_only=True)
-    found.best, found.bound = sorted([*known, *found.best], key=lambda each: each[0]), bound
+        found.anneal(found.best[0][1], problem.effort // ALONE, problem.seed, moves_only=True)
+    return found
 
 
 def _start(found: _Found, recompute: Answer, effort: int) -> bool:
@@ -177,7 +175,7 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
     if infeasible or problem.interrupt or found.overhead <= found.bound + PROVEN:
         return infeasible
     found.tell("moving alone")
-    _moves_alone(found)
+    found.best = sorted([*found.best, *_moves_alone(problem).best], key=lambda each: each[0])
     found.tell("greedy")
     found.start_from(Choice())
     if not found.best and not problem.interrupt:
