@@ -27,6 +27,7 @@ ZOO = (
     "nmt",
     "nmt_luong",
     "resnet101",
+    "resnet152",
     "resnet50",
     "segnet",
     "unet",

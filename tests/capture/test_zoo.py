@@ -30,6 +30,7 @@ from ebbflow.zoo import (
     nmt,
     resnet50,
     resnet101,
+    resnet152,
     segnet,
     unet,
     vgg16,
@@ -61,6 +62,7 @@ def loss_of(case: Case) -> torch.Tensor:
     [  # torchvision's, all for 1000 classes at 224 x 224
         (resnet50, 25_557_032),
         (resnet101, 44_549_160),
+        (resnet152, 60_192_808),
         (vgg16, 138_357_544),
         (vgg19, 143_667_240),
         (densenet121, 7_978_856),

@@ -32,7 +32,7 @@ from oracle.brute_force import optimal_overhead
 from strategies import chain, examples, programs
 
 CHEN = ["chen_sqrt", "chen_greedy", "ap_sqrt", "ap_greedy", "linearized_sqrt", "linearized_greedy"]
-BASELINES = [*CHEN, "per_block", "min_cut", "revolve"]
+BASELINES = [*CHEN, "per_block", "min_cut", "echo", "revolve"]
 GRAPHS = Path(__file__).parents[3] / "shared/data/graphs"
 
 

@@ -239,6 +239,7 @@ HOMES = {
     "checkmate_lp_pure": "ebbflow.planners.published.checkmate_lp",
     "chen_greedy": "ebbflow.planners.published.chen",
     "chen_sqrt": "ebbflow.planners.published.chen",
+    "echo": "ebbflow.planners.published.echo",
     "greedy": "ebbflow.planners.search.greedy",
     "keep_all": "ebbflow.planners.keep_all",
     "least_memory": "ebbflow.planners.search.smallest",

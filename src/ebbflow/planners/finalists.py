@@ -28,6 +28,7 @@ FINALISTS = (
     "chain",
     "chen_greedy",
     "chen_sqrt",
+    "echo",
     "greedy",
     "linearized_greedy",
     "linearized_sqrt",

@@ -20,7 +20,7 @@ from ebbflow.zoo.lstm_lm import LSTMLanguageModel, lstm_lm
 from ebbflow.zoo.mlp_chain import MLPChain, mlp_chain
 from ebbflow.zoo.mobilenet import MobileNet, mobilenet
 from ebbflow.zoo.nmt import NMT, NMTConfig, nmt, nmt_luong
-from ebbflow.zoo.resnet import ResNet, resnet50, resnet101
+from ebbflow.zoo.resnet import ResNet, resnet50, resnet101, resnet152
 from ebbflow.zoo.segnet import SegNet, segnet
 from ebbflow.zoo.unet import UNet, unet
 from ebbflow.zoo.vgg import VGG, vgg16, vgg19
@@ -61,6 +61,7 @@ __all__ = [
     "nmt_luong",
     "resnet50",
     "resnet101",
+    "resnet152",
     "segnet",
     "unet",
     "vgg16",
@@ -93,6 +94,7 @@ MODELS: dict[str, Model] = {
     "nmt_luong": nmt_luong,
     "resnet50": resnet50,
     "resnet101": resnet101,
+    "resnet152": resnet152,
     "segnet": segnet,
     "unet": unet,
     "vgg16": vgg16,

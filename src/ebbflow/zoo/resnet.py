@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ebbflow.case import Case
 from ebbflow.zoo.inputs import ImageSize, image_batch, integers
 
-__all__ = ["ResNet", "resnet50", "resnet101"]
+__all__ = ["ResNet", "resnet50", "resnet101", "resnet152"]
 
 _EXPANSION = 4  # outputs of a bottleneck per inner channel (He et al. 2016, figure 5)
 
@@ -86,6 +86,11 @@ def resnet50(batch: int = 4, *, image: ImageSize = 128, width: int = 64, classes
 def resnet101(batch: int = 4, *, image: ImageSize = 128, width: int = 64, classes: int = 1000) -> Case:
     """A training call of ResNet-101 on ``batch`` random images of ``image`` pixels; the paper's are 224 x 224."""
     return _case("resnet101", (3, 4, 23, 3), batch, image, width, classes)
+
+
+def resnet152(batch: int = 4, *, image: ImageSize = 128, width: int = 64, classes: int = 1000) -> Case:
+    """A training call of ResNet-152 on ``batch`` random images of ``image`` pixels; the paper's are 224 x 224."""
+    return _case("resnet152", (3, 8, 36, 3), batch, image, width, classes)
 
 
 def _case(name: str, blocks: tuple[int, ...], batch: int, image: ImageSize, width: int, classes: int) -> Case:

@@ -19,7 +19,7 @@ from ebbflow.zoo.lstm_lm import lstm_lm
 from ebbflow.zoo.mlp_chain import mlp_chain
 from ebbflow.zoo.mobilenet import mobilenet
 from ebbflow.zoo.nmt import nmt, nmt_luong
-from ebbflow.zoo.resnet import resnet50, resnet101
+from ebbflow.zoo.resnet import resnet50, resnet101, resnet152
 from ebbflow.zoo.segnet import segnet
 from ebbflow.zoo.unet import unet
 from ebbflow.zoo.vgg import vgg16, vgg19
@@ -49,6 +49,7 @@ SMALL: dict[str, Callable[[], Case]] = {
     "nmt_luong": partial(nmt_luong, 32, vocabulary=500, length=20, width=160),
     "resnet50": partial(resnet50, 4, image=64, width=24, classes=10),
     "resnet101": partial(resnet101, 4, image=64, width=16, classes=10),
+    "resnet152": partial(resnet152, 2, image=32, width=4, classes=10),
     "segnet": partial(segnet, 2, image=96, width=16),
     "unet": partial(unet, 2, image=96, width=16),
     "vgg16": partial(vgg16, 4, image=64, width=24, hidden=256, classes=10),

@@ -32,8 +32,8 @@ from collections.abc import Callable, Collection
 
 from ebbflow.planners.base import Answer, Problem, Status, planner
 from ebbflow.planners.keep_all import keep_all
-from ebbflow.planners.published.segments import Trials, residents_since
-from ebbflow.planners.search.reruns_from_kept import Residents
+from ebbflow.planners.published.arithmetic import aten_name, has_aten_ops, heavy_by_cost, is_foreign
+from ebbflow.planners.published.segments import Trials, again_when_needed
 from ebbflow.step.program import Op, Program
 
 __all__ = ["Flow", "min_cut", "saved_buffers"]
@@ -77,7 +77,7 @@ def min_cut(problem: Problem) -> Answer:
         if problem.interrupt:
             break
         saved = saved_buffers(problem.program, banned)
-        trials.measure(f"{level}: {len(saved)} saved", _residents(problem.program, saved))
+        trials.measure(f"{level}: {len(saved)} saved", again_when_needed(problem.program, saved))
     return trials.answer()
 
 
@@ -215,46 +215,7 @@ def _never(op: Op) -> bool:
 
 def _arithmetic(program: Program) -> tuple[Ban, Ban]:
     """Which ops are heavy, and which are cheap: by name, or by cost in programs without ATen ops."""
-    if any(op.target.startswith("aten.") for op in program.ops):
-        return (lambda op: _is_foreign(op) or _name(op) in HEAVY), (lambda op: _name(op) in CHEAP)
-
-    def moved(op: Op) -> int:
-        return sum(program.buffers[b].bytes for b in (*op.inputs, *op.outputs))
-
-    forward = program.ops[: program.boundary]
-    seconds, total = sum(op.seconds for op in forward), sum(map(moved, forward))
-
-    def heavy(op: Op) -> bool:
-        return op.seconds * total > seconds * moved(op)
-
+    if has_aten_ops(program):
+        return (lambda op: is_foreign(op) or aten_name(op) in HEAVY), (lambda op: aten_name(op) in CHEAP)
+    heavy = heavy_by_cost(program)
     return heavy, lambda op: not heavy(op)
-
-
-def _is_foreign(op: Op) -> bool:
-    """Whether it is none of PyTorch's own ops: such an op is treated as heavy, as there."""
-    return op.target.partition(".")[0] not in ("aten", "prims")
-
-
-def _name(op: Op) -> str:
-    """The name between namespace and overload; ``""`` for foreign ops."""
-    return "" if _is_foreign(op) else op.target.split(".")[1]
-
-
-def _residents(program: Program, saved: Collection[int]) -> Residents:
-    """What is held: saved buffers always, others from where they are first needed (definition 4)."""
-    late = len(program.ops) + 1
-    since = [0] * len(program.buffers)
-    for op in program.ops[: program.boundary]:
-        for b in op.outputs:
-            since[b] = 0 if b in saved or b in program.pinned else late
-    for t in range(program.boundary, len(program.ops)):
-        needed = list(program.ops[t].inputs)
-        while needed:
-            b = needed.pop()
-            producer = program.buffers[b].producer
-            if producer is None or since[b] <= t + 1:
-                continue
-            for made in program.ops[producer].outputs:
-                since[made] = min(since[made], t + 1)
-            needed.extend(program.ops[producer].inputs)
-    return residents_since(program, since)

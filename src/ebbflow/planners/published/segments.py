@@ -30,6 +30,7 @@ from ebbflow.step.program import Program
 __all__ = [
     "Rank",
     "Trials",
+    "again_when_needed",
     "articulation_points",
     "last_forward_reads",
     "residents_of_segments",
@@ -198,6 +199,34 @@ def residents_since(program: Program, since: Sequence[int]) -> Residents:
         return np.flatnonzero(held).tolist()
 
     return residents
+
+
+def again_when_needed(program: Program, saved: Collection[int]) -> Residents:
+    """What is held when some of the forward's buffers are saved: others from where they are first needed again.
+
+    An op that is made again runs once in the backward, where it is first needed, and its buffers are held from there
+    to their last read.
+
+    Args:
+        program: any.
+        saved: buffers of the forward; forward outputs are held besides.
+    """
+    late = len(program.ops) + 1
+    since = [0] * len(program.buffers)
+    for op in program.ops[: program.boundary]:
+        for b in op.outputs:
+            since[b] = 0 if b in saved or b in program.pinned else late
+    for t in range(program.boundary, len(program.ops)):
+        needed = list(program.ops[t].inputs)
+        while needed:
+            b = needed.pop()
+            producer = program.buffers[b].producer
+            if producer is None or since[b] <= t + 1:
+                continue
+            for made in program.ops[producer].outputs:
+                since[made] = min(since[made], t + 1)
+            needed.extend(program.ops[producer].inputs)
+    return residents_since(program, since)
 
 
 def _last_uses(program: Program) -> list[int]:

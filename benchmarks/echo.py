@@ -1,0 +1,22 @@
+"""Does ``echo`` decide as Echo's own tests have it, and how does ``auto`` compare at its peaks?
+
+    python benchmarks/echo.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/echo.json]
+
+NAME is a question (decisions, against) or part of ``question:case``. Every case runs in a process of its own. Nothing
+of the models runs: programs are captured under fake tensors, costs are by roofline for a machine of the catalogue.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from harness.suite import main
+from questions import echo_against, echo_decisions
+
+QUESTIONS: dict[str, ModuleType] = {"decisions": echo_decisions, "against": echo_against}
+MOST_SECONDS = 1800.0
+"""For one case; a child that takes longer is ended and reported."""
+
+if __name__ == "__main__":
+    sys.exit(main(__file__, str(__doc__), QUESTIONS, MOST_SECONDS))
