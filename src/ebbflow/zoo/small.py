@@ -36,7 +36,7 @@ _TRANSFORMER = TransformerConfig(vocabulary=512, layers=3, width=128, hidden=256
 
 SMALL: dict[str, Callable[[], Case]] = {
     "dcgan": partial(dcgan, 4, noise_size=32, width=16),
-    "deepspeech2": partial(deepspeech2, 4, frames=32, layers=2, width=64),
+    "deepspeech2": partial(deepspeech2, 4, frames=64, layers=3, width=96),
     "densenet121": partial(densenet121, 4, image=64, growth=12, classes=10),
     "fcn8": partial(fcn8, 2, image=128, width=16, hidden=64),
     "gpt": partial(gpt, 4, _GPT),
