@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import subprocess
 import sys
@@ -18,10 +19,14 @@ from ebbflow.errors import UsageError
 from ebbflow.zoo import (
     MODELS,
     build,
+    dcgan,
+    deepspeech2,
     densenet121,
     fcn8,
+    gpt2_small,
     hf_gpt2,
     hf_t5,
+    inception_v3,
     llama_8b,
     llama_70b,
     llama_70b_lora,
@@ -31,7 +36,11 @@ from ebbflow.zoo import (
     resnet50,
     resnet101,
     resnet152,
+    resnet200,
+    resnet1001,
+    resnet2000,
     segnet,
+    transformer_base,
     unet,
     vgg16,
     vgg19,
@@ -84,6 +93,49 @@ def test_sizes_that_torchvision_does_not_publish() -> None:
         upsamplings = 21 * 21 * (16 + 16 + 256)
         assert parameters(fcn8(1, image=224, hidden=4096)) == 138_357_544 - 4097 * 1000 + scores + upsamplings
         assert parameters(lstm_lm()) == 10_000 * 650 + 2 * (8 * 650 * 650 + 8 * 650) + 651 * 10_000
+
+
+def test_those_of_the_systems_that_came_before() -> None:
+    with FakeTensorMode():
+        assert parameters(inception_v3(1)) == 27_161_264  # torchvision's, with the auxiliary classifier
+        assert parameters(gpt2_small(1)) == 124_439_808  # as Hugging Face's
+        # The example of PyTorch's repository, at its width: generator and discriminator.
+        assert parameters(dcgan(1, width=64)) == 3_576_704 + 2_765_568
+        # Vaswani et al. 2017, table 3 rounds to 65 million, of which the embedding is 37,000 * 512.
+        assert parameters(transformer_base(1)) == pytest.approx(63.1e6, rel=0.01)
+        # Nearly all is five GRUs of 800 a direction, on 1312 features and then on 800 (deepspeech.pytorch's size).
+        gru = sum(2 * 3 * (inputs * 800 + 800 * 800 + 2 * 800) for inputs in (1312, 800, 800, 800, 800))
+        assert parameters(deepspeech2(1)) == pytest.approx(gru, rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "layers"), [(resnet200, 200), (resnet1001, 1001), (resnet2000, 2000)])
+def test_a_deep_residual_network_has_its_layers(model: Callable[..., Case], layers: int) -> None:
+    with torch.device("meta"):
+        case = model(1, width=1)
+    weights = [m for m in case.model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
+    shortcuts = 4  # one a stage, which nobody counts
+    assert len(weights) == layers + shortcuts
+
+
+def test_one_call_of_both_players_has_the_gradients_of_either() -> None:
+    both = dcgan(2, noise_size=8, width=4)
+    both.model(*both.args).backward()
+    for player in ("discriminator", "generator"):
+        alone = dcgan(2, noise_size=8, width=4, player=player)
+        alone.model.load_state_dict(dcgan_state := copy.deepcopy(both.model.state_dict()))
+        assert dcgan_state.keys() == alone.model.state_dict().keys()
+        alone.model(*alone.args, **alone.kwargs).backward()
+        for key, parameter in alone.model.named_parameters():
+            if not key.startswith(player):
+                assert parameter.grad is None
+                continue
+            torch.testing.assert_close(parameter.grad, both.model.get_parameter(key).grad)
+
+
+@pytest.mark.parametrize("image", [298, (299, 64)])
+def test_inception_needs_a_grid_for_its_auxiliary_classifier(image: int | tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=r"299 pixels"):
+        inception_v3(1, image=image)
 
 
 def test_llama_has_the_published_parameters() -> None:

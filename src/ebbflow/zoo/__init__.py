@@ -11,28 +11,35 @@ from typing import Protocol
 
 from ebbflow.case import Case
 from ebbflow.names import require_zoo_name
+from ebbflow.zoo.dcgan import DCGAN, dcgan
+from ebbflow.zoo.deepspeech import DeepSpeech2, deepspeech2
 from ebbflow.zoo.densenet import DenseNet, densenet121
 from ebbflow.zoo.fcn import FCN8, fcn8
-from ebbflow.zoo.gpt import GPT, GPTConfig, gpt
+from ebbflow.zoo.gpt import GPT, GPTConfig, gpt, gpt2_small
 from ebbflow.zoo.hf import hf_bert, hf_gpt2, hf_llama, hf_t5
-from ebbflow.zoo.llama import Llama, LlamaSizes, llama, llama_8b, llama_70b, llama_70b_lora
+from ebbflow.zoo.inception import InceptionV3, inception_v3
+from ebbflow.zoo.llama import Llama, LlamaSizes, llama, llama_8b, llama_70b, llama_70b_lora, llama_small
 from ebbflow.zoo.lstm_lm import LSTMLanguageModel, lstm_lm
 from ebbflow.zoo.mlp_chain import MLPChain, mlp_chain
 from ebbflow.zoo.mobilenet import MobileNet, mobilenet
 from ebbflow.zoo.nmt import NMT, NMTConfig, nmt, nmt_luong
-from ebbflow.zoo.resnet import ResNet, resnet50, resnet101, resnet152
+from ebbflow.zoo.resnet import ResNet, resnet50, resnet101, resnet152, resnet200, resnet1001, resnet2000
 from ebbflow.zoo.segnet import SegNet, segnet
+from ebbflow.zoo.transformer import Transformer, TransformerConfig, transformer_base
 from ebbflow.zoo.unet import UNet, unet
 from ebbflow.zoo.vgg import VGG, vgg16, vgg19
 
 __all__ = [
+    "DCGAN",
     "FCN8",
     "GPT",
     "MODELS",
     "NMT",
     "VGG",
+    "DeepSpeech2",
     "DenseNet",
     "GPTConfig",
+    "InceptionV3",
     "LSTMLanguageModel",
     "Llama",
     "LlamaSizes",
@@ -41,19 +48,26 @@ __all__ = [
     "NMTConfig",
     "ResNet",
     "SegNet",
+    "Transformer",
+    "TransformerConfig",
     "UNet",
     "build",
+    "dcgan",
+    "deepspeech2",
     "densenet121",
     "fcn8",
     "gpt",
+    "gpt2_small",
     "hf_bert",
     "hf_gpt2",
     "hf_llama",
     "hf_t5",
+    "inception_v3",
     "llama",
     "llama_8b",
     "llama_70b",
     "llama_70b_lora",
+    "llama_small",
     "lstm_lm",
     "mlp_chain",
     "mobilenet",
@@ -62,7 +76,11 @@ __all__ = [
     "resnet50",
     "resnet101",
     "resnet152",
+    "resnet200",
+    "resnet1001",
+    "resnet2000",
     "segnet",
+    "transformer_base",
     "unet",
     "vgg16",
     "vgg19",
@@ -76,26 +94,35 @@ class Model(Protocol):
 
 
 MODELS: dict[str, Model] = {
+    "dcgan": dcgan,
+    "deepspeech2": deepspeech2,
     "densenet121": densenet121,
     "fcn8": fcn8,
     "gpt": gpt,
+    "gpt2_small": gpt2_small,
     "hf_bert": hf_bert,
     "hf_gpt2": hf_gpt2,
     "hf_llama": hf_llama,
     "hf_t5": hf_t5,
+    "inception_v3": inception_v3,
     "llama": llama,
-    "llama_8b": llama_8b,
     "llama_70b": llama_70b,
     "llama_70b_lora": llama_70b_lora,
+    "llama_8b": llama_8b,
+    "llama_small": llama_small,
     "lstm_lm": lstm_lm,
     "mlp_chain": mlp_chain,
     "mobilenet": mobilenet,
     "nmt": nmt,
     "nmt_luong": nmt_luong,
-    "resnet50": resnet50,
+    "resnet1001": resnet1001,
     "resnet101": resnet101,
     "resnet152": resnet152,
+    "resnet200": resnet200,
+    "resnet2000": resnet2000,
+    "resnet50": resnet50,
     "segnet": segnet,
+    "transformer_base": transformer_base,
     "unet": unet,
     "vgg16": vgg16,
     "vgg19": vgg19,

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ebbflow.case import Case
+from ebbflow.zoo.inputs import integers
 
-__all__ = ["GPT", "GPTConfig", "gpt"]
+__all__ = ["GPT", "GPT2_SMALL", "GPTConfig", "gpt", "gpt2_small"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,10 @@ class GPTConfig:
     """Probability for embeddings, attention weights and residual branches."""
     tied: bool = True
     """Whether the head shares the embedding's weight."""
+
+
+GPT2_SMALL = GPTConfig(vocabulary=50257, length=1024, layers=12, width=768, heads=12, dropout=0.1)
+"""The smallest of Radford et al. 2019 (table 2; sizes of OpenAI's release)."""
 
 
 class Block(nn.Module):
@@ -96,3 +101,9 @@ def gpt(batch: int = 4, config: GPTConfig | None = None) -> Case:
     tokens = torch.randint(config.vocabulary, (batch, config.length + 1))
     name = f"gpt-{config.layers}L-d{config.width}-v{config.vocabulary}-b{batch}"
     return Case(model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), name=name)
+
+
+def gpt2_small(batch: int = 4, config: GPTConfig = GPT2_SMALL) -> Case:
+    """A training call of GPT-2's smallest size on ``batch`` random sequences of full length."""
+    tokens, targets = (integers(config.vocabulary, batch, config.length, seed=seed) for seed in (1, 2))
+    return Case(GPT(config), (tokens, targets), name=f"gpt2_small-{config.layers}L-d{config.width}-b{batch}")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ebbflow.errors import UsageError
 
-__all__ = ["ImageSize", "image_batch", "integers", "pixel_loss"]
+__all__ = ["ImageSize", "image_batch", "images_of", "integers", "noise", "pixel_loss"]
 
 ImageSize = int | tuple[int, int]
 """Height and width, pixels; one number stands for both."""
@@ -31,7 +31,17 @@ def image_batch(batch: int, image: ImageSize, *, multiple: int) -> torch.Tensor:
     height, width = (image, image) if isinstance(image, int) else image
     if height < 1 or width < 1 or height % multiple or width % multiple:
         raise UsageError(f"image={image} does not fit: height and width have to be multiples of {multiple} pixels")
-    return _placed(torch.randn(batch, 3, height, width, generator=_generator(0), device="cpu"))
+    return images_of(batch, height, width)
+
+
+def images_of(batch: int, height: int, width: int) -> torch.Tensor:
+    """Standard normal images of any size, float32, shape ``(batch, 3, height, width)``."""
+    return noise(batch, 3, height, width, seed=0)
+
+
+def noise(*shape: int, seed: int = 3) -> torch.Tensor:
+    """Standard normal numbers, float32; each ``seed`` draws others."""
+    return _placed(torch.randn(*shape, generator=_generator(seed), device="cpu"))
 
 
 def integers(limit: int, *shape: int, seed: int = 1) -> torch.Tensor:

@@ -17,7 +17,18 @@ from torch.nn import functional as F
 from ebbflow.case import Case
 from ebbflow.zoo.inputs import integers
 
-__all__ = ["LLAMA_8B", "LLAMA_70B", "Llama", "LlamaSizes", "llama", "llama_8b", "llama_70b", "llama_70b_lora"]
+__all__ = [
+    "LLAMA_8B",
+    "LLAMA_70B",
+    "LLAMA_SMALL",
+    "Llama",
+    "LlamaSizes",
+    "llama",
+    "llama_8b",
+    "llama_70b",
+    "llama_70b_lora",
+    "llama_small",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +58,8 @@ class LlamaSizes:
 LLAMA_8B = LlamaSizes(
     vocabulary=128_256, layers=32, width=4096, hidden=14_336, heads=32, key_heads=8, dtype=torch.bfloat16
 )
+LLAMA_SMALL = LlamaSizes(vocabulary=2048, layers=8, width=512, hidden=1376, heads=8, key_heads=8, base=10_000.0)
+"""The toy that Libra's code trains (thesis, NTHU 2024): 8 layers, width 512, context 256, a vocabulary of 2k."""
 LLAMA_70B = replace(LLAMA_8B, layers=80, width=8192, hidden=28_672, heads=64)
 
 
@@ -149,3 +162,8 @@ def llama_70b(length: int = 8192) -> Case:
 def llama_70b_lora(length: int = 8192) -> Case:
     """A training call of adapters of rank 16 on a frozen Llama 3 70B in bfloat16, one sequence of ``length`` tokens."""
     return llama(1, length=length, sizes=replace(LLAMA_70B, rank=16), name="llama_70b_lora")
+
+
+def llama_small(batch: int = 8, *, length: int = 256, sizes: LlamaSizes = LLAMA_SMALL) -> Case:
+    """A training call of the Llama of :data:`LLAMA_SMALL` on ``batch`` sequences of ``length`` tokens."""
+    return llama(batch, length=length, sizes=sizes, name="llama_small")
