@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -331,6 +332,30 @@ def test_a_search_for_a_batch_that_is_interrupted_gives_one_that_fits(
     data = last_json(result)
     assert isinstance(data["batch"], int)
     assert data["batch"] > 0
+    assert data["plan"]["predicted_peak_bytes"] <= 400 * 1024  # type: ignore[index]
+    assert "stopped by Ctrl-C" in result.stderr
+
+
+def test_the_batch_of_an_interrupted_search_is_the_largest_that_was_told_to_fit(
+    cases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    class Impatient(KeepBest):
+        def tell(self, progress: Progress) -> None:
+            super().tell(progress)
+            if (found := re.fullmatch(r"batch (\d+) fits", progress.stage)) and (progress.best_overhead or 0) > 0:
+                told.append(int(found[1]))
+                if not self.interrupt.interrupted:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(sys.modules["ebbflow.cli.max_batch"], "KeepBest", Impatient)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    result = run("max-batch", f"{cases}:chain", "--budget", "400KiB", "--effort", "50", "--json")
+    data = last_json(result)
+    assert told, "some batch needs recomputation"
+    assert data["batch"] == told[0]
+    assert data["batch"] > data["unplanned_batch"]  # type: ignore[operator]
     assert data["plan"]["predicted_peak_bytes"] <= 400 * 1024  # type: ignore[index]
     assert "stopped by Ctrl-C" in result.stderr
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ebbflow._api.estimate import AheadStep
@@ -19,6 +19,7 @@ from ebbflow.planners.base import finds_smallest
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
+from ebbflow.step.schedule import Schedule
 from ebbflow.units import Budget
 
 __all__ = ["interpolated", "judged", "largest", "one_forward"]
@@ -98,8 +99,22 @@ def interpolated(
     return at
 
 
-def judged(step: AheadStep, budget: Budget, limit: float | None, options: PlanningOptions) -> Plan | None:
-    """A plan of ``step`` within ``budget`` and ``limit``, not the best; ``None`` if there is none (definition 2)."""
+def judged(
+    step: AheadStep,
+    budget: Budget,
+    limit: float | None,
+    options: PlanningOptions,
+    seeds: Sequence[Schedule] = (),
+) -> Plan | None:
+    """A plan of ``step`` within ``budget`` and ``limit``, not the best; ``None`` if there is none (definition 2).
+
+    Args:
+        step: captured, or between two that are.
+        budget: in bytes.
+        limit: on the overhead; ``None`` for none.
+        options: how to plan.
+        seeds: schedules to start from.
+    """
     known = (options.interrupt or Interrupt()).or_after(math.inf)
     bound_holds = options.planner == "auto" and not step.tiers  # others may leave the class of a bound that they tell
 
@@ -112,7 +127,7 @@ def judged(step: AheadStep, budget: Budget, limit: float | None, options: Planni
             known.set()
 
     try:
-        plan = step.plan(budget, replace(options, interrupt=known, progress=tell))
+        plan = step.plan(budget, replace(options, interrupt=known, progress=tell), seeds)
     except BudgetError:
         return None
     return plan if limit is None or plan.overhead <= limit else None

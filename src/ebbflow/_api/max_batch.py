@@ -40,6 +40,9 @@ MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
 SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
 COARSE = 64  # a first guess is off by up to this part of the batch: its costs are those of small batches
 CORRECTIONS = 3  # of a guess, by a capture each
+LAST_SECONDS = (
+    10.0  # for the plan of what is at hand, once Ctrl-C has come; it starts from one for nearly the same step
+)
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,10 @@ def _check_limit(overhead: object) -> None:
         )
 
 
+class _Interrupted(Exception):
+    """Ctrl-C has come: what is asked from here on is not looked for."""
+
+
 class _Search:
     def __init__(
         self,
@@ -190,6 +197,7 @@ class _Search:
         self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged
         self.unplanned = 0
         self._fitted = 0  # the largest that had a plan, of a captured step or of one between
+        self._found: dict[int, Plan] = {}  # plans of all that had one
 
     @property
     def captures(self) -> tuple[tuple[int, bool], ...]:
@@ -215,10 +223,15 @@ class _Search:
 
     def plan_of(self, step: AheadStep, batch: int) -> Plan | None:
         """The plan of ``step``, if it is within budget and limit."""
+        if self._interrupted:
+            raise _Interrupted
         self._progress(Progress(f"planning batch {batch}" + (f"; {self._fitted} fits" if self._fitted else "")))
         plan = judged(step, self._budget, self.limit(step.program), self._planning(self._effort))
         if plan is None:
+            if self._interrupted:  # which proves nothing
+                raise _Interrupted
             return None
+        self._found[batch] = plan
         self._fitted = max(self._fitted, batch)
         self._progress(Progress(f"batch {batch} fits", best_overhead=plan.overhead))
         return plan
@@ -262,8 +275,34 @@ class _Search:
                 self._fitted = max((each for each, plan in self.plans.items() if plan is not None), default=0)
         return self.plans[batch] is not None
 
+    @property
+    def _interrupted(self) -> bool:
+        """Whether Ctrl-C has come; a time limit is for each plan."""
+        return self._options.interrupt is not None and self._options.interrupt.interrupted
+
     def run(self) -> int:
-        """The largest batch that fits."""
+        """The largest batch that fits, or once it is interrupted the largest whose plan is at hand."""
+        try:
+            return self._run()
+        except _Interrupted:
+            return self._at_hand()
+
+    def _at_hand(self) -> int:
+        """The largest batch that was found to fit and, captured if it was not, does."""
+        known_to_fit = set(self._found) | ({self.unplanned} if self.unplanned else set[int]())
+        for batch in sorted(known_to_fit, reverse=True):
+            if self.plans.get(batch) is not None:
+                return batch
+            step, known = self.step(batch), self._found.get(batch)
+            self._progress(Progress(f"planning batch {batch} from what is known"))
+            options = replace(self._planning(self._effort), interrupt=Interrupt(LAST_SECONDS))
+            seeds = [] if known is None else [known.schedule]
+            self.plans[batch] = judged(step, self._budget, self.limit(step.program), options, seeds)
+            if self.plans[batch] is not None:
+                return batch
+        raise KeyboardInterrupt
+
+    def _run(self) -> int:
         between = interpolated(self.step(2), self.step(4))
         at = self.step if between is None else between
         self.unplanned = largest(lambda batch: self._unplanned_fits(at(batch)))
