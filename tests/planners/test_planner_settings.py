@@ -93,7 +93,10 @@ def test_options_refuse_a_planner_that_needs_a_tier_and_has_none() -> None:
         assert name in HOMES
         assert moves_buffers(name)
         for asked, said in (
-            ({}, "none is given for this machine: give tiers='host' or tiers='disk'"),
+            (
+                {},
+                "none is given for this machine: give tiers='disk' where the model is on CPU, tiers='host' for a card",
+            ),
             ({"machine": "v100-16gb"}, "machine 'v100-16gb' has a link to host: give tiers='host'"),
             ({"machine": dataclasses.replace(linked(1.0), links={})}, "machine 'toy' has no link"),
         ):

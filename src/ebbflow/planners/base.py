@@ -373,7 +373,7 @@ def require_tiers(name: str, tiers: Sequence[object], machine: object, links: Se
     if links:
         said = f"{what} has a link to {' and '.join(links)}: give tiers={links[0]!r}"
     elif links is None:
-        said = f"none is given for {what}: give tiers='host' or tiers='disk'"
+        said = f"none is given for {what}: give tiers='disk' where the model is on CPU, tiers='host' for a card"
     else:
         said = f"{what} has no link"
     raise UsageError(

@@ -156,8 +156,8 @@ def _bound(record: DemoRecord) -> list[str]:
     ]
     if record.measured_overhead < plan.bound:
         lines.append(
-            f"            the measured {format_percent(record.measured_overhead)} is of other costs: ops run alone, as "
-            "they were timed for the plan, take more time than in the step"
+            f"            the measured {format_percent(record.measured_overhead)} is of other costs: the bound is for "
+            "ops as they were timed alone, and whatever else the machine did falls on what is measured"
         )
     return lines
 
