@@ -6,8 +6,9 @@
 2. Steps differ: a first one makes what later ones reuse, others come after a warm-up (RAdam's sixth) or once in a while
    (Shampoo's). A stand-in with one parameter of each kind, the largest, takes :data:`STEPS` steps to tell which is the
    largest, and all parameters step up to that one.
-3. A kernel may take memory of its own besides its results. On the device at hand every op that is no arithmetic of
-   single elements is run once, alone, on memory that is resident anyway as far as can be (``cost.room``).
+3. A kernel may take memory of its own besides its results. On the device at hand every op is run once, alone, on memory
+   that is resident anyway as far as can be (``cost.room``), but for those that take none: arithmetic of single
+   elements, on lists of tensors too, copies and fills.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ebbflow.measurement.optimizer_state import options_of
 from ebbflow.measurement.resident import stepping
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams import trees as pytree
-from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise
+from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise, schema_of
 from ebbflow.torch_seams.fake_tensors import (
     fakes_are_counted,
     fakes_are_stepped_as_parameters,
@@ -110,6 +111,19 @@ def _stand_ins(parameters: list[torch.nn.Parameter], device: str | None) -> Iter
         yield stand_in
 
 
+_LISTS = ("_foreach_", "_fused_")
+_COPIES = frozenset("clone _to_copy copy_ fill_ zero_ detach lift_fresh_copy".split())
+_FILLS = ("empty", "zeros", "ones", "full", "new_")
+
+
+def _takes_nothing(op: OpOverload) -> bool:
+    """Definition 3."""
+    name = schema_of(op).name.rpartition("::")[2]
+    if is_pointwise(op) or op.is_view or name.startswith(_LISTS) or name in _COPIES:
+        return True
+    return name.startswith(_FILLS) or name.endswith("_like")
+
+
 class _Kernels:
     """Definition 3, each call measured once.
 
@@ -123,7 +137,7 @@ class _Kernels:
 
     def workspace_bytes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: object) -> int:
         """What ``func`` takes besides its results."""
-        if self._elsewhere or not isinstance(func, OpOverload) or is_pointwise(func) or func.is_view:
+        if self._elsewhere or not isinstance(func, OpOverload) or _takes_nothing(func):
             return 0
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if not tensors or any(each.device.type == "meta" for each in tensors):

@@ -86,7 +86,9 @@ def plan_for(model: FittedModel, step: Step, program: Program, now: Circumstance
     try:
         plan = wanted.plan(between)
     except BudgetError as error:
-        return _instead(wanted, between, error, guess=guess)
+        if (other := _instead(wanted, between, error, guess=guess)) is None:
+            raise  # here, with no frame more than it has
+        return other
     retained = model.between.retained(now.slot)
     return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
 
@@ -202,14 +204,14 @@ def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool)
     return options
 
 
-def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, guess: bool) -> tuple[Plan, bool]:
+def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, guess: bool) -> tuple[Plan, bool] | None:
     """What runs where the budget has no plan, and whether until more is known.
 
     That is a plan within what other shapes were granted, one that leaves less to forwards between, or one without room
-    for a forward that nobody expected.
+    for a forward that nobody expected; ``None`` where there is none of these, and ``error`` then says what would help.
 
     Raises:
-        BudgetError: ``error``, with what would help, if there is none of these.
+        BudgetError: if one of these has no plan either.
     """
     model, now = wanted.model, wanted.now
     if (granted := _granted_bytes(model)) > (error.budget_bytes or 0):
@@ -233,7 +235,7 @@ def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, gu
         # Forwards that come between can do with less: they are planned for what this one leaves them.
         return wanted.plan(replace(between, peak_bytes=between.least_bytes)), guess
     if not now.flying_bytes or _was_expected(now):
-        raise error
+        return None
     # The forward in flight was planned without knowing of this one. The next round knows.
     if all(each.home is not model.flights for each in now.aloft):
         model.warn_of_forward("a forward of another fitted model")
