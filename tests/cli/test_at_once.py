@@ -259,3 +259,13 @@ def test_max_batch_and_compare_take_them_too(cases: Path) -> None:
     assert compared.exit_code == 0, compared.stderr
     [row] = json.loads(compared.stdout.splitlines()[-1])
     assert abs(row["measured_peak_bytes"] - row["predicted_peak_bytes"]) <= 0.01 * row["predicted_peak_bytes"]
+
+
+def test_no_public_name_brings_the_compiler() -> None:
+    """It takes as long to import as torch; the first capture imports it."""
+    code = (
+        "import sys, torch, ebbflow\n"
+        "for name in ebbflow.__all__: getattr(ebbflow, name)\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,6 +20,7 @@ whole (:func:`settle_roles`); until then :func:`_beside` stands where an output 
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from ebbflow.errors import CaptureError
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.dynamo import is_argument
 
-__all__ = ["guarded", "loss_is_outside", "loss_only", "settle_roles"]
+__all__ = ["guarded", "loss_is_outside", "loss_only", "marks_in_graphs", "settle_roles"]
 
 _SPEAKS_OF_A_LOSS = ("loss", "nll", "objective", "cost", "elbo")
 
@@ -94,10 +95,15 @@ def _mark(value: Any, named: bool, candidates: list[torch.Tensor], marked: list[
     return value
 
 
-@torch.compiler.allow_in_graph
 def _beside(output: torch.Tensor, named: bool, candidates: list[torch.Tensor]) -> torch.Tensor:
     """An output that is detached if there is a loss: one that is named so, or one of the candidates."""
     return output.detach()
+
+
+@functools.cache
+def marks_in_graphs() -> None:
+    """Let Dynamo take marks into its graphs; not at import, for it imports Dynamo, which takes as long as torch."""
+    torch.compiler.allow_in_graph(_beside)
 
 
 # -- once the graph is whole --------------------------------------------------------------------------------------

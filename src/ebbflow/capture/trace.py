@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
-from ebbflow.capture.loss import loss_only, settle_roles
+from ebbflow.capture.loss import loss_only, marks_in_graphs, settle_roles
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
 from ebbflow.capture.rules.checks import assertions_as_ops, factorisation_checks_as_ops
 from ebbflow.capture.rules.ctc import ctc_with_sizes
@@ -135,6 +135,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
             "torch.compile is switched off in this process, and Ebbflow captures steps with it",
             remedy="start Python without TORCHDYNAMO_DISABLE=1",
         )
+    marks_in_graphs()
     held = weakref.ref(partitioner)
 
     def kept() -> Partitioner:
