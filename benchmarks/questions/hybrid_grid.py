@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,7 +17,7 @@ from ebbflow.planners.base import Problem, planner_named
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.hybrid.portfolio import moves_alone
 from ebbflow.step.legality import check
-from ebbflow.step.machine import Machine, machine_named
+from ebbflow.step.machine import machine_named
 from ebbflow.step.simulate import overhead_of
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.zoo.densenet import densenet121
@@ -32,6 +31,7 @@ from ebbflow.zoo.resnet import resnet50
 from ebbflow.zoo.segnet import segnet
 from ebbflow.zoo.unet import unet
 from ebbflow.zoo.vgg import vgg16
+from harness.batched import with_link
 from harness.record import Row, at_most, holds
 
 TITLE = "Twelve models, five budgets, three cards, links whole and halved: both against either alone"
@@ -60,19 +60,6 @@ LINKS = (1.0, 0.5)
 EFFORT = 5000
 
 
-def _with_link(machine: Machine, rate: float) -> Machine:
-    """``machine`` with links of ``rate`` times their bytes a second."""
-    links = {
-        name: replace(
-            link,
-            out_bytes_per_second=rate * link.out_bytes_per_second,
-            in_bytes_per_second=rate * link.in_bytes_per_second,
-        )
-        for name, link in machine.links.items()
-    }
-    return replace(machine, links=links)
-
-
 def rows(case: str, quick: bool) -> Iterator[Row]:
     model, name = case.split()
     card = machine_named(name)
@@ -88,7 +75,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         alone = plan(Problem(program, budget, machine=card, effort=EFFORT)).schedule
         alone_seconds = time.process_time() - begin
         for rate in LINKS:
-            machine = _with_link(card, rate)
+            machine = with_link(card, rate)
             both = Problem(program, budget, machine=machine, tiers=("host",), effort=EFFORT)
             begin = time.process_time()
             answer = plan(both)
