@@ -78,6 +78,7 @@ PROGRAM = Program(
     gradients=(10, 12),
     mutations=(2, 6),
 )
+TYPES = {"": "Net", "blocks.0.up": "Linear", "blocks.1.up": "Linear", "blocks.0.norm": "Norm", "drop": "Dropout"}
 GOLDEN = """\
 doctor for tiny: the step is one graph
   step       11 ops (7 forward, 4 backward), 13 buffers
@@ -106,6 +107,19 @@ live at the unplanned peak, 2.94 KiB above, at drop (aten.drop.default) at net.p
   1010 B  33.55 %        2  norm in blocks.*.norm at net.py:8
   1000 B  33.22 %        1  drop in drop at net.py:9
   1000 B  33.22 %        1  mm in blocks.*.up at net.py:7
+
+the unplanned peak by kind, 3.04 KiB
+     bytes    share  kind
+      90 B   2.89 %  weights, resident
+      10 B   0.32 %  optimizer state, resident
+  2.94 KiB  96.78 %  feature maps
+
+by type of layer: live of theirs at the unplanned peak, and their predicted time
+   bytes    share  forward  backward    share  layers  type of layer
+  1010 B  33.55 %   1.00 s      0 us   6.25 %       1  Norm
+  1000 B  33.22 %   4.00 s      0 us  25.00 %       2  Linear
+  1000 B  33.22 %   1.00 s      0 us   6.25 %       1  Dropout
+     0 B   0.00 %   3.00 s    7.00 s  62.50 %       1  Net
 
 the floor, 2.36 KiB above, pinned by mm_1 (aten.mm.default) at net.py:7
      bytes    share  why it is there under any plan with first runs and boundary as captured
@@ -176,6 +190,8 @@ def test_the_findings_of_any_program_add_up(program: Program) -> None:
     assert peak.above_bytes == found.baseline_peak_bytes - found.resident_bytes
     assert peak.above_bytes == sum(group.bytes for group in peak.groups) + peak.rest_bytes + peak.other_bytes
     assert found.floor.above_bytes == sum(found.floor.parts.values())
+    assert found.baseline_peak_bytes == sum(kind.bytes for kind in found.kinds)
+    assert found.layers == (), "no class of a module is known"
     assert text_of(found)
     json.dumps(found.to_json())
 
@@ -184,7 +200,21 @@ def test_the_findings_of_any_program_add_up(program: Program) -> None:
 
 
 def test_what_is_found_is_told() -> None:
-    assert text_of(find(a_plan(), top=4)) == GOLDEN
+    found = find(a_plan(), top=4, resident={"weights": 90, "optimizer state": 10}, types=TYPES)
+    assert text_of(found) == GOLDEN
+
+
+@given(programs())
+def test_types_of_layers_have_all_seconds_and_what_ops_made_of_the_peak(program: Program) -> None:
+    modules = {op.module for op in program.ops}
+    types = {module: f"Kind{index % 2}" for index, module in enumerate(sorted(modules))}
+    found = find(a_plan(program), types=types)
+    assert sum(layer.seconds for layer in found.layers) == pytest.approx(program.seconds)
+    assert sum(layer.layers for layer in found.layers) == len(modules)
+    live = moment_at(program, unplanned_schedule(program), a_plan(program).baseline.peak_action).buffers
+    made = sum(program.buffers[b].bytes for b in live if program.buffers[b].producer is not None)
+    assert sum(layer.bytes for layer in found.layers) == made
+    assert text_of(found)
 
 
 def test_like_modules_and_lines_are_one_place() -> None:
@@ -440,3 +470,55 @@ def test_bad_input_is_one_message_and_exit_code_2() -> None:
         assert result.exit_code == 2
         assert result.stderr.splitlines()[-1].startswith("ebbflow: ")
         assert not result.stdout
+
+
+# -- by kind and by type of layer -----------------------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    """A buffer, a tensor that is no buffer, two layers of one type, and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("mask", torch.ones(100))
+        self.kept = torch.ones(30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(F.gelu(self.first(self.norm(x))))
+        return (self.second(x) * self.kept.sum() * self.get_buffer("mask").sum()).square().mean()
+
+
+def test_what_is_resident_is_told_by_kind() -> None:
+    model, x = Rows(), torch.randn(50, 8)
+    adam = torch.optim.Adam(model.parameters())
+    weights = sum(p.nbytes for p in model.parameters())
+    found = ebbflow.doctor(model, (x,), optimizer=adam, progress=None)
+    resident = {kind.name: kind.bytes for kind in found.kinds if kind.resident}
+    steps = 4 * len(list(model.parameters()))
+    assert resident == {
+        "weights": weights,
+        "buffers of modules": 400,
+        "optimizer state": 2 * weights + steps,
+        "arguments of the call": x.nbytes,
+        "other tensors of modules": 120,
+    }
+    assert sum(resident.values()) == found.resident_bytes
+    assert sum(kind.bytes for kind in found.kinds) == found.baseline_peak_bytes
+    model(x).backward()
+    kinds = {kind.name: kind.bytes for kind in ebbflow.doctor(model, (x,), progress=None).kinds}
+    assert kinds["gradients of earlier steps"] == weights
+
+
+def test_layers_are_told_by_their_class() -> None:
+    found = ebbflow.doctor(Rows(), (torch.randn(50, 8),), machine="t4-16gb", progress=None)
+    layers = {layer.name: layer for layer in found.layers}
+    assert {name: layer.layers for name, layer in layers.items()} == {"Rows": 1, "Linear": 2, "LayerNorm": 1}
+    assert all(layer.forward_seconds > 0 and layer.backward_seconds > 0 for layer in layers.values())
+    assert "LayerNorm" in text_of(found)
+
+
+def test_a_published_graph_has_no_layers_to_tell_by_type() -> None:
+    found = find(a_plan())
+    assert [kind.name for kind in found.kinds if kind.resident] == ["resident"]
+    assert "type of layer" not in text_of(found)

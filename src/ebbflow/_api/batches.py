@@ -94,7 +94,8 @@ def interpolated(
             for a, b in zip(one.ops, other.ops, strict=True)
         )
         resident = round(between(small.resident_bytes, large.resident_bytes, batch))
-        return replace(small, program=replace(one, ops=ops, buffers=buffers), resident_bytes=resident)
+        program = replace(one, ops=ops, buffers=buffers)
+        return replace(small, program=program, resident_bytes=resident, resident={})
 
     return at
 

@@ -108,7 +108,8 @@ def doctor(
 def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, top: int) -> Findings:
     """The findings of a captured step; arguments as for :func:`doctor`."""
     # With tiers the smallest budget is that of plans that move, which keep_all does not look for.
-    found = find(step.plan(_ANY_BUDGET, replace(options, planner="auto" if step.tiers else "keep_all")), top)
+    plan = step.plan(_ANY_BUDGET, replace(options, planner="auto" if step.tiers else "keep_all"))
+    found = find(plan, top, resident=step.resident, types=step.layer_types)
     if budget is None:
         return found
     try:

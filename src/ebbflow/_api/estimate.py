@@ -22,7 +22,7 @@ from ebbflow.errors import UsageError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
-from ebbflow.measurement.resident import device_of, resident_bytes, tensors_in
+from ebbflow.measurement.resident import device_of, resident_parts, tensors_in
 from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
@@ -222,6 +222,8 @@ class AheadStep:
         tiers: of it, that buffers may be moved to.
         provenance: where costs are from, for the plans.
         end: what is taken when the backward has returned, whatever the plan.
+        resident: what ``resident_bytes`` are made of, by kind; empty where that is not known.
+        layer_types: the class of each of the model's modules, by its path; likewise.
     """
 
     program: Program
@@ -231,6 +233,8 @@ class AheadStep:
     tiers: tuple[str, ...] = ()
     provenance: Provenance = field(default_factory=Provenance)
     end: StepEnd = NOTHING_AFTER
+    resident: Mapping[str, int] = field(default_factory=dict[str, int])
+    layer_types: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def unplanned_budget_bytes(self) -> int:
@@ -318,15 +322,25 @@ def capture_ahead(
         else:
             state = _resident_state(optimizer)
     held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
+    resident = resident_parts(model, (args, kwargs), state.staying, granularity)
+    resident["optimizer state"] += state.to_come_bytes
     return AheadStep(
         program,
-        resident_bytes([model, args, kwargs, state.staying], granularity) + state.to_come_bytes + held,
+        sum(resident.values()) + held,
         reserve_bytes(program, device, verify=options.verify),
         planned_for,
         tiers,
         replace(provenance, optimizer="" if optimizer is None else type(optimizer).__name__, offloaded=state.note),
         state.end,
+        {**resident, "cuBLAS workspace": held},
+        _classes_in(model),
     )
+
+
+def _classes_in(model: torch.nn.Module) -> dict[str, str]:
+    """The class of each module by its path, of one that is in several places by each."""
+    named: Iterable[tuple[str, torch.nn.Module]] = model.named_modules(remove_duplicate=False)
+    return {path: type(module).__name__ for path, module in named}
 
 
 def _resident_state(optimizer: torch.optim.Optimizer | None) -> Foreseen:

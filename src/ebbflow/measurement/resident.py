@@ -29,6 +29,7 @@ __all__ = [
     "kept_by",
     "optimizers_in",
     "resident_bytes",
+    "resident_parts",
     "start_bytes",
     "stepping",
     "storages_in",
@@ -116,6 +117,37 @@ def watched_in(roots: Iterable[object]) -> list[StorageWatch]:
 def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
     """Bytes of the distinct storages reachable from ``roots``, each rounded up to ``granularity_bytes``."""
     return sum(-(-size // granularity_bytes) * granularity_bytes for size in storages_in(roots).values())
+
+
+def resident_parts(
+    model: torch.nn.Module, arguments: object, state: Iterable[object], granularity_bytes: int = 1
+) -> dict[str, int]:
+    """The same bytes of a model, a call's arguments and an optimizer's state by kind, each storage in the first kind.
+
+    Args:
+        model: with its gradients.
+        arguments: of one call.
+        state: tensors of the optimizer.
+        granularity_bytes: as for :func:`resident_bytes`.
+    """
+    parameters = [each for each in model.parameters() if not is_away(each)]
+    kinds: dict[str, Iterable[torch.Tensor]] = {
+        "weights": (part for each in parameters for part in parts_of(each)),
+        "gradients of earlier steps": tensors_in([each.grad for each in parameters if each.is_leaf]),
+        "buffers of modules": tensors_in(list(model.buffers())),
+        "optimizer state": tensors_in(list(state)),
+        "arguments of the call": tensors_in(arguments),
+        "other tensors of modules": tensors_in(model),
+    }
+    found = dict.fromkeys(kinds, 0)
+    seen: set[int] = set()
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            if (key := storage_key(tensor)) not in seen:
+                seen.add(key)
+                size = tensor.untyped_storage().nbytes()
+                found[kind] += -(-size // granularity_bytes) * granularity_bytes
+    return found
 
 
 def device_of(roots: Iterable[object]) -> str:

@@ -13,7 +13,7 @@ Everything is found in the program; nothing runs. Bytes are above the step's sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -22,6 +22,7 @@ from typing import Any
 from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor_parts import floor_parts
 from ebbflow.report.records.advice import SCALAR_BYTES, Advice, advise
+from ebbflow.report.records.profile import Kind, LayerType, kinds_at, layer_types_at
 from ebbflow.step.occupancy import Moment, moment_at
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import COPY_BACK, Op, Program
@@ -173,6 +174,8 @@ class Findings:
         loss_outside: whether these are more than scalars.
         largest: places with the most bytes at one time, over the whole step.
         peak: of the unplanned step.
+        kinds: the unplanned peak by kind of what is live, resident part included; they add up to it.
+        layers: the same above the step's start, and seconds, by type of layer; empty for a published graph.
         floor: what pins it.
         advice: what would lower it.
         provenance: where costs are from.
@@ -200,6 +203,8 @@ class Findings:
     loss_outside: bool
     largest: tuple[BufferGroup, ...]
     peak: Peak
+    kinds: tuple[Kind, ...]
+    layers: tuple[LayerType, ...]
     floor: FloorPin
     advice: tuple[Advice, ...]
     provenance: Provenance
@@ -211,14 +216,23 @@ class Findings:
         return {**asdict(self), "provenance": self.provenance.as_dict()}
 
 
-def find(plan: Plan, top: int = 10) -> Findings:
+def find(
+    plan: Plan,
+    top: int = 10,
+    *,
+    resident: Mapping[str, int] | None = None,
+    types: Mapping[str, str] | None = None,
+) -> Findings:
     """Everything that is found in the program of ``plan``.
 
     Args:
         plan: any plan of the step; its schedule does not matter.
         top: how many places to list by bytes.
+        resident: what the resident part is made of, bytes by kind; ``None`` if that is not known.
+        types: the class of each module by its path; ``None`` if that is not known.
     """
     program = plan.program
+    peak = moment_at(program, unplanned_schedule(program), plan.baseline.peak_action)
     floor = floor_parts(program)
     tangents = [program.buffers[b].bytes for b in program.tangents]
     mutations = program.copied_back
@@ -244,7 +258,9 @@ def find(plan: Plan, top: int = 10) -> Findings:
         tangent_bytes=sum(tangents),
         loss_outside=plan.provenance.loss is LossPlace.OUTSIDE or max(tangents, default=0) > SCALAR_BYTES,
         largest=_groups(program, range(len(program.buffers)))[:top],
-        peak=_peak(program, moment_at(program, unplanned_schedule(program), plan.baseline.peak_action), top),
+        peak=_peak(program, peak, top),
+        kinds=kinds_at(program, peak, resident or {}, plan.resident_bytes),
+        layers=layer_types_at(program, peak, types or {}),
         floor=FloorPin(
             above_bytes=floor.bytes,
             op=floor.op,

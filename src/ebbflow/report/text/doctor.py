@@ -1,4 +1,4 @@
-"""What the doctor found, as text: a block of facts, three tables of bytes, and what would lower the floor."""
+"""What the doctor found, as text: a block of facts, tables of bytes and seconds, and what would lower the floor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.report.records.diagnosis import Break, Findings, OpGroup, Place
 from ebbflow.report.text.plan import counted_of, origins_of, room_of
-from ebbflow.units import format_allowed, format_bytes, format_count, format_percent, format_share
+from ebbflow.units import format_allowed, format_bytes, format_count, format_percent, format_seconds, format_share
 
 __all__ = ["write_break", "write_findings"]
 
@@ -18,8 +18,17 @@ _PLACES = 3  # of one group of ops; the others are counted
 
 def write_findings(found: Findings, stream: TextIO) -> None:
     """Write ``found`` to ``stream``."""
-    for block in (_facts(found), _largest(found), _peak(found), _floor(found), _advice(found)):
-        print("\n".join(block), file=stream)
+    for block in (
+        _facts(found),
+        _largest(found),
+        _peak(found),
+        _kinds(found),
+        _layers(found),
+        _floor(found),
+        _advice(found),
+    ):
+        if block:
+            print("\n".join(block), file=stream)
 
 
 def write_break(case: str, found: Break, stream: TextIO) -> None:
@@ -154,6 +163,45 @@ def _peak(found: Findings) -> list[str]:
     head = ("bytes", "share", "buffers", "what made them")
     title = f"live at the unplanned peak, {format_bytes(total)} above, at {found.peak.at}"
     return ["", title, *_table([head, *rows])]
+
+
+def _kinds(found: Findings) -> list[str]:
+    """The unplanned peak by kind."""
+    total = found.baseline_peak_bytes
+    rows = [
+        (
+            format_bytes(kind.bytes),
+            format_percent(kind.bytes / total if total else 0.0),
+            f"{kind.name}{', resident' if kind.resident and kind.name != 'resident' else ''}",
+        )
+        for kind in found.kinds
+    ]
+    return ["", f"the unplanned peak by kind, {format_bytes(total)}", *_table([("bytes", "share", "kind"), *rows])]
+
+
+def _layers(found: Findings) -> list[str]:
+    """Bytes at the unplanned peak and seconds by type of layer; nothing where modules are not known."""
+    if not found.layers:
+        return []
+    total, seconds = found.peak.above_bytes, sum(layer.seconds for layer in found.layers)
+    rows = [
+        (
+            format_bytes(layer.bytes),
+            format_percent(layer.bytes / total if total else 0.0),
+            format_seconds(layer.forward_seconds),
+            format_seconds(layer.backward_seconds),
+            format_percent(layer.seconds / seconds if seconds else 0.0),
+            str(layer.layers),
+            layer.name or "in no module",
+        )
+        for layer in found.layers
+    ]
+    head = ("bytes", "share", "forward", "backward", "share", "layers", "type of layer")
+    return [
+        "",
+        "by type of layer: live of theirs at the unplanned peak, and their predicted time",
+        *_table([head, *rows]),
+    ]
 
 
 def _share_row(part: int, whole: int, count: str, text: str) -> tuple[str, ...]:
