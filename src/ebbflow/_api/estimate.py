@@ -339,7 +339,7 @@ def capture_ahead(
 
 def _classes_in(model: torch.nn.Module) -> dict[str, str]:
     """The class of each module by its path, of one that is in several places by each."""
-    named: Iterable[tuple[str, torch.nn.Module]] = model.named_modules(remove_duplicate=False)
+    named = cast("Iterable[tuple[str, object]]", model.named_modules(remove_duplicate=False))
     return {path: type(module).__name__ for path, module in named}
 
 

@@ -1,11 +1,13 @@
-"""The largest batch that fits a budget, by prediction: nothing runs, and nothing runs out of memory.
+"""The largest batch, length or number of layers that fits a budget, by prediction: nothing runs or runs out of memory.
 
 1. A batch *fits* if a plan within the budget exists whose overhead is within the limit.
 2. Two small captures give a guess (``batches``). It is captured, which corrects the next guess.
-3. The answer is captured as it is, and so is the next larger batch. Where interpolation was wrong, or where ops
-   change with the batch, the search goes on with captures.
+3. The answer is captured as it is, and so is the next larger batch. Where interpolation was wrong, the search goes on
+   with captures.
+4. Where ops change, as with the number of layers, all that is asked is captured. The first to ask are where straight
+   lines through the unplanned peaks and through the floors of two small captures meet the budget.
 
-Assumes that a batch fits if a larger one does.
+Everything that is said of a batch here holds for what else is varied. Assumes that a batch fits if a larger one does.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from ebbflow.names import with_known_keywords
 from ebbflow.options import Options
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
+from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.machine import Machine, is_elsewhere
@@ -34,8 +37,12 @@ from ebbflow.units import Budget, format_allowed, format_percent
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BatchPlan", "max_batch"]
+__all__ = ["BatchPlan", "Vary", "max_batch"]
 
+Vary = Literal["batch", "layers", "length"]
+
+WORDS = {"batch": "a batch of 1", "layers": "1 layer", "length": "a length of 1"}
+"""What may be varied, and the least of each in words."""
 MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
 SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
 COARSE = 64  # a first guess is off by up to this part of the batch: its costs are those of small batches
@@ -47,14 +54,15 @@ LAST_SECONDS = (
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The largest batch found.
+    """The largest batch found, or whatever else was varied.
 
     Attributes:
-        batch: the largest that fits, 1 or more.
+        batch: the largest that fits, 1 or more: as many layers, or tokens, if those were varied.
         plan: of that batch.
         unplanned_batch: the largest whose unplanned step fits; 0 if not even one does.
         overhead_limit: largest overhead allowed at that batch, a fraction; ``None`` if any was.
         captured: every batch that was captured to be judged, ascending, and whether it fits.
+        vary: what was varied.
     """
 
     batch: int
@@ -62,6 +70,7 @@ class BatchPlan:
     unplanned_batch: int
     overhead_limit: float | None
     captured: tuple[tuple[int, bool], ...]
+    vary: Vary = "batch"
 
 
 @with_known_keywords
@@ -69,6 +78,7 @@ def max_batch(
     make_case: Callable[[int], Case],
     *,
     budget: str | int | Budget,
+    vary: Vary = "batch",
     overhead: float | Literal["one-forward"] | None = None,
     planner: str = "auto",
     machine: str | Machine | None = None,
@@ -83,13 +93,14 @@ def max_batch(
     interrupt: Interrupt | None = None,
     progress: Callable[[Progress], None] | None = aloud,
 ) -> BatchPlan:
-    """The largest batch whose training step fits ``budget``.
+    """The largest batch whose training step fits ``budget``; the most layers or the greatest length, if they vary.
 
     Args:
-        make_case: from a batch to the case of one training call. For a machine that is not at hand it is called
-            under ``FakeTensorMode``, so that no batch takes memory.
+        make_case: from a batch to the case of one training call; or from a number of layers, or a length. For a
+            machine that is not at hand it is called under ``FakeTensorMode``, so that no batch takes memory.
         budget: bytes of the step's peak, resident part included; a share is refused, as the peak it would be of
             grows with the batch.
+        vary: what ``make_case`` takes, ``"batch"``, ``"layers"`` or ``"length"``: the word for it in what is said.
         overhead: the most added time allowed, as a fraction of the unplanned step; ``"one-forward"`` is the share
             of the forward; ``None`` allows any.
         planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
@@ -108,7 +119,7 @@ def max_batch(
 
     Raises:
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
-        BudgetError: if not even a batch of 1 fits, with the least budget for it.
+        BudgetError: if not even a batch (a number of layers, a length) of 1 fits, with the least budget for it.
         CaptureError: if a call is not one graph.
     """
     parsed = Budget.parse(budget)
@@ -119,9 +130,14 @@ def max_batch(
             value=budget,
         )
     _check_limit(overhead)
+    if vary not in WORDS:
+        raise UsageError(
+            f"vary={vary!r} is none of {', '.join(WORDS)}", argument="vary", value=vary, accepted=tuple(WORDS)
+        )
     if not callable(make_case):
         raise UsageError(
-            f"make_case takes a function from a batch to an ebbflow.Case, not {type(make_case).__name__}",
+            "make_case is a function from a batch, or what else varies, to an ebbflow.Case, not "
+            f"{type(make_case).__name__}",
             argument="make_case",
             value=make_case,
         )
@@ -148,13 +164,13 @@ def max_batch(
         )
     planner_named(planner)
     with narrated(options.tell), interruption_noted(options.tell) as tell:
-        search = _Search(make_case, parsed, overhead, replace(options, progress=tell))
+        search = _Search(make_case, parsed, overhead, replace(options, progress=tell), vary)
         batch = search.run()
         if batch == 0:
             raise search.refusal()
         step = search.step(batch)
         plan = search.best_plan(step, batch)
-    return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures)
+    return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures, vary)
 
 
 def _check_limit(overhead: object) -> None:
@@ -186,7 +202,9 @@ class _Search:
         budget: Budget,
         overhead: float | str | None,
         options: Options,
+        vary: Vary,
     ) -> None:
+        self._vary: Vary = vary
         self._make_case = make_case
         self._budget = budget
         self._overhead = overhead
@@ -212,7 +230,7 @@ class _Search:
     def step(self, batch: int) -> AheadStep:
         """The captured step of ``batch``."""
         if batch not in self._steps:
-            self._progress(Progress(f"capturing batch {batch}"))
+            self._progress(Progress(f"capturing {self._vary} {batch}"))
             with without_memory() if is_elsewhere(self._options.target) else contextlib.nullcontext():
                 case = cast("object", self._make_case(batch))
             if not isinstance(case, Case):  # a user's function may return anything
@@ -225,7 +243,7 @@ class _Search:
         """The plan of ``step``, if it is within budget and limit."""
         if self._interrupted:
             raise _Interrupted
-        self._progress(Progress(f"planning batch {batch}" + (f"; {self._fitted} fits" if self._fitted else "")))
+        self._progress(Progress(f"planning {self._vary} {batch}" + (f"; {self._fitted} fits" if self._fitted else "")))
         plan = judged(step, self._budget, self.limit(step.program), self._planning(self._effort))
         if plan is None:
             if self._interrupted:  # which proves nothing
@@ -233,14 +251,14 @@ class _Search:
             return None
         self._found[batch] = plan
         self._fitted = max(self._fitted, batch)
-        self._progress(Progress(f"batch {batch} fits", best_overhead=plan.overhead))
+        self._progress(Progress(f"{self._vary} {batch} fits", best_overhead=plan.overhead))
         return plan
 
     def best_plan(self, step: AheadStep, batch: int) -> Plan:
         """The plan of a batch that fits, with all the effort, from the one that it was judged by."""
         known = self.plans[batch]
         assert known is not None
-        self._progress(Progress(f"planning batch {batch}, the largest that fits"))
+        self._progress(Progress(f"planning {self._vary} {batch}, the largest that fits"))
         best = step.plan(self._budget, self._planning(self._options.effort), seeds=[known.schedule])
         limit = self.limit(step.program)
         return best if limit is None or best.overhead <= limit else known
@@ -254,11 +272,11 @@ class _Search:
         try:
             plan = step.plan(self._budget, self._planning(self._options.effort))
         except BudgetError as error:
-            return error.told_as(f"not even a batch of 1 fits: {error}")
+            return error.told_as(f"not even {WORDS[self._vary]} fits: {error}")
         limit = self.limit(step.program)
         assert limit is not None, "without a limit a batch that has a plan fits"
         return BudgetError(
-            f"not even a batch of 1 fits: within {format_allowed(plan.budget_bytes)} it takes "
+            f"not even {WORDS[self._vary]} fits: within {format_allowed(plan.budget_bytes)} it takes "
             f"{format_percent(plan.overhead)} more time, and at most {format_percent(limit)} is allowed. Ask for more "
             f"bytes ({step.unplanned_budget_bytes} need no recomputation), or allow more overhead",
             budget_bytes=plan.budget_bytes,
@@ -294,7 +312,7 @@ class _Search:
             if self.plans.get(batch) is not None:
                 return batch
             step, known = self.step(batch), self._found.get(batch)
-            self._progress(Progress(f"planning batch {batch} from what is known"))
+            self._progress(Progress(f"planning {self._vary} {batch} from what is known"))
             options = replace(self._planning(self._effort), interrupt=Interrupt(LAST_SECONDS))
             seeds = [] if known is None else [known.schedule]
             self.plans[batch] = judged(step, self._budget, self.limit(step.program), options, seeds)
@@ -304,10 +322,12 @@ class _Search:
 
     def _run(self) -> int:
         between = interpolated(self.step(2), self.step(4))
-        at = self.step if between is None else between
+        if between is None:
+            return self._run_by_captures()
+        at = between
         self.unplanned = largest(lambda batch: self._unplanned_fits(at(batch)))
         near = self._overhead is None  # sizes are affine in the batch, seconds only nearly
-        guess = self.unplanned if between is None else self._guess(between, max(self.unplanned, 1), near=near)
+        guess = self._guess(between, max(self.unplanned, 1), near=near)
         for _ in range(CORRECTIONS):
             if between is None or guess <= 2 or guess in self.plans:
                 break
@@ -315,6 +335,24 @@ class _Search:
             between = interpolated(self.step(2), self.step(guess), (2, guess))
             guess = guess if between is None else self._guess(between, guess, near=True)
         return largest(self._captured_fits, max(guess, 1))
+
+    def _run_by_captures(self) -> int:
+        """Where ops change with what is varied (definition 4)."""
+        unplanned = self._where_a_line_ends(lambda step: step.unplanned_budget_bytes)
+        self.unplanned = largest(lambda batch: self._unplanned_fits(self.step(batch)), unplanned)
+        if self._overhead is not None:
+            return largest(self._captured_fits, max(self.unplanned, 1))
+        at_floor = self._where_a_line_ends(lambda step: step.resident_bytes + floor_bytes(step.program)[0])
+        guess = max(at_floor, self.unplanned, 1)
+        return largest(self._captured_fits, max(largest(self._captured_fits, guess, max(guess // COARSE, 1)), 1))
+
+    def _where_a_line_ends(self, size: Callable[[AheadStep], int]) -> int:
+        """Where a straight line through the sizes of the two small captures meets the budget; 1 or more."""
+        assert self._budget.bytes is not None
+        low, high = size(self.step(2)), size(self.step(4))
+        if high <= low:
+            return 1
+        return max(int(2 + 2 * (self._budget.bytes - low) / (high - low)), 1)
 
     def _guess(self, between: Callable[[int], AheadStep], start: int, *, near: bool) -> int:
         """The largest batch that fits by interpolation, looked for from ``start``; about, unless it is ``near``."""

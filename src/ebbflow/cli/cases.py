@@ -54,13 +54,16 @@ def check_case(text: str, size: int | None = None) -> None:
         raise UsageError(f"there is no file {head}; {_FORMS}", argument="case", value=text)
 
 
-def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case | Program:
+def load_case(
+    text: str, size: int | None = None, *, fake: bool = False, sizes: Mapping[str, int] | None = None
+) -> Case | Program:
     """What ``text`` names.
 
     Args:
         text: ``zoo:NAME``, ``FILE.py:function`` or a path that ends in ``.json``.
         size: passed to the function: batch, length or layers, as it takes it. ``None`` is its own default.
         fake: build the model under ``FakeTensorMode``: shapes without memory.
+        sizes: others of a model of the zoo, as :func:`ebbflow.zoo.build` takes them.
 
     Raises:
         UsageError: if ``text`` names nothing, saying what would work.
@@ -76,7 +79,7 @@ def load_case(text: str, size: int | None = None, *, fake: bool = False) -> Case
         from ebbflow.zoo import build
 
         with mode:
-            return build(tail, size)
+            return build(tail, size, **(sizes or {}))
     with blame(text):
         function = _function(Path(head), tail)
         arguments = _arguments(function, size, text)

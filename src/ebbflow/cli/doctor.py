@@ -60,8 +60,8 @@ def doctor(
     """Capture a training step and tell what was found, without running it.
 
     Graph breaks; random, opaque and single-run ops; what is changed in place; the largest buffers and those at the
-    unplanned peak by module and line; that peak by kind and by type of layer; what pins the floor, and what would lower it. With --budget also what a plan
-    within it costs.
+    unplanned peak by module and line; that peak by kind and by type of layer; what pins the floor, and what would lower
+    it. With --budget also what a plan within it costs.
     """
     asked = Options(
         planner=planner,

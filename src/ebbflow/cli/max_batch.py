@@ -1,13 +1,14 @@
-"""``ebbflow max-batch``: the largest batch that fits a budget, by prediction.
+"""``ebbflow max-batch``: the largest batch, number of layers or length that fits a budget, by prediction.
 
-With ``--json`` one object: ``case, batch, unplanned_batch, budget_bytes, overhead_limit, captured`` and, under
-``plan``, the plan's summary. Where not even a batch of 1 fits, exit code 2 and the least budget for it.
+With ``--json`` one object: ``case, vary, batch, unplanned_batch, budget_bytes, overhead_limit, captured`` and, under
+``plan``, the plan's summary; ``batch`` is the number of what was varied. Where not even 1 fits, exit code 2 and the
+least budget for it.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -33,12 +34,25 @@ from ebbflow.errors import UsageError
 from ebbflow.options import DEFAULT_EFFORT, Options, no_optimizer
 from ebbflow.units import Budget, format_allowed, format_percent
 
+if TYPE_CHECKING:
+    from ebbflow._api.max_batch import Vary
+
 __all__ = ["max_batch"]
+
+_LARGEST = {"batch": "largest batch", "layers": "most layers", "length": "greatest length"}
+_LARGER = {"batch": "a larger batch", "layers": "more layers", "length": "a greater length"}
 
 
 def max_batch(
     case: Annotated[str, typer.Argument(help="zoo:NAME or FILE.py:function; the function takes the batch")],
     budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB")],
+    vary: Annotated[
+        str | None,
+        typer.Option(help="what of zoo:NAME to make as large as fits: batch, layers or length; default: its batch"),
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(min=1, help="of zoo:NAME where something else is varied: its batch")
+    ] = None,
     overhead: Annotated[
         str | None, typer.Option(help="the most added time: one-forward, 30% or 0.3; default: any")
     ] = None,
@@ -54,6 +68,8 @@ def max_batch(
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch whose training step fits a budget, without running it or running out.
+
+    With --vary layers or --vary length the most layers, or the longest sequence, of a model of the zoo.
 
     Ctrl-C takes the plans that are left as they are at hand, and gives the largest batch of these; a second one aborts.
     """
@@ -73,6 +89,7 @@ def max_batch(
     )
     parsed = Budget.parse(budget)
     check_case(case)
+    word, sized = _varied(case, vary, size)
 
     import ebbflow
     from ebbflow.case import Case
@@ -80,7 +97,7 @@ def max_batch(
     from ebbflow.report.text.progress import ProgressDisplay
 
     def make(batch: int) -> Case:
-        loaded = load_case(case, batch)
+        loaded = load_case(case, size, sizes={sized: batch}) if sized else load_case(case, batch)
         assert isinstance(loaded, Case)
         if offload_optimizer and asked.for_case(loaded).optimizer in (None, no_optimizer):
             refuse_to_offload_nothing(case)
@@ -90,6 +107,7 @@ def max_batch(
         found = ebbflow.max_batch(
             make,
             budget=parsed,
+            vary=word,
             overhead=limit,
             planner=asked.planner,
             machine=asked.machine,
@@ -104,11 +122,12 @@ def max_batch(
             progress=keeper.tell,
         )
     if keeper.interrupt.interrupted:
-        print("stopped by Ctrl-C: a longer search may find a larger batch", file=sys.stderr)
+        print(f"stopped by Ctrl-C: a longer search may find {_LARGER[word]}", file=sys.stderr)
     if as_json:
         write_json(
             {
                 "case": case,
+                "vary": found.vary,
                 "batch": found.batch,
                 "unplanned_batch": found.unplanned_batch,
                 "budget_bytes": parsed.bytes,
@@ -121,9 +140,44 @@ def max_batch(
     allowed = (
         "" if found.overhead_limit is None else f" at an overhead of at most {format_percent(found.overhead_limit)}"
     )
-    size = format_allowed(parsed.bytes or 0)
-    print(f"largest batch of {case} within {size}{allowed}: {found.batch}, unplanned {found.unplanned_batch}")
+    within = format_allowed(parsed.bytes or 0)
+    print(f"{_LARGEST[word]} of {case} within {within}{allowed}: {found.batch}, unplanned {found.unplanned_batch}")
     write_plan(found.plan, sys.stdout)
+
+
+def _varied(case: str, vary: str | None, size: int | None) -> tuple[Vary, str]:
+    """What is varied, and its name among the sizes of ``load_case``; empty for the one that it takes first.
+
+    Raises:
+        UsageError: for what the case does not take.
+    """
+    if vary is not None and vary not in _LARGEST:
+        raise UsageError(
+            f"--vary {vary} is none of {', '.join(_LARGEST)}", argument="--vary", value=vary, accepted=tuple(_LARGEST)
+        )
+    if not case.startswith("zoo:"):
+        if vary is not None or size is not None:
+            raise UsageError(
+                f"--vary and --size are for zoo:NAME; {case} is called with what is varied, whatever it takes it for",
+                argument="--vary",
+                value=vary,
+            )
+        return "batch", ""
+    from ebbflow.zoo import sizes_of
+
+    taken = sizes_of(case.removeprefix("zoo:"))
+    word = vary or taken[0]
+    if word not in taken:
+        raise UsageError(
+            f"{case} has no {word} to vary; it takes: {', '.join(taken)}", argument="--vary", value=vary, accepted=taken
+        )
+    if word == taken[0] and size is not None:
+        raise UsageError(
+            f"--size {size} is the {word} of {case}, which is to be found; leave it out, or --vary something else",
+            argument="--size",
+            value=size,
+        )
+    return cast("Vary", word), "" if word == taken[0] else word
 
 
 def _limit(text: str | None) -> float | Literal["one-forward"] | None:

@@ -1,15 +1,18 @@
 """Models of the papers and of today, sized by arguments. ``zoo:NAME`` on the command line.
 
 Each entry of :data:`MODELS` is called with its batch, or with nothing for its default, and returns a case whose
-forward gives the loss; ``llama_8b``, ``llama_70b`` and ``llama_70b_lora`` have one sequence and take its length.
+forward gives the loss; ``llama_8b``, ``llama_70b`` and ``llama_70b_lora`` have one sequence and take its length. Many
+take ``layers`` and ``length`` besides (:func:`build`).
 Everything is written here but ``hf_*``, which need ``pip install 'ebbflow[hf]'``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ebbflow.case import Case
+from ebbflow.errors import UsageError
 from ebbflow.names import require_zoo_name
 from ebbflow.zoo.dcgan import DCGAN, dcgan
 from ebbflow.zoo.deepspeech import DeepSpeech2, deepspeech2
@@ -25,6 +28,7 @@ from ebbflow.zoo.mobilenet import MobileNet, mobilenet
 from ebbflow.zoo.nmt import NMT, NMTConfig, nmt, nmt_luong
 from ebbflow.zoo.resnet import ResNet, resnet50, resnet101, resnet152, resnet200, resnet1001, resnet2000
 from ebbflow.zoo.segnet import SegNet, segnet
+from ebbflow.zoo.sizes import parameters_of
 from ebbflow.zoo.transformer import Transformer, TransformerConfig, transformer_base
 from ebbflow.zoo.unet import UNet, unet
 from ebbflow.zoo.vgg import VGG, vgg16, vgg19
@@ -80,6 +84,7 @@ __all__ = [
     "resnet1001",
     "resnet2000",
     "segnet",
+    "sizes_of",
     "transformer_base",
     "unet",
     "vgg16",
@@ -129,11 +134,38 @@ MODELS: dict[str, Model] = {
 }
 
 
-def build(name: str, size: int | None = None) -> Case:
-    """The zoo's case ``name``; ``size`` is its batch or its length, the default size if ``None``.
+def sizes_of(name: str) -> tuple[str, ...]:
+    """Which of ``"batch"``, ``"layers"`` and ``"length"`` the zoo's ``name`` takes, the one of :func:`build` first.
 
     Raises:
-        UsageError: if the zoo has no such model, listing those it has, or if a package that it needs is missing.
+        UsageError: if the zoo has no such model.
     """
     require_zoo_name(name)
-    return MODELS[name]() if size is None else MODELS[name](size)
+    return tuple(parameters_of(MODELS[name]))
+
+
+def build(name: str, size: int | None = None, **sizes: int) -> Case:
+    """The zoo's case ``name``.
+
+    Args:
+        name: of the model.
+        size: its batch, or its length where it takes that first; the model's own if ``None``.
+        sizes: others by name, of those that :func:`sizes_of` lists.
+
+    Raises:
+        UsageError: if the zoo has no such model, listing those it has, if a package that it needs is missing, or for a
+            size that the model does not have.
+    """
+    require_zoo_name(name)
+    known = parameters_of(MODELS[name])
+    for each in sizes:
+        if each not in known:
+            raise UsageError(
+                f"zoo:{name} has no {each} to choose; it takes: {', '.join(known)}",
+                argument=each,
+                value=sizes[each],
+                accepted=tuple(known),
+            )
+    model: Callable[..., Case] = MODELS[name]
+    given = {known[each]: value for each, value in sizes.items()}
+    return model(**given) if size is None else model(size, **given)

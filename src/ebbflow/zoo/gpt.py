@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ebbflow.case import Case
 from ebbflow.zoo.inputs import integers
+from ebbflow.zoo.sizes import resized
 
 __all__ = ["GPT", "GPT2_SMALL", "GPTConfig", "gpt", "gpt2_small"]
 
@@ -94,16 +95,21 @@ def _initialize(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def gpt(batch: int = 4, config: GPTConfig | None = None) -> Case:
-    """A training call of :class:`GPT` on ``batch`` random sequences of full length."""
-    config = config or GPTConfig()
+def gpt(
+    batch: int = 4, config: GPTConfig | None = None, *, layers: int | None = None, length: int | None = None
+) -> Case:
+    """A training call of :class:`GPT` on ``batch`` random sequences of full length, or of sizes given."""
+    config = resized(config or GPTConfig(), layers=layers, length=length)
     model = GPT(config)
     tokens = torch.randint(config.vocabulary, (batch, config.length + 1))
     name = f"gpt-{config.layers}L-d{config.width}-v{config.vocabulary}-b{batch}"
     return Case(model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), name=name)
 
 
-def gpt2_small(batch: int = 4, config: GPTConfig = GPT2_SMALL) -> Case:
-    """A training call of GPT-2's smallest size on ``batch`` random sequences of full length."""
+def gpt2_small(
+    batch: int = 4, config: GPTConfig = GPT2_SMALL, *, layers: int | None = None, length: int | None = None
+) -> Case:
+    """A training call of GPT-2's smallest size on ``batch`` random sequences of full length, or of sizes given."""
+    config = resized(config, layers=layers, length=length)
     tokens, targets = (integers(config.vocabulary, batch, config.length, seed=seed) for seed in (1, 2))
     return Case(GPT(config), (tokens, targets), name=f"gpt2_small-{config.layers}L-d{config.width}-b{batch}")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ebbflow.case import Case
 from ebbflow.zoo.inputs import integers
+from ebbflow.zoo.sizes import resized
 
 __all__ = [
     "LLAMA_8B",
@@ -142,28 +143,38 @@ class Llama(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten())
 
 
-def llama(batch: int = 4, *, length: int = 128, sizes: LlamaSizes | None = None, name: str = "llama") -> Case:
+def llama(
+    batch: int = 4,
+    *,
+    length: int = 128,
+    layers: int | None = None,
+    sizes: LlamaSizes | None = None,
+    name: str = "llama",
+) -> Case:
     """A training call of a small Llama, or of one of ``sizes``: ``batch`` sequences of ``length`` tokens."""
-    sizes = sizes or LlamaSizes()
+    sizes = resized(sizes or LlamaSizes(), layers=layers)
     tokens, targets = (integers(sizes.vocabulary, batch, length, seed=seed) for seed in (1, 2))
     return Case(Llama(sizes).train(), (tokens, targets), name=f"{name}-t{length}-b{batch}")
 
 
-def llama_8b(length: int = 8192) -> Case:
+def llama_8b(length: int = 8192, *, layers: int | None = None) -> Case:
     """A training call of Llama 3 8B in bfloat16 on one sequence of ``length`` tokens."""
-    return llama(1, length=length, sizes=LLAMA_8B, name="llama_8b")
+    return llama(1, length=length, layers=layers, sizes=LLAMA_8B, name="llama_8b")
 
 
-def llama_70b(length: int = 8192) -> Case:
+def llama_70b(length: int = 8192, *, layers: int | None = None) -> Case:
     """A training call of Llama 3 70B in bfloat16 on one sequence of ``length`` tokens."""
-    return llama(1, length=length, sizes=LLAMA_70B, name="llama_70b")
+    return llama(1, length=length, layers=layers, sizes=LLAMA_70B, name="llama_70b")
 
 
-def llama_70b_lora(length: int = 8192) -> Case:
+def llama_70b_lora(length: int = 8192, *, layers: int | None = None) -> Case:
     """A training call of adapters of rank 16 on a frozen Llama 3 70B in bfloat16, one sequence of ``length`` tokens."""
-    return llama(1, length=length, sizes=replace(LLAMA_70B, rank=16), name="llama_70b_lora")
+    sizes = replace(LLAMA_70B, rank=16)
+    return llama(1, length=length, layers=layers, sizes=sizes, name="llama_70b_lora")
 
 
-def llama_small(batch: int = 8, *, length: int = 256, sizes: LlamaSizes = LLAMA_SMALL) -> Case:
+def llama_small(
+    batch: int = 8, *, length: int = 256, layers: int | None = None, sizes: LlamaSizes = LLAMA_SMALL
+) -> Case:
     """A training call of the Llama of :data:`LLAMA_SMALL` on ``batch`` sequences of ``length`` tokens."""
-    return llama(batch, length=length, sizes=sizes, name="llama_small")
+    return llama(batch, length=length, layers=layers, sizes=sizes, name="llama_small")

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ebbflow.case import Case
 from ebbflow.zoo.inputs import integers
+from ebbflow.zoo.sizes import resized
 
 __all__ = ["Transformer", "TransformerConfig", "transformer_base"]
 
@@ -125,8 +126,10 @@ class Transformer(nn.Module):
         return self.dropout(self.tokens(tokens) * math.sqrt(width) + places)
 
 
-def transformer_base(batch: int = 16, *, length: int = 64, config: TransformerConfig | None = None) -> Case:
+def transformer_base(
+    batch: int = 16, *, length: int = 64, layers: int | None = None, config: TransformerConfig | None = None
+) -> Case:
     """A training call of the base :class:`Transformer` on ``batch`` random pairs of sentences of ``length`` tokens."""
-    config = config or TransformerConfig()
+    config = resized(config or TransformerConfig(), layers=layers)
     arguments = tuple(integers(config.vocabulary, batch, length + n, seed=1 + n) for n in range(2))
     return Case(Transformer(config), arguments, name=f"transformer_base-{config.layers}L-t{length}-b{batch}")
