@@ -4,8 +4,8 @@
    predicted: costs by roofline.
 2. The *smallest peak at a limit* of ``auto`` is found by bisection on the budget: the plan of least peak that was found
    whose overhead is within the limit, and beside it the largest budget of which a bound proves that no plan within the
-   limit fits it (or the floor, where no such budget was met). That of ``echo`` is the least peak of its plans, of all
-   caps (``ebbflow.planners.published.echo``), within the limit.
+   limit fits it (or the floor, where no such budget was met). That of ``echo`` is the least peak of its plans at
+   :data:`CAPS` (``ebbflow.planners.published.echo``, definition 3) within the limit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from harness.batched import ABOVE, Planned, planned, unplanned_peak, with_link
 __all__ = ["MB", "Footprint", "Smallest"]
 
 MB = 1e6
-CAPS = (0, 1, 2, 4, 8, 16, 32, 64, None)
+CAPS = (0, 1, 8, None)  # the two versions of its authors, and two between them
 TIERS = ("host",)
-HALVINGS = 6  # of the range from the floor to the unplanned peak: to within 1.6 % of it
+HALVINGS = 5  # of the range from the floor to the unplanned peak: to within 3.1 % of it
 SECONDS = 300.0  # for one plan; those that move are searched longest
 
 
@@ -114,7 +114,7 @@ class Footprint:
         return self._echo
 
     def echo_within(self, budget_bytes: int) -> tuple[int, float] | None:
-        """Peak and overhead of what the planner ``echo`` answers: keep-all, else the cheapest that fits."""
+        """Peak and overhead of keep-all if it fits, else of the cheapest of Echo's plans that does."""
         if self.unplanned_bytes <= budget_bytes:
             return self.unplanned_bytes, 0.0
         fits = [each for each in self.echo() if each[0] <= budget_bytes]

@@ -10,11 +10,13 @@
    overhead of :data:`MOST_OVERHEAD`, or as forbidden if the bound without tiers is above that; with tiers beside it.
 4. Twice the batch: samples a second over keep-all's at the first batch. No plan is faster than keep-all at the same
    batch with memory without limit, since each op runs at least once: where that stays below :data:`FASTER`, no plan
-   reaches it at these costs. In sweeps neither this nor ``echo`` nor the smallest peak is asked for.
+   reaches it at these costs. Of sweeps and of twice the batch ``echo`` and
+   the smallest peak are not asked for.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +33,7 @@ MOST_OVERHEAD = 0.03
 FASTER = 1.28  # samples a second at twice the batch, over the base's
 LINKS: dict[str, float | None] = {"auto": None, "auto, host 100 %": 1.0, "auto, host 50 %": 0.5}
 
-SMALLEST = LINKS_OF_SWEEPS = ("auto", "auto, host 100 %")  # whose smallest peak is looked for; and in E3
+LINKS_OF_SWEEPS = ("auto", "auto, host 100 %")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class _Subject:
 
 _TBD = _Theirs(9117, 4375, 947.7, 984.0, (7749, 1215.6), {"theirs, cuDNN": (9763, 1027.0)})
 _LAYERS = {1: (7930, 3080), 3: (10720, 5780), 4: (12380, 7210), 5: (13510, 8050)}
+SWEEP_POINT = ("tbd 2 layers, H 512", _Theirs(9300, 4340))  # of both sweeps: tbd itself
 _WIDTHS = {256: (5360, 2890), 1024: (18330, 7660)}
 SUBJECTS: dict[str, _Subject] = {
     "tbd": _Subject("tbd", _TBD, {}),
@@ -62,7 +65,6 @@ SUBJECTS: dict[str, _Subject] = {
     "groundhog": _Subject("groundhog", _Theirs(4531, 2613, 499.9, 552.8), {}),
     "best": _Subject("best", _Theirs(9911, 4107, 129.1, 139.6), {}),
     **{f"tbd {n} layers": _Subject("tbd", _Theirs(*mb), {"layers": n}) for n, mb in _LAYERS.items()},
-    "tbd sweep point": _Subject("tbd", _Theirs(9300, 4340), {}),
     **{
         f"tbd H {h}": _Subject("tbd", _Theirs(*mb), {"width": h, "attention": h, "embedding": h})
         for h, mb in _WIDTHS.items()
@@ -82,10 +84,11 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     yield from case.published()
     if name.startswith("tbd "):
         yield from case.at_once(None, subject.theirs.echo, LINKS_OF_SWEEPS, echo=False)
-    else:
-        yield from case.at_once(None, subject.theirs.echo)
-        yield from case.smallest()
-    if name == "tbd":
+        return
+    yield from case.at_once(None, subject.theirs.echo)
+    yield from case.smallest()
+    if subject.theirs.double is not None:
+        yield from case.sweep_point(*SWEEP_POINT)
         yield from case.doubled(subject.theirs.double[0])
 
 
@@ -176,8 +179,7 @@ class _Case:
     def smallest(self) -> Iterator[Row]:
         """The smallest peaks at the limit."""
         yield self._smallest("echo", self.step.smallest_of_echo(MOST_OVERHEAD))
-        for method in SMALLEST:
-            yield self._smallest(method, self.step.smallest(MOST_OVERHEAD, LINKS[method]))
+        yield self._smallest("auto", self.step.smallest(MOST_OVERHEAD))
 
     def _smallest(self, method: str, found: Smallest) -> Row:
         columns = {
@@ -187,13 +189,20 @@ class _Case:
         }
         return self._row(f"{method}, smallest at {MOST_OVERHEAD:.0%}", columns)
 
+    def sweep_point(self, name: str, theirs: _Theirs) -> Iterator[Row]:
+        """This model as a point of a sweep, where theirs was measured apart."""
+        point = copy.copy(self)
+        point.name, point.subject = name, _Subject(self.subject.model, theirs, {})
+        yield from point.published()
+        yield from point.at_once(None, theirs.echo, LINKS_OF_SWEEPS, echo=False)
+
     def doubled(self, budget: float) -> Iterator[Row]:
         """Definition 4."""
         batch = 2 * self.batch
         step = self._captured(batch)
         rate = self.batch / self.step.program.seconds
         most = batch / step.program.seconds / rate
-        for row in self.at_once(step, budget, batch=batch):
+        for row in self.at_once(step, budget, batch=batch, echo=False):
             faster = row.columns.get("samples_a_second")
             if faster is not None:
                 columns = {**row.columns, "over_base_rate": faster / rate, "no_plan_above": most}
