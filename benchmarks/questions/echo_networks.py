@@ -37,6 +37,7 @@ NETWORKS: dict[str, Callable[[], Case]] = {
     "deepspeech2": partial(deepspeech2, 32, frames=100),
     "nmt (tbd)": partial(sockeye, "tbd"),
 }
+ELSEWHERE = {("nmt (tbd)", "auto, host 50 %")}  # half of the link is asked about in ``sockeye``, at Echo's own peak
 SECOND_FORMS = ("resnet152",)  # not in the mean
 CASES = tuple(NETWORKS)
 SMALL: dict[str, Callable[[], Case]] = {
@@ -51,7 +52,8 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     yield _keep_all(name, step)
     yield _row(name, "echo", step, step.smallest_of_echo(LIMIT))
     for method, link in LINKS.items():
-        yield _row(name, method, step, step.smallest(LIMIT, link))
+        if (name, method) not in ELSEWHERE:
+            yield _row(name, method, step, step.smallest(LIMIT, link))
 
 
 def summary(found: Sequence[Row]) -> Iterator[Row]:
