@@ -37,7 +37,7 @@ MB = 1e6
 CAPS = (0, 1, 8, None)  # the two versions of its authors, and two between them
 TIERS = ("host",)
 HALVINGS = 7  # of the range from the floor to the unplanned peak: to within 0.8 % of it
-HALVINGS_OF_LARGE, EFFORT_OF_LARGE = 5, 2_000  # of programs whose plans take longer; to within 3.1 %
+HALVINGS_OF_LARGE, EFFORT_OF_LARGE = 5, 2_000  # of programs whose plans take longer, while halving; to within 3.1 %
 SECONDS = 300.0  # for one plan; those that move are searched longest
 
 
@@ -106,7 +106,7 @@ class Footprint:
             machine,
             tiers=() if link is None else TIERS,
             enough=enough,
-            effort=EFFORT_OF_LARGE if self.is_large else DEFAULT_EFFORT,
+            effort=EFFORT_OF_LARGE if self.is_large and enough is not None else DEFAULT_EFFORT,
             limit_seconds=SECONDS,
         )
 
