@@ -1,6 +1,7 @@
 """A benchmark of several questions: every case in a process of its own, results written after each.
 
-A question is a module with ``TITLE``, ``CASES``, ``QUICK`` (the cases of a smoke test) and ``rows(case, quick)``.
+A question is a module with ``TITLE``, ``CASES``, ``QUICK`` (the cases of a smoke test) and ``rows(case, quick)``. One
+with ``summary(rows)`` has rows over all its cases too, made anew whenever results are written.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
             record.take(Record.read(path, record.titles))
         known = {f"{question}:{case}" for question, module in questions.items() for case in module.CASES}
         record.failures = [each for each in record.failures if each["case"] in known]  # not of cases that are gone
+        _summarise(record, questions)
         record.write(out)
     else:
         _run(record, script, questions, out, most_seconds)
@@ -83,7 +85,17 @@ def _run(record: Record, script: str, questions: Mapping[str, ModuleType], out: 
                 record.failures.append({"case": f"{question}:{case}", "error": error})
                 print(f"{question}:{case} FAILED: {error}", flush=True)
             print(f"-- {question}:{case}: {seconds} s", flush=True)
+            _summarise(record, questions)
             record.write(out)
+
+
+def _summarise(record: Record, questions: Mapping[str, ModuleType]) -> None:
+    """The rows over all cases of a question, in the place of those of before."""
+    for name, module in questions.items():
+        if hasattr(module, "summary"):
+            own = [row for row in record.rows if row.question == name and row.columns["case"] in module.CASES]
+            others = [row for row in record.rows if row.question != name]
+            record.rows = [*others, *own, *module.summary(own)]
 
 
 def _wanted(questions: Mapping[str, ModuleType], quick: bool, only: list[str] | str) -> list[tuple[str, str]]:
