@@ -123,6 +123,17 @@ class Run:
             options.setdefault("tiers", f"disk:{directory}")
         return ebbflow.fit(model, budget if budget is not None else (self._budget or "75%"), **options)
 
+    def callbacks(self, model: nn.Module, **options: Any) -> list[Any]:
+        """Of Hugging Face's ``Trainer``, that fit ``model`` when it trains; none for eager."""
+        self.fits += 1
+        if self.eager:
+            model.register_forward_pre_hook(_CountCalls(model))
+            return []
+        from ebbflow.integrations.hf import MemoryBudget
+
+        self._models.append(weakref.ref(model))
+        return [MemoryBudget(self._budget if self._budget is not None else "75%", **options)]
+
     @contextlib.contextmanager
     def step(self, beside: Sequence[nn.Module] = (), bytes_beside: int = 0) -> Iterator[None]:
         """One step; ``beside`` are modules whose parameters, buffers and gradients are not of its budget."""

@@ -43,12 +43,18 @@ def tiny_gpt2(**settings: Any) -> Any:
     return hf.GPT2LMHeadModel(hf.GPT2Config(**(given | settings)))
 
 
-def _trainer(kind: type[Any], run: Run) -> type[Any]:
-    """Steps of the trainer as steps of the run: from the forward to the end of the backward."""
+def _trainer(kind: type[Any], run: Run, *, told: bool = False) -> type[Any]:
+    """Steps of the trainer as steps of the run: from the forward to the end of the backward.
+
+    Args:
+        kind: of trainer.
+        run: of the situation.
+        told: whether Ebbflow knows the optimizer, so that its state is of the budget.
+    """
 
     class Watched(kind):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            state = self.optimizer.state.values() if self.optimizer is not None else ()
+            state = () if told or self.optimizer is None else self.optimizer.state.values()
             bytes_ = sum(v.nbytes for each in state for v in each.values() if isinstance(v, torch.Tensor))
             data = self.train_dataset.tokens.nbytes
             with run.step(bytes_beside=bytes_ + data):
@@ -82,6 +88,26 @@ def trainer(run: Run, settings: Any) -> None:
     """Hugging Face's ``Trainer`` with a fitted model."""
     model = run.fit(tiny_gpt2())
     done = _trainer(hf.Trainer, run)(model=model, args=_arguments(**settings), train_dataset=_Data())
+    done.train()
+    run.see_model(model)
+
+
+CALLBACK: dict[str, dict[str, Any]] = TRAINERS | {
+    "checkpointed": {"activation_checkpointing": True},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1},
+    "workers": {"dataloader_num_workers": 2},
+    "spawned": {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"},
+}
+
+
+@variants(CALLBACK, share=0.95)
+def trainer_callback(run: Run, settings: Any) -> None:
+    """``Trainer(callbacks=[MemoryBudget(...)])``: fitted when training begins, the optimizer's state counted."""
+    model = tiny_gpt2()
+    callbacks = run.callbacks(model)
+    done = _trainer(hf.Trainer, run, told=True)(
+        model=model, args=_arguments(**settings), train_dataset=_Data(), eval_dataset=_Data(4), callbacks=callbacks
+    )
     done.train()
     run.see_model(model)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ebbflow._api.fit import fit as fit
     from ebbflow._api.fit import plan_of as plan_of
     from ebbflow._api.fit import set_budget as set_budget
+    from ebbflow._api.fit import set_optimizer as set_optimizer
     from ebbflow._api.fit import step_of as step_of
     from ebbflow._api.fit import unfit as unfit
     from ebbflow._api.max_batch import BatchPlan as BatchPlan
@@ -50,6 +51,7 @@ _HOMES = {
     "plan": "ebbflow._api.estimate",
     "plan_of": "ebbflow._api.fit",
     "set_budget": "ebbflow._api.fit",
+    "set_optimizer": "ebbflow._api.fit",
     "step_of": "ebbflow._api.fit",
     "sweep": "ebbflow._api.estimate",
     "unfit": "ebbflow._api.fit",

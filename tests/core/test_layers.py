@@ -26,6 +26,7 @@ LAYERS = [
     {"lower"},
     {"engine"},
     {"_api"},
+    {"integrations"},
     {"zoo"},
     {"demo"},
     {"cli"},

@@ -39,7 +39,7 @@ from ebbflow.transfers.tiers import open_tiers
 from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget
 
-__all__ = ["calls_of", "fit", "plan_of", "set_budget", "step_of", "unfit"]
+__all__ = ["calls_of", "fit", "plan_of", "set_budget", "set_optimizer", "step_of", "unfit"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -217,6 +217,38 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
         machine = _machine_at_hand(model, fitted.tiers)
         fitted.options = replace(fitted.options, machine=machine, tiers=tuple(fitted.tiers))
     fitted.set_budget(limit, plan)
+    return model
+
+
+@with_known_keywords
+def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
+    """Tell of the optimizer that trains a fitted model, where it is made after :func:`fit`; returns the same object.
+
+    Its state counts as resident from the next training call on, also before its first step makes it. Nothing is
+    captured again. Of a model that was fitted with ``offload_optimizer`` its state is the one that moves from now on.
+
+    Args:
+        model: fitted.
+        optimizer: of the model's parameters; one that was given before is forgotten.
+
+    Raises:
+        UsageError: if the model is not fitted, for what is no optimizer, or for another model's.
+        TierError: if the state of the one that was given before could not be brought back.
+    """
+    fitted = _fitted(model, "set_optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"set_optimizer takes the optimizer that trains the model (a torch.optim.Optimizer), not "
+            f"{type(optimizer).__name__}",
+            argument="optimizer",
+            value=optimizer,
+        )
+    refuse_foreign_optimizer(model, optimizer)
+    if fitted.offloaded is not None and optimizer is not fitted.optimizer:
+        refuse_to_offload(optimizer, fitted.tiers)
+        fitted.offloaded.close()
+        fitted.offloaded = Offloaded(optimizer, next(iter(fitted.tiers.values())))
+    fitted.set_optimizer(optimizer)
     return model
 
 

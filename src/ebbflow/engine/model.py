@@ -113,6 +113,13 @@ class FittedModel:
         for step in self.steps():
             step.forget_plans()
 
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Plan for the state of another optimizer, from the next call on. What is captured stays."""
+        if optimizer is not self.optimizer:
+            self.optimizer = optimizer
+            for step in self.steps():
+                step.forget_plans()
+
     # -- a call ---------------------------------------------------------------------------------------------
 
     def look_around(self, call: Call) -> Circumstances:

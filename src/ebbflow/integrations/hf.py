@@ -1,0 +1,154 @@
+"""Hugging Face's ``Trainer``: a callback that keeps every training step within a budget.
+
+1. The model is fitted when training begins: the trainer has prepared it, and its optimizer is there. It is a plain
+   model again when training ends. One that was fitted before stays as it is, and is told of the optimizer.
+2. Checkpoints that the trainer has switched on (``activation_checkpointing=True``) are switched off while the model is
+   fitted, since the plan decides what runs again; the numbers are the same with and without.
+3. What would have the model run past the plan, or spreads it, is refused by name before the first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+
+from ebbflow._api.fit import calls_of, fit, set_optimizer, step_of, unfit
+from ebbflow.engine.calls import Calls
+from ebbflow.engine.fitted_class import FITTED
+from ebbflow.errors import UnknownArgument, UsageError
+from ebbflow.names import did_you_mean
+from ebbflow.step.plan import Plan
+from ebbflow.units import Budget
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError("ebbflow.integrations.hf needs transformers: pip install 'ebbflow[hf]'") from error
+
+__all__ = ["MemoryBudget"]
+
+
+class MemoryBudget(TrainerCallback):
+    """Keeps every training step of a ``transformers.Trainer`` within ``budget``.
+
+    ``Trainer(..., callbacks=[MemoryBudget("20GiB")])``
+
+    Args:
+        budget: as for :func:`ebbflow.fit`.
+        options: of :func:`ebbflow.fit` but ``optimizer``, which is the trainer's.
+
+    Attributes:
+        calls: how the training calls went, once training has ended (:func:`ebbflow.calls_of`).
+        plan: the plan of the step that ran last then.
+
+    Raises:
+        UsageError: for a budget that is none, for an ``optimizer``, or for an option that there is not.
+    """
+
+    def __init__(self, budget: str | int | Budget | Plan, **options: Any) -> None:
+        if not isinstance(budget, Plan):
+            Budget.parse(budget)
+        if "optimizer" in options:
+            raise UsageError(
+                "MemoryBudget takes no optimizer: it asks the trainer for its own",
+                argument="optimizer",
+                value=options["optimizer"],
+            )
+        known = [each for each in inspect.signature(fit).parameters if each not in ("model", "budget", "optimizer")]
+        for each in options:
+            if each not in known:
+                raise UnknownArgument(
+                    f"MemoryBudget has no option {each!r}; it has those of fit: {', '.join(known)}"
+                    f"{did_you_mean(each, known)}",
+                    argument=each,
+                    value=options[each],
+                    accepted=known,
+                )
+        self.calls: Calls | None = None
+        self.plan: Plan | None = None
+        self._budget, self._options = budget, options
+        self._fitted: torch.nn.Module | None = None
+        self._checkpointed = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Fit the model (definition 1).
+
+        Raises:
+            UsageError: for a trainer whose steps cannot be planned (definition 3).
+        """
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        _refuse(args, model)
+        if self._fitted is not None:  # the training before did not come to its end
+            self._release()
+        self._uncheckpoint(model)
+        if model in FITTED:
+            set_optimizer(model, optimizer)
+            return
+        fit(model, self._budget, optimizer=optimizer, **self._options)
+        self._fitted = model
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the model as it was before (definition 1)."""
+        model = kwargs["model"]
+        if model in FITTED:
+            self._look(model)
+        if self._fitted is not None:
+            self._release()
+        if self._checkpointed:
+            self._checkpointed = False
+            _checkpoint_again(model, args)
+
+    def _look(self, model: torch.nn.Module) -> None:
+        step = step_of(model)
+        self.calls, self.plan = calls_of(model), None if step is None else step.plan
+
+    def _release(self) -> None:
+        model, self._fitted = self._fitted, None
+        if model is not None and model in FITTED:
+            unfit(model)
+
+    def _uncheckpoint(self, model: Any) -> None:
+        """Definition 2."""
+        if getattr(model, "is_activation_checkpointing", False):
+            model.activation_checkpointing_disable()
+            self._checkpointed = True
+
+
+def _checkpoint_again(model: Any, args: TrainingArguments) -> None:
+    """Switch the model's checkpoints on as the trainer does."""
+    how: dict[str, Any] = dict(cast("dict[str, Any]", args.activation_checkpointing_kwargs or {}))
+    every, offload = how.pop("every_n_layers", 1), how.pop("offload", False)
+    model.activation_checkpointing_enable(
+        activation_checkpointing_kwargs=how or None, every_n_layers=every, offload=offload
+    )
+
+
+def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:
+    """Definition 3.
+
+    Raises:
+        UsageError: naming what cannot be planned and what to do.
+    """
+    reasons = {
+        "torch_compile=True: a compiled model runs past the plan": args.torch_compile,
+        "deepspeed: it moves and splits the weights itself": args.deepspeed,
+        "fsdp: it splits the weights over processes": args.fsdp,
+        f"{args.n_gpu} devices in one process: torch's DataParallel copies the model at every step": args.n_gpu > 1,
+        f"{args.world_size} processes: plans are not agreed on between them yet": args.world_size > 1,
+    }
+    for reason, there in reasons.items():
+        if there:
+            raise UsageError(
+                f"MemoryBudget cannot plan for {reason}. Leave it out of TrainingArguments, or leave MemoryBudget out "
+                "of the trainer's callbacks",
+                argument="args",
+                value=args,
+            )
+    if not isinstance(model, torch.nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"the trainer's model is {type(model).__name__}, not a torch.nn.Module", argument="model")

@@ -1,0 +1,160 @@
+"""Hugging Face's ``Trainer`` with a memory budget: the same training, every step planned."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ebbflow
+from ebbflow.errors import UsageError
+
+pytest.importorskip("accelerate")
+hf = pytest.importorskip("transformers")
+
+from ebbflow.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sequences of ``lengths`` in turns."""
+
+    def __init__(self, count: int = 16, lengths: tuple[int, ...] = (24,)) -> None:
+        self.rows = [torch.randint(96, (lengths[i // 4 % len(lengths)],), generator=_drawn(i)) for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def _drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tiny() -> Any:
+    torch.manual_seed(1)
+    config: Any = hf.GPT2Config(n_layer=3, n_embd=32, n_head=2, n_positions=32, vocab_size=96, use_cache=False)
+    return hf.GPT2LMHeadModel(config)
+
+
+def trained(folder: Path, *callbacks: Any, data: Any = None, model: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """A trainer that has trained, and what it has left: parameters, losses, generators' states."""
+    given: dict[str, Any] = {"max_steps": 3, "save_strategy": "no", "per_device_train_batch_size": 4} | settings
+    arguments = hf.TrainingArguments(
+        output_dir=str(folder), report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=0, **given
+    )
+    model = tiny() if model is None else model
+    data = Tokens() if data is None else data
+    trainer = hf.Trainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=Tokens(4), callbacks=[*callbacks]
+    )
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    left = {
+        "parameters": {key: value.clone() for key, value in trainer.model.state_dict().items()},
+        "losses": losses,
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False)["state"]["key"],
+    }
+    return trainer, left
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one["losses"] == other["losses"]
+    assert one["parameters"].keys() == other["parameters"].keys()
+    for key, value in one["parameters"].items():
+        assert torch.equal(value, other["parameters"][key]), key
+    assert torch.equal(one["torch"], other["torch"])
+    assert one["python"] == other["python"]
+    assert np.array_equal(one["numpy"], other["numpy"])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "bf16": {"bf16": True},
+    "clipped": {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine"},
+    "checkpointed": {"activation_checkpointing": True},
+    "evaluated": {"eval_strategy": "steps", "eval_steps": 1},
+    "smoothed": {"label_smoothing_factor": 0.1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_the_same_within_the_budget(way: str, tmp_path: Path) -> None:
+    _, alone = trained(tmp_path, **WAYS[way])
+    budget = MemoryBudget("90%", progress=None)
+    trainer, left = trained(tmp_path, budget, **WAYS[way])
+    assert_same(alone, left)
+    assert budget.calls is not None
+    assert budget.calls.planned == 3 * WAYS[way].get("gradient_accumulation_steps", 1)
+    assert set(budget.calls.unplanned) <= {"no gradients (torch.no_grad or inference_mode)"}, "evaluation"
+    assert budget.plan is not None
+    assert budget.plan.predicted_peak_bytes <= budget.plan.budget_bytes
+    with pytest.raises(UsageError, match="not fitted"):
+        ebbflow.plan_of(trainer.model)
+    assert trainer.model.is_activation_checkpointing == (way == "checkpointed")
+
+
+def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    constant = {"lr_scheduler_type": "constant"}
+    saving = constant | {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    _, alone = trained(tmp_path / "all", max_steps=4, **constant)
+    trained(tmp_path / "part", MemoryBudget("90%", progress=None), **saving)
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path / "part"), report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=0,
+        per_device_train_batch_size=4, max_steps=4, save_strategy="no", **constant,
+    )  # fmt: skip
+    budget = MemoryBudget("90%", progress=None)
+    resumed = hf.Trainer(model=tiny(), args=arguments, train_dataset=Tokens(), callbacks=[budget])
+    resumed.train(resume_from_checkpoint=True)
+    for key, value in resumed.model.state_dict().items():
+        assert torch.equal(value, alone["parameters"][key]), key
+    assert budget.calls is not None
+    assert (budget.calls.planned, dict(budget.calls.unplanned)) == (2, {})
+
+
+def test_the_optimizer_of_the_trainer_counts(tmp_path: Path) -> None:
+    first = MemoryBudget("90%", progress=None)
+    trainer, _ = trained(tmp_path, first, max_steps=1)
+    weights = sum(each.nbytes for each in trainer.model.parameters())
+    assert first.plan is not None
+    assert first.plan.resident_bytes >= 3 * weights, "themselves and two moments that are to come"
+
+
+def test_a_model_that_was_fitted_before_stays_fitted(tmp_path: Path) -> None:
+    model = ebbflow.fit(tiny(), "90%", progress=None)
+    budget = MemoryBudget("50%", progress=None)
+    trained(tmp_path, budget, model=model)
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert budget.plan == plan
+    assert budget.calls is not None
+    assert budget.calls.planned == 3
+
+
+REFUSED = {
+    "compiled": ({"torch_compile": True, "torch_compile_backend": "eager"}, "torch_compile=True"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_what_runs_past_the_plan_is_refused_by_name(way: str, tmp_path: Path) -> None:
+    settings, message = REFUSED[way]
+    with pytest.raises(UsageError, match=message):
+        trained(tmp_path, MemoryBudget("90%", progress=None), **settings)
+
+
+def test_bad_input_is_refused_where_it_is_given() -> None:
+    with pytest.raises(UsageError, match="12GiB"):
+        MemoryBudget("lots")
+    with pytest.raises(UsageError, match="asks the trainer for its own"):
+        MemoryBudget("1GiB", optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="bugdet"):
+        MemoryBudget("1GiB", bugdet=3)
