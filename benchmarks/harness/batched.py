@@ -31,15 +31,7 @@ ABOVE = 1e-9  # of an overhead: what rounding may add
 
 def with_link(machine: Machine, rate: float) -> Machine:
     """``machine`` with links of ``rate`` times their bytes a second."""
-    links = {
-        name: replace(
-            link,
-            out_bytes_per_second=rate * link.out_bytes_per_second,
-            in_bytes_per_second=rate * link.in_bytes_per_second,
-        )
-        for name, link in machine.links.items()
-    }
-    return replace(machine, links=links)
+    return replace(machine, links={name: link.slowed(rate) for name, link in machine.links.items()})
 
 
 def captured(make: Callable[[], Case], machine: Machine) -> AheadStep:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -61,6 +61,11 @@ class Link:
         """What moving ``count`` bytes takes on a free lane."""
         rate = self.out_bytes_per_second if way == "out" else self.in_bytes_per_second
         return self.latency_seconds + count / rate
+
+    def slowed(self, share: float) -> Link:
+        """The same link at ``share`` of its rates."""
+        out, back = self.out_bytes_per_second, self.in_bytes_per_second
+        return replace(self, out_bytes_per_second=share * out, in_bytes_per_second=share * back)
 
     def lane(self, way: Literal["out", "in"]) -> str:
         """The lane on which transfers of that way run, by name."""

@@ -5,6 +5,8 @@ Start points, each repaired to the budget by reruns and loads, tightened and cle
 2. What the cut relaxation with lanes rounds to, cut by cut; its bound is the answer's.
 3. The best plan that only moves (:func:`moves_alone`): no plan is slower than that one either.
 4. The unplanned step, seeds, and where nothing fits yet the schedule of least memory.
+5. Of large programs, which annealing gets through too few moves of: what the relaxation rounds to with slower lanes.
+   Lanes that are not full leave room for what rounding shifts.
 
 The best two are annealed, in rounds that end once the bound is near. All is judged by the makespan that the simulator
 gives.
@@ -36,6 +38,7 @@ COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and re
 ROUNDS, TURN = 7, 5  # of annealing at most; share of the effort for each
 AGAIN, AHEAD = 3, 10  # every so many rounds the best is annealed; seeds of rounds begin there
 FIRST = 20  # share of the effort for annealing what the linear relaxation rounds to: whole numbers may do better
+SLOWER = (0.7, 0.5)  # shares of the lanes' rates for start 5
 CLOSE, ENOUGH = 1e-3, 2e-4  # gaps at which rounds end, and at which the cut relaxation does
 
 
@@ -124,6 +127,8 @@ def hybrid(problem: Problem, recompute: Answer) -> Answer:
     found = _Found(problem)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     infeasible = _start(found, recompute, effort)
+    if len(problem.program.ops) >= LARGE_OPS:
+        _start_slower(found)
     _anneal(found, effort)
     return _answer(found, recompute, bound_class, infeasible=infeasible, effort=effort)
 
@@ -185,6 +190,26 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
         if smallest <= problem.above_budget_bytes and choice is not None:
             found.start_from(choice)
     return False
+
+
+def _start_slower(found: _Found) -> None:
+    """Start 5."""
+    problem = found.problem
+    for share in SLOWER:
+        if not found.best or found.overhead - found.bound <= CLOSE or problem.interrupt:
+            return
+        found.tell("cut relaxation with slower lanes")
+        rounds = lane_bounds(
+            problem.program,
+            problem.above_budget_bytes,
+            {tier: link.slowed(share) for tier, link in problem.links.items()},
+            problem.interrupt,
+            work=WORK * problem.effort // DEFAULT_EFFORT,
+            enough=lambda: found.overhead - ENOUGH,
+        )
+        for each in rounds:
+            if each.choice is not None:
+                found.start_from(each.choice)
 
 
 def _anneal(found: _Found, effort: int) -> None:
