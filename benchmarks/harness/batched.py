@@ -93,7 +93,7 @@ def planned(
         planner: name, with its settings.
         machine: whose links count.
         tiers: that may be moved to.
-        enough: an overhead at which the search may end.
+        enough: an overhead at which the search may end, as it does once a bound proves that there is no such plan.
         effort: local-search moves.
         limit_seconds: of planning.
         seeds: schedules to start from.
@@ -101,7 +101,11 @@ def planned(
     interrupt = Interrupt(limit_seconds)
 
     def tell(progress: Progress) -> None:
-        if enough is not None and progress.best_overhead is not None and progress.best_overhead <= enough:
+        if enough is None:
+            return
+        if progress.best_overhead is not None and progress.best_overhead <= enough:
+            interrupt.set()
+        if progress.bound is not None and progress.bound > enough:
             interrupt.set()
 
     above = budget_bytes - step.resident_bytes
