@@ -99,13 +99,14 @@ def planned(
         seeds: schedules to start from.
     """
     interrupt = Interrupt(limit_seconds)
+    bound_holds = planner == "auto" and not tiers  # with tiers, bounds of plans that only recompute are told too
 
     def tell(progress: Progress) -> None:
         if enough is None:
             return
         if progress.best_overhead is not None and progress.best_overhead <= enough:
             interrupt.set()
-        if progress.bound is not None and progress.bound > enough:
+        if bound_holds and progress.bound is not None and progress.bound > enough:
             interrupt.set()
 
     above = budget_bytes - step.resident_bytes

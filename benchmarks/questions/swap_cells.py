@@ -37,10 +37,11 @@ __all__ = [
 ]
 
 MOST_OVERHEAD = 0.10
-LIMIT_SECONDS = 600.0  # for a plan
+LIMIT_SECONDS = 600.0  # for a plan of the default
+THEIR_SECONDS = 240.0  # for one of the others
 EFFORT = 2_000  # local-search moves
 SEARCH_SECONDS = 120.0  # for a plan on the way to the largest batch
-SEARCHED_OPS = 12_000  # with more, only what the target asks is planned
+SEARCHED_OPS, DEFAULT_OPS = 2_000, 8_000  # with more, only what the target asks is planned; the latter of the default
 COARSE = 16
 
 
@@ -66,9 +67,25 @@ class Method:
     def machine(self) -> Machine:
         return with_link(CARD, self.link)
 
-    def plan(self, step: AheadStep, budget_bytes: int, **settings: Any) -> Planned:
-        """As :func:`~harness.batched.planned`."""
-        return planned(step, budget_bytes, self.planner, self.machine, tiers=self.tiers, **settings)
+    def plan(self, step: AheadStep, budget_bytes: int, *, enough: float | None = None) -> Planned:
+        """A plan; ``enough`` is an overhead at which the search may end."""
+        seconds = LIMIT_SECONDS if self.planner == "auto" else THEIR_SECONDS
+        if enough is not None:
+            seconds = min(seconds, SEARCH_SECONDS)
+        return planned(
+            step,
+            budget_bytes,
+            self.planner,
+            self.machine,
+            tiers=self.tiers,
+            enough=enough,
+            effort=EFFORT,
+            limit_seconds=seconds,
+        )
+
+    def searches(self, ops: int) -> bool:
+        """Whether the largest batch is searched for on a program of so many ops."""
+        return ops <= (DEFAULT_OPS if self == DEFAULT else SEARCHED_OPS)
 
 
 DEFAULT = Method("auto", ("host",))
@@ -113,17 +130,16 @@ def plan_columns(found: Planned, batch: int) -> dict[str, Any]:
     return columns
 
 
-def _largest(batched: Batched, method: Method, cell: Published) -> tuple[int, Planned | None]:
-    """Definition 3, and the plan there."""
-    plans: dict[int, Planned] = {}
+def _largest(batched: Batched, method: Method, cell: Published, there: Planned) -> tuple[int, Planned | None]:
+    """Definition 3, and the plan there; ``there`` is the one at the target."""
+    plans = {cell.reached: there}
 
     def fits(batch: int) -> bool:
-        step = batched.at(batch)
-        if floor_of(step, method) > CARD.memory_bytes:
-            return False
-        plans[batch] = method.plan(
-            step, CARD.memory_bytes, enough=MOST_OVERHEAD, effort=EFFORT, limit_seconds=SEARCH_SECONDS
-        )
+        if batch not in plans:
+            step = batched.at(batch)
+            if floor_of(step, method) > CARD.memory_bytes:
+                return False
+            plans[batch] = method.plan(step, CARD.memory_bytes, enough=MOST_OVERHEAD)
         overhead = plans[batch].overhead
         return overhead is not None and overhead <= MOST_OVERHEAD
 
@@ -159,11 +175,11 @@ def batch_rows(
     """
     yield _kept(question, case, cell, batched)
     step = batched.at(cell.reached)
-    searched = len(step.program.ops) <= SEARCHED_OPS
+    ops = len(step.program.ops)
     for method in against:
         floor = floor_of(step, method)
-        found = method.plan(step, CARD.memory_bytes, effort=EFFORT, limit_seconds=LIMIT_SECONDS)
-        batch, there = _largest(batched, method, cell) if searched else (None, None)
+        found = method.plan(step, CARD.memory_bytes)
+        batch, there = _largest(batched, method, cell, found) if method.searches(ops) else (None, None)
         outcome = verdict(found, floor, CARD.memory_bytes, most_overhead)
         checks: tuple[Check, ...] = ()
         if method == DEFAULT and outcome.startswith("forbidden"):
@@ -175,7 +191,7 @@ def batch_rows(
             "case": case,
             "method": method.label,
             "size": cell.size,
-            "ops": len(step.program.ops),
+            "ops": ops,
             "their_batch": cell.without,
             "target_batch": cell.reached,
             "at_target": outcome,

@@ -15,10 +15,7 @@ from harness.batched import Planned, captured, unplanned_peak
 from harness.record import Check, Row, at_most, holds
 from questions.swap_cells import (
     DEFAULT,
-    LIMIT_SECONDS,
     MOST_OVERHEAD,
-    SEARCH_SECONDS,
-    SEARCHED_OPS,
     Method,
     floor_of,
     methods,
@@ -64,9 +61,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     )
     for method in methods()[:1] if quick else methods():
         floor = floor_of(step, method)
-        found = method.plan(step, budget, limit_seconds=LIMIT_SECONDS)
+        found = method.plan(step, budget)
         outcome = verdict(found, floor, budget, MOST_OVERHEAD)
-        least = _least(step, method, floor, kept) if len(step.program.ops) <= SEARCHED_OPS else None
+        least = _least(step, method, floor, kept) if method.searches(len(step.program.ops)) else None
         columns = {
             **named,
             "method": method.label,
@@ -94,7 +91,7 @@ def _least(step: AheadStep, method: Method, floor: int, kept: int) -> int:
     coarse = (kept - floor) // PARTS
     while high - low > coarse:
         middle = (low + high) // 2
-        found = method.plan(step, middle, enough=MOST_OVERHEAD, limit_seconds=SEARCH_SECONDS)
+        found = method.plan(step, middle, enough=MOST_OVERHEAD)
         if found.overhead is not None and found.overhead <= MOST_OVERHEAD:
             high = min(middle, found.peak_bytes)
         else:

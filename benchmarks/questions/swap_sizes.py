@@ -85,7 +85,7 @@ TABLES: dict[str, dict[str, Published]] = {
     "m4": {
         "50 steps": _translation(50, 2080, 350, 1100),
         "100 steps": _translation(100, 2416, 90, 550),
-        "200 steps": _translation(200, 2848, 20, 230),
+        "200 steps": _translation(200, 2752, 20, 230),
         "400 steps": _translation(400, 4800, 2, 60),
     },
 }
