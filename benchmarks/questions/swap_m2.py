@@ -63,7 +63,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         floor = floor_of(step, method)
         found = method.plan(step, budget)
         outcome = verdict(found, floor, budget, MOST_OVERHEAD)
-        least = _least(step, method, floor, kept) if method.searches(len(step.program.ops)) else None
+        least = _least(step, method, floor, kept) if method.searches(len(step.program.ops)) and not quick else None
         columns = {
             **named,
             "method": method.label,
