@@ -2,8 +2,9 @@
 
 Published are a model, its batch or its megabytes without and with what they add, and a card: a Tesla M40 of 12 GB under
 TensorFlow 1.2. Sizes are not, but the depths, the numbers of layers and the time steps that the rows are named after.
-What is left open is *fitted*: one number, so that the unplanned step reaches their batch without, within
-:data:`TOLERANCE`; all others are those of the model's own paper, or the zoo's defaults. ``size`` says which.
+What is left open is *fitted* (of DCGAN two numbers, else one a row), so that the unplanned step reaches their batch
+without, within :data:`TOLERANCE`; ``size`` names it first. All else is that of the model's own paper or the zoo's
+default; language models have the vocabulary of Penn Treebank, which the paper names.
 
 1. Tables 1a and 1b (M1, M2) are of swapping alone, tables 2a and 2b (M3, M4) of operators that recompute.
 2. The card has ``memory_bytes`` of the catalogue, 11,998,855,168: all of it is the budget, in M1, M3 and M4.
