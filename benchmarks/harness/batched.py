@@ -85,15 +85,20 @@ def planned(
         planner: name, with its settings.
         machine: whose links count.
         tiers: that may be moved to.
-        enough: an overhead at which the search may end.
+        enough: an overhead at which the search may end, as it does once a bound proves that there is no such plan.
         effort: local-search moves.
         limit_seconds: of planning.
         seeds: schedules to start from.
     """
     interrupt = Interrupt(limit_seconds)
+    bound_holds = planner == "auto" and not tiers  # with tiers, bounds of plans that only recompute are told too
 
     def tell(progress: Progress) -> None:
-        if enough is not None and progress.best_overhead is not None and progress.best_overhead <= enough:
+        if enough is None:
+            return
+        if progress.best_overhead is not None and progress.best_overhead <= enough:
+            interrupt.set()
+        if bound_holds and progress.bound is not None and progress.bound > enough:
             interrupt.set()
 
     above = budget_bytes - step.resident_bytes

@@ -132,10 +132,36 @@ def test_one_call_of_both_players_has_the_gradients_of_either() -> None:
             torch.testing.assert_close(parameter.grad, both.model.get_parameter(key).grad)
 
 
-@pytest.mark.parametrize("image", [298, (299, 64)])
+@pytest.mark.parametrize("image", [106, (299, 64)])
 def test_inception_needs_a_grid_for_its_auxiliary_classifier(image: int | tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match=r"299 pixels"):
+    with pytest.raises(UsageError, match=r"107 pixels"):
         inception_v3(1, image=image)
+
+
+@pytest.mark.parametrize(("image", "kernel"), [(107, (1, 1)), ((224, 298), (3, 4)), (299, (5, 5)), (331, (5, 5))])
+def test_inception_reduces_its_auxiliary_kernel_on_small_images(
+    image: int | tuple[int, int], kernel: tuple[int, int]
+) -> None:
+    with FakeTensorMode():
+        case = inception_v3(2, image=image, width=8)
+        assert case.model.auxiliary[2][0].kernel_size == kernel  # type: ignore[index, union-attr]
+        assert case.model(*case.args).shape == ()
+
+
+@pytest.mark.parametrize(("image", "layers"), [(64, 5), (256, 7)])
+def test_a_larger_dcgan_has_a_layer_per_doubling(image: int, layers: int) -> None:
+    with FakeTensorMode():
+        case = dcgan(2, noise_size=8, width=4, image=image)
+        convolutions = [m for m in case.model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.ConvTranspose2d)]
+        assert len(convolutions) == 2 * layers
+        assert case.model.generator(case.args[1]).shape == case.args[0].shape == (2, 3, image, image)  # type: ignore[operator]
+        assert case.model(*case.args).shape == ()
+
+
+@pytest.mark.parametrize("image", [32, 96])
+def test_a_dcgan_halves_its_images_down_to_four_pixels(image: int) -> None:
+    with pytest.raises(UsageError, match=r"power of two, 64 pixels"):
+        dcgan(1, image=image)
 
 
 def test_llama_has_the_published_parameters() -> None:

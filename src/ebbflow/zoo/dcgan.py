@@ -6,6 +6,9 @@ One call trains both players, or one of them, as its argument ``player`` says:
    weights detached, so that they take no gradient of it.
 
 The gradients of ``both`` are those of the usual two steps, had both been made before either optimizer's.
+
+The paper's images are of 64 pixels. For larger ones either player has another layer per doubling, with twice the
+channels of the widest: a layer's channels still halve where its pixels double.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ebbflow.case import Case
+from ebbflow.errors import UsageError
 from ebbflow.zoo.inputs import images_of, noise
 
 __all__ = ["DCGAN", "Player", "dcgan"]
@@ -25,18 +29,25 @@ __all__ = ["DCGAN", "Player", "dcgan"]
 Player = Literal["both", "discriminator", "generator"]
 _SLOPE = 0.2  # of the leaky ReLU, and below the deviation of initial weights (section 4)
 _DEVIATION = 0.02
+_SMALLEST = 4  # pixels: of the generator's first layer and the discriminator's last
+_LEAST = 64
 
 
 class Generator(nn.Sequential):
-    """Noise of shape ``(batch, noise, 1, 1)`` to images of ``(batch, 3, 64, 64)`` in [-1, 1]."""
+    """Noise of shape ``(batch, noise, 1, 1)`` to images of ``(batch, 3, image, image)`` in [-1, 1]."""
 
-    def __init__(self, noise: int, width: int) -> None:
-        channels = [8 * width, 4 * width, 2 * width, width]
+    def __init__(self, noise: int, width: int, image: int) -> None:
+        channels = _channels(width, image)[::-1]
         layers: list[nn.Module] = [nn.ConvTranspose2d(noise, channels[0], 4, bias=False)]
         for inputs, outputs in zip(channels, [*channels[1:], 3], strict=True):
             layers += [nn.BatchNorm2d(inputs), nn.ReLU(inplace=True)]
             layers.append(nn.ConvTranspose2d(inputs, outputs, 4, stride=2, padding=1, bias=False))
         super().__init__(*layers, nn.Tanh())
+
+
+def _channels(width: int, image: int) -> list[int]:
+    """Of each layer but the last, from ``width`` on: as many as halve ``image`` pixels down to 4."""
+    return [width << layer for layer in range((image // _SMALLEST).bit_length() - 1)]
 
 
 class _Halving(nn.Module):
@@ -60,11 +71,11 @@ def _weight(parameter: torch.Tensor, frozen: bool) -> torch.Tensor:
 
 
 class Discriminator(nn.Module):
-    """Images of shape ``(batch, 3, 64, 64)`` to a score each, ``(batch,)``; above 0 is real."""
+    """Images of shape ``(batch, 3, image, image)`` to a score each, ``(batch,)``; above 0 is real."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, image: int) -> None:
         super().__init__()
-        channels = [3, width, 2 * width, 4 * width, 8 * width]
+        channels = [3, *_channels(width, image)]
         pairs = list(itertools.pairwise(channels))
         self.layers = nn.ModuleList(_Halving(*pair, normed=bool(place)) for place, pair in enumerate(pairs))
         self.score = nn.Conv2d(channels[-1], 1, 4, bias=False)
@@ -84,11 +95,12 @@ class DCGAN(nn.Module):
         noise: numbers that an image is made of; the paper's are 100.
         width: channels of the last layer but one of the generator and of the first of the discriminator; the paper's
             generator has 128.
+        image: height and width of an image, pixels; a power of two from 64 on.
     """
 
-    def __init__(self, *, noise: int = 100, width: int = 128) -> None:
+    def __init__(self, *, noise: int = 100, width: int = 128, image: int = _LEAST) -> None:
         super().__init__()
-        self.generator, self.discriminator = Generator(noise, width), Discriminator(width)
+        self.generator, self.discriminator = Generator(noise, width, image), Discriminator(width, image)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
                 nn.init.normal_(module.weight, std=_DEVIATION)
@@ -97,7 +109,7 @@ class DCGAN(nn.Module):
         """The sum of the losses of ``player``.
 
         Args:
-            images: shape ``(batch, 3, 64, 64)``, in [-1, 1].
+            images: shape ``(batch, 3, image, image)``, in [-1, 1].
             noise: shape ``(batch, noise, 1, 1)``.
             player: who learns.
         """
@@ -115,9 +127,17 @@ class DCGAN(nn.Module):
             return self.generator(noise)
 
 
-def dcgan(batch: int = 16, *, noise_size: int = 100, width: int = 128, player: Player = "both") -> Case:
-    """A training call of :class:`DCGAN` on ``batch`` random images of 64 x 64 and as much noise."""
-    model = DCGAN(noise=noise_size, width=width)
-    arguments = (images_of(batch, 64, 64).tanh(), noise(batch, noise_size, 1, 1))
-    name = f"dcgan-w{width}-b{batch}" + ("" if player == "both" else f"-{player}")
+def dcgan(
+    batch: int = 16, *, noise_size: int = 100, width: int = 128, image: int = _LEAST, player: Player = "both"
+) -> Case:
+    """A training call of :class:`DCGAN` on ``batch`` random images of ``image`` x ``image`` and as much noise.
+
+    Raises:
+        UsageError: if ``image`` is not a power of two from 64 on.
+    """
+    if image < _LEAST or image & (image - 1):
+        raise UsageError(f"image={image} does not fit: it has to be a power of two, {_LEAST} pixels at the least")
+    model = DCGAN(noise=noise_size, width=width, image=image)
+    arguments = (images_of(batch, image, image).tanh(), noise(batch, noise_size, 1, 1))
+    name = f"dcgan-w{width}-{image}x{image}-b{batch}" + ("" if player == "both" else f"-{player}")
     return Case(model, arguments, {} if player == "both" else {"player": player}, name=name)

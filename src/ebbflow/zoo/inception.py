@@ -1,7 +1,9 @@
 """Inception v3 (Szegedy et al. 2015, "Rethinking the Inception Architecture", section 6), as torchvision has it.
 
 Every convolution is followed by batch norm and a ReLU; an auxiliary classifier reads the 17x17 grid, and its loss is
-added with a weight of 0.4 (torchvision's reference training; Szegedy et al. 2014, section 5, have 0.3).
+added with a weight of 0.4 (torchvision's reference training; Szegedy et al. 2014, section 5, have 0.3). On images below
+299 pixels that grid is smaller, and so is, where it has to be, the kernel of the auxiliary classifier, as in
+TensorFlow's slim.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from ebbflow.zoo.inputs import ImageSize, images_of, integers
 __all__ = ["InceptionV3", "inception_v3"]
 
 _Size = int | tuple[int, int]
-_LEAST = 299  # pixels: below, nothing is left for the auxiliary classifier's 5x5 convolution
+_LEAST = 107  # pixels: below, nothing is left of the auxiliary classifier's 5x5 mean
+_KERNEL = 5  # of the auxiliary classifier's convolution; for images below 299 pixels what is left
 _AUXILIARY = 0.4
 
 
@@ -135,9 +138,10 @@ class InceptionV3(nn.Module):
     Args:
         width: channels of the narrowest branch of the first grid, a multiple of 8; the paper's is 64.
         classes: number of labels.
+        kernel: height and width of the auxiliary classifier's convolution.
     """
 
-    def __init__(self, *, width: int = 64, classes: int = 1000) -> None:
+    def __init__(self, *, width: int = 64, classes: int = 1000, kernel: tuple[int, int] = (_KERNEL, _KERNEL)) -> None:
         super().__init__()
         conv, half = _Convolution, width // 2
         self.stem = nn.Sequential(
@@ -163,7 +167,7 @@ class InceptionV3(nn.Module):
         self.auxiliary = nn.Sequential(
             nn.AvgPool2d(5, stride=3),
             conv(grid, inner, 1),
-            conv(inner, 12 * width, 5),
+            conv(inner, 12 * width, kernel),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(12 * width, classes),
@@ -180,15 +184,24 @@ class InceptionV3(nn.Module):
         return loss + _AUXILIARY * F.cross_entropy(self.auxiliary(x), labels)
 
 
+def _left(pixels: int) -> int:
+    """What the stem, two pools and the auxiliary classifier's mean leave of so many pixels."""
+    pixels = (pixels - 1) // 2 - 2
+    pixels = (pixels - 1) // 2 - 2
+    pixels = ((pixels - 1) // 2 - 1) // 2
+    return (pixels - 2) // 3
+
+
 def inception_v3(batch: int = 4, *, image: ImageSize = 299, width: int = 64, classes: int = 1000) -> Case:
     """A training call of Inception v3 on ``batch`` random images of ``image`` pixels.
 
     Raises:
-        UsageError: if the height or the width is below 299 pixels: the auxiliary classifier needs them.
+        UsageError: if the height or the width is below 107 pixels: the auxiliary classifier needs them.
     """
     height, across = (image, image) if isinstance(image, int) else image
     if min(height, across) < _LEAST:
         raise UsageError(f"image={image} does not fit: height and width have to be {_LEAST} pixels at the least")
     images = images_of(batch, height, across)
-    model = InceptionV3(width=width, classes=classes)
+    kernel = min(_KERNEL, _left(height)), min(_KERNEL, _left(across))
+    model = InceptionV3(width=width, classes=classes, kernel=kernel)
     return Case(model, (images, integers(classes, batch)), name=f"inception_v3-w{width}-{height}x{across}-b{batch}")

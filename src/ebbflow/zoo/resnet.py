@@ -123,7 +123,7 @@ def resnet2000(
 
 
 def _case(name: str, blocks: tuple[int, ...], batch: int, image: ImageSize, width: int, classes: int) -> Case:
-    images = image_batch(batch, image, multiple=32)
+    images = image_batch(batch, image, multiple=1)
     height, across = images.shape[2:]
     model = ResNet(blocks, width=width, classes=classes)
     return Case(model, (images, integers(classes, batch)), name=f"{name}-w{width}-{height}x{across}-b{batch}")
