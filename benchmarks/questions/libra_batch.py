@@ -1,0 +1,130 @@
+"""The largest batch within 16 GB and an overhead of 50 %, for every planner.
+
+1. The search is on steps that are interpolated between two captures. The batch that it answers is captured as it is and
+   planned again; where that plan does not hold, one less is tried.
+2. *No plan can exceed* the batch at which the floor reaches the budget: what an op reads and makes, and what is there
+   at the start, no plan moves.
+3. ``ratio`` is over keep-all's largest batch; ``default_over`` is that of the default's largest batch to the row's.
+4. ``checkmate_lp`` has :data:`LIMIT_SECONDS` for each plan; a batch for which it found none is not fit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ebbflow._api.batches import largest
+from ebbflow.planners.hybrid.floor import floor_with_tiers
+from harness.batched import Batched, Planned, planned
+from harness.record import Row, at_least, holds
+from questions.libra_models import BUDGET, DEFAULT, MACHINE, MODELS, PLANNERS, batched, tiers_of
+
+TITLE = "Largest batch within the 16.9 GB of v100-16gb at an overhead of at most 50 %; roofline, predicted"
+CASES = ("four models",)
+QUICK = CASES
+MOST_OVERHEAD = 0.5
+TARGET = 3.12  # the thesis' mean over PyTorch, at any overhead
+LIMIT_SECONDS = 10.0
+TRIES = 5
+ABOVE = 1e-9
+
+
+@dataclass(frozen=True)
+class _Found:
+    batch: int
+    plan: Planned | None
+
+
+def rows(case: str, quick: bool) -> Iterator[Row]:
+    found: dict[str, dict[str, _Found]] = {}
+    bases: dict[str, int] = {}
+    for name in ("llama_small",) if quick else MODELS:
+        model = batched(name)
+        base = bases[name] = model.unplanned(BUDGET, MODELS[name][1][0])
+        best = found[name] = {
+            label: _largest(model, base, label) for label in PLANNERS if not quick or label in (DEFAULT, "libra")
+        }
+        yield from _rows(name, model, base, best)
+    yield from _means(found, bases)
+
+
+def _largest(model: Batched, base: int, label: str) -> _Found:
+    """The largest batch of a planner (definition 1); keep-all's where it fits no larger one."""
+    limit = LIMIT_SECONDS if label == "checkmate_lp" else None
+    batch = model.largest(
+        BUDGET,
+        PLANNERS[label],
+        tiers=tiers_of(label),
+        most_overhead=MOST_OVERHEAD,
+        guess=base + base // 4,
+        coarse=max(1, base // 100),
+        limit_seconds=limit,
+    )
+    plan = None
+    for _ in range(TRIES):
+        if batch <= base:
+            return _Found(base, None)
+        plan = planned(
+            model.captured(batch), BUDGET, PLANNERS[label], MACHINE, tiers=tiers_of(label), limit_seconds=limit
+        )
+        if plan.overhead is not None and plan.overhead <= MOST_OVERHEAD + ABOVE:
+            return _Found(batch, plan)
+        batch -= 1
+    return _Found(base, None)
+
+
+def _rows(name: str, model: Batched, base: int, best: dict[str, _Found]) -> Iterator[Row]:
+    at = model.at(base)
+    most = largest(lambda b: model.at(b).resident_bytes + floor_with_tiers(model.at(b).program)[0] <= BUDGET, base)
+    yield Row(
+        "batch",
+        {
+            "case": name,
+            "method": "keep_all",
+            "batch": base,
+            "ratio": 1.0,
+            "overhead": 0.0,
+            "samples_per_second": base / at.program.seconds,
+            "default_over": best[DEFAULT].batch / base,
+            "no_plan_can_exceed": most / base,
+            "resident_share": at.resident_bytes / BUDGET,
+        },
+    )
+    for label, found in best.items():
+        columns: dict[str, object] = {
+            "case": name,
+            "method": label,
+            "batch": found.batch,
+            "ratio": found.batch / base,
+            "default_over": best[DEFAULT].batch / found.batch,
+        }
+        if found.plan is None:
+            columns["note"] = "no plan for a larger batch than keep-all's"
+        else:
+            columns |= {
+                "overhead": found.plan.overhead,
+                "bound": found.plan.answer.bound,
+                "samples_per_second": found.batch / found.plan.seconds,
+                "peak_bytes": found.plan.peak_bytes,
+                "plan_cpu_seconds": found.plan.cpu_seconds,
+            }
+        ours = [at_least("the default, against libra", best[DEFAULT].batch, found.batch)] if "libra" in label else []
+        yield Row("batch", columns, tuple(ours))
+
+
+def _means(found: dict[str, dict[str, _Found]], bases: dict[str, int]) -> Iterator[Row]:
+    """Per planner the mean over the models."""
+    for label in next(iter(found.values())):
+        ratio = statistics.mean(best[label].batch / bases[name] for name, best in found.items())
+        over = statistics.mean(best[DEFAULT].batch / best[label].batch for best in found.values())
+        checks = (
+            (
+                at_least("mean ratio over keep-all", ratio, TARGET),
+                holds("of all models", len(found) == len(MODELS)),
+            )
+            if label == DEFAULT and len(found) == len(MODELS)
+            else ()
+        )
+        columns = {"case": "mean", "method": label, "ratio": ratio, "default_over": over}
+        yield Row("batch", columns, checks)
