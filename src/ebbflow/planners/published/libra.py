@@ -11,8 +11,8 @@ Definitions (*feature maps* are those of ``published.moving``, gaps and chains t
    left there, the first that is still recomputed is. At last all are swapped.
 5. *Swaps* block computing both ways, as in the prototype. With ``overlap`` they run beside it: a copy is issued when
    its buffer is made, and the way back begins as late as its lane lets it be in time by static estimates, or later
-   where the budget has no room. Trials are judged without overlap, as what is in nobody's way leaves the peak alone:
-   copies and ways back take no room that the budget does not have (``published.measured``, definitions 1 and 3).
+   where the budget has no room. Trials are judged without overlap, which fits where overlap does: copies and ways back
+   take no room but what the budget has (``published.measured``, definitions 1 and 3).
 6. *Steps* may be switched off, to see what each gives. Without ``all_swapped`` what leaves is chosen by sizes alone,
    there is no reference, and where the refinement has swapped everything the next candidates leave. Without
    ``recompute_first`` all that leave are swapped. Without ``new_peaks`` the refinement always swaps the first that is
