@@ -116,13 +116,13 @@ def test_every_answer_is_legal_within_its_budget_and_the_same_again(program: Pro
 
 
 def test_what_a_chain_has_left_at_a_later_peak_is_swapped() -> None:
-    """All of 0, 1 and 2 leave, and op 5 needs 2: its chain leaves 0 and 1 beside the 200 bytes of op 6, which reads none.
+    """All of 0, 1 and 2 leave. The chain that makes 2 for op 5 leaves 0 and 1 beside the 200 bytes of op 6.
 
     With 1 swapped, 2 is made from it alone, and op 6 runs within 302 bytes.
     """
     reads = [(), (0,), (1,), (2,), (3,), (2, 4), (5,), (1, 6), (0, 7)]
-    workspace = {4: 300, 6: 200}
-    ops = tuple(Op(f"op{i}", "", each, (i,), workspace_bytes=workspace.get(i, 0), seconds=1.0) for i, each in enumerate(reads))
+    takes = (0, 0, 0, 0, 300, 0, 200, 0, 0)
+    ops = tuple(Op(f"op{i}", "", each, (i,), workspace_bytes=takes[i], seconds=1.0) for i, each in enumerate(reads))
     buffers = tuple(Buffer(f"b{i}", SIZE if i < 3 else 1, i) for i in range(len(reads)))
     program = Program("left", ops, buffers, 5, (), (8,), ())
     problem = Problem(program, 310, machine=linked(0.1), tiers=("host",))
