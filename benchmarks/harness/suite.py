@@ -1,6 +1,8 @@
 """A benchmark of several questions: every case in a process of its own, results written after each.
 
-A question is a module with ``TITLE``, ``CASES``, ``QUICK`` (the cases of a smoke test) and ``rows(case, quick)``.
+A question is a module with ``TITLE``, ``CASES``, ``QUICK`` (the cases of a smoke test) and ``rows(case, quick)``. One
+that says something of all its cases has ``summary(rows)``: rows of the case :data:`SUMMARY`, made anew of those that
+there are whenever the record is written.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from types import ModuleType
 from harness.children import emit, run_child
 from harness.record import Record, Row, table
 
-__all__ = ["main"]
+__all__ = ["SUMMARY", "main"]
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
+SUMMARY = "all"
+"""The case of rows that summarize others."""
 
 
 def main(script: str, description: str, questions: Mapping[str, ModuleType], most_seconds: float) -> int:
@@ -58,6 +62,7 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
             record.take(Record.read(path, record.titles))
         known = {f"{question}:{case}" for question, module in questions.items() for case in module.CASES}
         record.failures = [each for each in record.failures if each["case"] in known]  # not of cases that are gone
+        _summarize(record, questions)
         record.write(out)
     else:
         _run(record, script, questions, out, most_seconds)
@@ -83,7 +88,16 @@ def _run(record: Record, script: str, questions: Mapping[str, ModuleType], out: 
                 record.failures.append({"case": f"{question}:{case}", "error": error})
                 print(f"{question}:{case} FAILED: {error}", flush=True)
             print(f"-- {question}:{case}: {seconds} s", flush=True)
+            _summarize(record, questions)
             record.write(out)
+
+
+def _summarize(record: Record, questions: Mapping[str, ModuleType]) -> None:
+    """Make the summaries of all questions anew."""
+    for question, module in questions.items():
+        if hasattr(module, "summary"):
+            record.rows = [r for r in record.rows if r.question != question or r.columns["case"] != SUMMARY]
+            record.rows += module.summary([row for row in record.rows if row.question == question])
 
 
 def _wanted(questions: Mapping[str, ModuleType], quick: bool, only: list[str] | str) -> list[tuple[str, str]]:
