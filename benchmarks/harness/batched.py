@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ebbflow import Case
@@ -18,12 +18,13 @@ from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow.capture.without_memory import without_memory
 from ebbflow.planners import Answer, Interrupt, Problem, Progress, planner_named
 from ebbflow.step.legality import check
-from ebbflow.step.machine import Machine
+from ebbflow.step.machine import Link, Machine
+from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes
 
-__all__ = ["Batched", "Planned", "captured", "planned", "unplanned_peak", "with_link"]
+__all__ = ["Batched", "Planned", "captured", "judged", "planned", "planned_above", "unplanned_peak", "with_link"]
 
 EFFORT = 2_000  # local-search moves, while searching and for the answer
 ABOVE = 1e-9  # of an overhead: what rounding may add
@@ -90,6 +91,34 @@ def planned(
         limit_seconds: of planning.
         seeds: schedules to start from.
     """
+    above = budget_bytes - step.resident_bytes
+    found = planned_above(
+        step.program,
+        above,
+        planner,
+        machine,
+        tiers=tiers,
+        enough=enough,
+        effort=effort,
+        limit_seconds=limit_seconds,
+        seeds=seeds,
+    )
+    return found if found.answer.schedule is None else replace(found, peak_bytes=found.peak_bytes + step.resident_bytes)
+
+
+def planned_above(
+    program: Program,
+    above: int,
+    planner: str,
+    machine: Machine,
+    *,
+    tiers: tuple[str, ...] = (),
+    enough: float | None = None,
+    effort: int = EFFORT,
+    limit_seconds: float | None = None,
+    seeds: tuple[Schedule, ...] = (),
+) -> Planned:
+    """The same of a program within ``above`` bytes above the step's start; the peak is above it, too."""
     interrupt = Interrupt(limit_seconds)
     bound_holds = planner == "auto" and not tiers  # with tiers, bounds of plans that only recompute are told too
 
@@ -101,9 +130,8 @@ def planned(
         if bound_holds and progress.bound is not None and progress.bound > enough:
             interrupt.set()
 
-    above = budget_bytes - step.resident_bytes
     problem = Problem(
-        step.program,
+        program,
         above,
         machine=machine,
         tiers=tiers,
@@ -117,11 +145,23 @@ def planned(
     cpu_seconds = time.process_time() - begin
     if answer.schedule is None:
         return Planned(answer, None, 0.0, 0, cpu_seconds)
-    timeline = simulate(step.program, answer.schedule, machine)
-    legal = not check(step.program, answer.schedule, above, problem.links)
-    overhead = timeline.seconds / step.program.seconds - 1.0
-    peak = step.resident_bytes + timeline.above_bytes
-    return Planned(answer, overhead if legal else None, timeline.seconds, peak, cpu_seconds)
+    return judged(program, above, answer, machine, problem.links, cpu_seconds)
+
+
+def judged(
+    program: Program,
+    above: int,
+    answer: Answer,
+    machine: Machine,
+    links: Mapping[str, Link],
+    cpu_seconds: float = 0.0,
+) -> Planned:
+    """An answer's schedule as simulator and legality checker see it on ``program``."""
+    assert answer.schedule is not None
+    timeline = simulate(program, answer.schedule, machine)
+    legal = not check(program, answer.schedule, above, links)
+    overhead = timeline.seconds / program.seconds - 1.0
+    return Planned(answer, overhead if legal else None, timeline.seconds, timeline.above_bytes, cpu_seconds)
 
 
 class Batched:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Check", "Record", "Row", "at_least", "at_most", "holds", "machine_description"]
+__all__ = ["Check", "Record", "Row", "above", "at_least", "at_most", "holds", "machine_description"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ def at_most(what: str, value: float, target: float) -> Check:
 
 def at_least(what: str, value: float, target: float) -> Check:
     return Check(what, value, target, ">=", bool(value >= target))
+
+
+def above(what: str, value: float, target: float) -> Check:
+    return Check(what, value, target, ">", bool(value > target))
 
 
 def holds(what: str, value: bool) -> Check:

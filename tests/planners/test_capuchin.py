@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.planners import Answer, Problem, Status, planner_named
-from ebbflow.step.program import Program
+from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
 from layered import SIZE, layered, linked, offloaded, reloads, reruns, sound
@@ -113,3 +113,19 @@ def test_every_answer_is_legal_within_its_budget_and_the_same_again(program: Pro
     problem = Problem(program, int(share * unplanned_bytes(program)), machine=machine, tiers=tuple(links))
     answer = sound(problem, planner_named("capuchin")(problem))
     assert answer == planner_named("capuchin")(problem)
+
+
+def test_what_a_chain_has_left_at_a_later_peak_is_swapped() -> None:
+    """All of 0, 1 and 2 leave. The chain that makes 2 for op 5 leaves 0 and 1 beside the 200 bytes of op 6.
+
+    With 1 swapped, 2 is made from it alone, and op 6 runs within 302 bytes.
+    """
+    reads = [(), (0,), (1,), (2,), (3,), (2, 4), (5,), (1, 6), (0, 7)]
+    takes = (0, 0, 0, 0, 300, 0, 200, 0, 0)
+    ops = tuple(Op(f"op{i}", "", each, (i,), workspace_bytes=takes[i], seconds=1.0) for i, each in enumerate(reads))
+    buffers = tuple(Buffer(f"b{i}", SIZE if i < 3 else 1, i) for i in range(len(reads)))
+    program = Program("left", ops, buffers, 5, (), (8,), ())
+    problem = Problem(program, 310, machine=linked(0.1), tiers=("host",))
+    answer = sound(problem, planner_named("capuchin")(problem))
+    assert 1 in offloaded(answer.schedule)
+    assert 2 in reruns(answer.schedule)

@@ -94,6 +94,48 @@ def test_what_fits_is_kept_and_without_a_tier_there_is_no_plan() -> None:
     assert "no tier" in answer.notes["chosen"]
 
 
+def test_without_recompute_first_all_that_leaves_is_swapped() -> None:
+    answer = asked(blocks([4]), 302, ":recompute_first=false")
+    assert (offloaded(answer.schedule), reruns(answer.schedule)) == ({0, 1, 2}, [])
+
+
+def test_without_new_peaks_the_first_is_swapped() -> None:
+    """The chain 0, 1, 2 makes a peak of 302 bytes. With 0 swapped it still does; with 1 too, 2 is made from 1 alone."""
+    answer = asked(blocks([4]), 301, ":new_peaks=false")
+    assert (offloaded(answer.schedule), reruns(answer.schedule)) == ({0, 1}, [2])
+
+
+def test_without_refinement_a_new_peak_gives_the_reference() -> None:
+    answer = asked(blocks([4]), 301, ":new_peaks=false,refinement=false")
+    assert (offloaded(answer.schedule), reruns(answer.schedule)) == ({0, 1, 2}, [])
+
+
+def test_without_the_reference_sizes_say_what_leaves_at_first() -> None:
+    program = blocks([4])
+    assert asked(program, 302, ":all_swapped=false").schedule == asked(program, 302).schedule
+    assert offloaded(asked(program, 200, ":all_swapped=false").schedule), "more leave where all swapped do not fit"
+
+
+@pytest.mark.parametrize("step", ["all_swapped", "recompute_first", "new_peaks", "refinement"])
+@settings(max_examples=examples(30))
+@given(program=programs(max_ops=14), seed=st.integers(0, 10**6), share=st.floats(0.3, 1.1))
+def test_without_a_step_every_answer_is_legal_too(step: str, program: Program, seed: int, share: float) -> None:
+    links = random_links(random.Random(seed))
+    machine = replace(linked(1.0), links=links)
+    problem = Problem(program, int(share * unplanned_bytes(program)), machine=machine, tiers=tuple(links))
+    sound(problem, planner_named(f"libra:{step}=false,overlap=true")(problem))
+
+
+@settings(max_examples=examples(60))
+@given(program=programs(max_ops=14), seed=st.integers(0, 10**6), share=st.floats(0.3, 1.1))
+def test_overlap_fits_wherever_blocking_does(program: Program, seed: int, share: float) -> None:
+    links = random_links(random.Random(seed))
+    machine = replace(linked(1.0), links=links)
+    problem = Problem(program, int(share * unplanned_bytes(program)), machine=machine, tiers=tuple(links))
+    blocking, beside = (planner_named(f"libra{text}")(problem) for text in ("", ":overlap=true"))
+    assert (blocking.schedule is None) == (beside.schedule is None)
+
+
 @pytest.mark.parametrize("text", ["", ":overlap=true"])
 def test_on_a_chain_budgets_are_met_down_to_a_few_layers(text: str) -> None:
     program = chain(12)

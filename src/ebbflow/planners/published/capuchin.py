@@ -11,14 +11,15 @@ measured first iteration):
    before the next one begins; where a lane has no time left for it, a buffer is not hidden.
 4. *Recompute*: where no swap is hidden, buffers are made again at their back access, those first with the most memory
    saved per second (MSPS) of the chain as it is after what was chosen before. What cannot run again is swapped all the
-   same, and so is what the chain of a new peak reads or makes.
+   same, and so is what the chain of a new peak reads or makes, or what chains have made again and left there.
 5. *In-trigger*: a way back begins at the last access of any buffer that is early enough, by the lane; where the budget
    has no room for it, later. *Feedback*: where a back access waits by the simulator, the way back is to be there sooner
    by that much, in at most :data:`ROUNDS` rounds, as long as that helps.
 
 The published system tracks accesses while it runs, evicts on demand in its first iteration, and adjusts from one
 iteration to the next; here the simulator stands for the iterations. After a choice the peak may be elsewhere: what is
-over the budget then is chosen for anew. The paper was read second-hand, through its abstract and notes on it.
+over the budget then is chosen for anew. As what is chosen depends on by how much the peak is over, a smaller budget may
+have the cheaper plan; that is the method's. The paper was read second-hand, through its abstract and notes on it.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class _Capuchin:
         self.tiers = Tiers(self.program, problem.links)
         self.gaps: dict[int, Gap] = {}
         self.forced: set[int] = set()  # swapped although that is not hidden
+        self.last = [max(readers, default=-1) for readers in problem.program.readers]
 
     def answer(self) -> Answer:
         """Choose until the plan fits, then adjust the in-triggers."""
@@ -205,16 +207,33 @@ class _Capuchin:
         return program.buffers[b].bytes / max(seconds, 1e-12)
 
     def _swap_chain(self, found: Measured, stage: int) -> bool:
-        """Swap what is recomputed and read or made by the runs of a stage; whether there was anything."""
+        """Swap what is recomputed and read or made by the runs of a stage; whether there was anything.
+
+        Where there is nothing, chains of other stages have left there what makes the peak: of what is recomputed and
+        still read, what comes back last is swapped, until its sizes are what the peak is over the budget.
+        """
         runs = [stage, *(op for op, t in found.choice.reruns if t == stage)]
         touched = {b for op in runs for b in (*self.program.ops[op].inputs, *self.program.ops[op].outputs)}
         done = False
         for b in sorted(touched.intersection(self.gaps)):
-            gap = self.gaps[b]
-            if gap.load is None and self._swap(_Candidate(b, gap.leaves, gap.back, 0.0)):
-                self.forced.add(b)
+            done = self._swap_recomputed(b) or done
+        if done:
+            return True
+        excess = found.above_bytes - self.problem.above_budget_bytes
+        there = [b for b, gap in self.gaps.items() if gap.load is None and gap.leaves < stage <= self.last[b]]
+        for b in sorted(there, key=lambda b: (-self.gaps[b].back, b)):
+            if excess > 0 and self._swap_recomputed(b):
+                excess -= self.program.buffers[b].bytes
                 done = True
         return done
+
+    def _swap_recomputed(self, b: int) -> bool:
+        """Swap a buffer that is recomputed; whether it was, and there was room for it."""
+        gap = self.gaps[b]
+        if gap.load is not None or not self._swap(_Candidate(b, gap.leaves, gap.back, 0.0)):
+            return False
+        self.forced.add(b)
+        return True
 
     # -- when it comes back -----------------------------------------------------------------------------------
 

@@ -11,7 +11,13 @@ Definitions (*feature maps* are those of ``published.moving``, gaps and chains t
    left there, the first that is still recomputed is. At last all are swapped.
 5. *Swaps* block computing both ways, as in the prototype. With ``overlap`` they run beside it: a copy is issued when
    its buffer is made, and the way back begins as late as its lane lets it be in time by static estimates, or later
-   where the budget has no room.
+   where the budget has no room. Trials are judged without overlap, which fits where overlap does: copies and ways back
+   take no room but what the budget has (``published.measured``, definitions 1 and 3).
+6. *Steps* may be switched off, to see what each gives. Without ``all_swapped`` what leaves is chosen by sizes alone,
+   there is no reference, and where the refinement has swapped everything the next candidates leave. Without
+   ``recompute_first`` all that leave are swapped. Without ``new_peaks`` the refinement always swaps the first that is
+   still recomputed. Without ``refinement`` there is none: a plan of definition 3 that does not fit is given up for the
+   reference.
 
 The prototype measures each trial by a real iteration and ends the refinement once the peak is where the reference has
 it; here the simulator judges each trial, so that a step is planned that does not fit, and what is within the budget is
@@ -23,6 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbflow.planners.base import Answer, Problem, Progress, Status, planner
+from ebbflow.planners.hybrid.choice import Choice
 from ebbflow.planners.hybrid.floor import tiers_of
 from ebbflow.planners.keep_all import keep_all
 from ebbflow.planners.published.evicting import Gap, choice_of_gaps
@@ -50,6 +57,14 @@ class LibraSettings:
 
     overlap: bool = setting(False)
     """Whether swaps run beside computing (definition 5)."""
+    all_swapped: bool = setting(True)
+    """Whether what leaves is found by swapping it, which gives the reference (definitions 2 and 6)."""
+    recompute_first: bool = setting(True)
+    """Whether what leaves is recomputed at first (definitions 3 and 6)."""
+    new_peaks: bool = setting(True)
+    """Whether what is at a new peak is swapped before anything else (definitions 4 and 6)."""
+    refinement: bool = setting(True)
+    """Whether a plan that is over the budget is refined (definitions 4 and 6)."""
 
 
 @planner("libra", moves=True, settings=LibraSettings)
@@ -72,9 +87,10 @@ def _joined(blocks: list[int]) -> list[int]:
 
 class _Libra:
     def __init__(self, problem: Problem) -> None:
-        settings: LibraSettings = problem.settings or LibraSettings()
-        self.problem, self.program, self.overlap = problem, problem.program, settings.overlap
+        self.settings: LibraSettings = problem.settings or LibraSettings()
+        self.problem, self.program = problem, problem.program
         self.candidates = self._candidates()
+        self.waiting = list(self.candidates)
         self.gone: list[int] = []
         self.swapped: set[int] = set()
         self.found: Measured | None = None
@@ -83,18 +99,25 @@ class _Libra:
         """All swapped, then recompute first, then refined."""
         if not self.candidates:
             return unmoved(self.problem, "no feature map is made before the peak")
-        self._all_swapped()
-        if not self._fits() or self.found is None:
-            return answer_of(self.problem, self.found, {"chosen": "no plan: all candidates swapped do not fit"})
-        reference = self.found
-        outputs = read_outside(self.program, _joined(blocks_of(self.program)))
-        peak = self._at_peak()
-        self.swapped = {b for b in self.gone if b in outputs or b in peak}
-        self.measure()
-        while not self._fits() and not self.problem.interrupt:
-            self._refine()
-        found = self.found if self._fits() else reference
-        count = len({b for b, _ in found.choice.loads})
+        if self.settings.all_swapped:
+            self._all_swapped()
+            if not self._fits() or self.found is None:
+                return answer_of(self.problem, self.found, {"chosen": "no plan: all candidates swapped do not fit"})
+        else:
+            self._leave(self._excess(unplanned_bytes(self.program)))
+        all_swapped = set(self.gone)
+        if self.settings.recompute_first:
+            self._recompute_first()
+        else:
+            self.swapped = all_swapped
+            self.try_()
+        while not self._fits() and self.settings.refinement and not self.problem.interrupt and self._refine():
+            pass
+        if not self._fits() and self.settings.all_swapped:
+            self.swapped = all_swapped
+            self.try_()
+        found = self._overlapped()
+        count = 0 if found is None else len({b for b, _ in found.choice.loads})
         text = f"{len(self.gone)} of {len(self.candidates)} candidates leave, {count} of them swapped"
         return answer_of(self.problem, found, {"chosen": text})
 
@@ -105,25 +128,45 @@ class _Libra:
         peak = peak_stage(whole)
         return [b for b in feature_maps(program, self.problem.links) if (program.buffers[b].producer or 0) < peak]
 
+    def _excess(self, above_bytes: int) -> int:
+        return above_bytes - self.problem.above_budget_bytes
+
+    def _leave(self, excess: int) -> None:
+        """The next candidates leave, until their sizes meet ``excess``."""
+        while self.waiting and excess > 0:
+            b = self.waiting.pop(0)
+            self.gone.append(b)
+            excess -= self.program.buffers[b].bytes
+
     def _all_swapped(self) -> None:
         """Definition 2."""
-        program, waiting = self.program, list(self.candidates)
-        excess = unplanned_bytes(program) - self.problem.above_budget_bytes
-        while waiting and excess > 0 and not self.problem.interrupt:
-            while waiting and excess > 0:
-                b = waiting.pop(0)
-                self.gone.append(b)
-                excess -= program.buffers[b].bytes
+        excess = self._excess(unplanned_bytes(self.program))
+        while self.waiting and excess > 0 and not self.problem.interrupt:
+            self._leave(excess)
             self.swapped = set(self.gone)
-            excess = self.measure().above_bytes - self.problem.above_budget_bytes
+            excess = self._excess(self.try_().above_bytes)
 
-    def _refine(self) -> None:
-        """Definition 4."""
+    def _recompute_first(self) -> None:
+        """Definition 3."""
+        outputs = read_outside(self.program, _joined(blocks_of(self.program)))
+        peak = self._at_peak() if self.settings.all_swapped else set[int]()
+        self.swapped = {b for b in self.gone if b in outputs or b in peak}
+        self.try_()
+
+    def _refine(self) -> bool:
+        """Definition 4; whether there was anything left to try."""
         left = [b for b in self.gone if b not in self.swapped]
-        assert left, "all that leave are swapped: that fits"
-        peak = self._at_peak()
-        self.swapped.update([b for b in left if b in peak] or left[:1])
-        self.measure()
+        if left:
+            peak = self._at_peak() if self.settings.new_peaks else set[int]()
+            self.swapped.update([b for b in left if b in peak] or left[:1])
+        elif self.waiting:
+            assert not self.settings.all_swapped, "all that leave are swapped: that fits"
+            self._leave(1)
+            self.swapped.update(self.gone if not self.settings.recompute_first else ())
+        else:
+            return False
+        self.try_()
+        return True
 
     def _at_peak(self) -> set[int]:
         """What the runs of the stage at the peak read or make."""
@@ -134,10 +177,10 @@ class _Libra:
         return {b for op in ops for b in (*op.inputs, *op.outputs)}
 
     def _fits(self) -> bool:
-        return self.found is not None and self.found.above_bytes <= self.problem.above_budget_bytes
+        return self.found is not None and self._excess(self.found.above_bytes) <= 0
 
-    def measure(self) -> Measured:
-        """The plan of what leaves and what of it is swapped."""
+    def _choice(self) -> Choice:
+        """What leaves, and what of it is swapped, with each way back where it is needed."""
         program, gaps, tiers = self.program, dict[int, Gap](), Tiers(self.program, self.problem.links)
         for b in self.gone:
             leaves, back = last_forward_read(program, b), backward_reads(program, b)[0]
@@ -145,11 +188,16 @@ class _Libra:
                 gaps[b] = Gap(leaves, back)
             elif tiers_of(program, b, self.problem.links) and tiers.take(b):
                 gaps[b] = Gap(leaves, back, load=back)
-        choice = choice_of_gaps(program, gaps, tiers.of)
-        if self.overlap:
-            choice = prefetched(self.problem, choice)
-        self.found = measured(
-            self.problem, choice, blocking=not self.overlap, late_copies=not self.overlap, late_loads=self.overlap
-        )
-        self.problem.progress(Progress(f"{len(self.gone)} leave, {len(tiers.of)} of them swapped"))
+        return choice_of_gaps(program, gaps, tiers.of)
+
+    def try_(self) -> Measured:
+        """The plan of what leaves and what of it is swapped, without overlap."""
+        self.problem.progress(Progress(f"{len(self.gone)} leave, {len(self.swapped)} of them swapped"))
+        self.found = measured(self.problem, self._choice(), blocking=True, late_copies=True)
         return self.found
+
+    def _overlapped(self) -> Measured | None:
+        """What was found, with overlap where that is wanted."""
+        if not self.settings.overlap:
+            return self.found
+        return measured(self.problem, prefetched(self.problem, self._choice()), late_loads=True)

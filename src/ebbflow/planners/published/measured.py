@@ -126,9 +126,11 @@ def _put_off(problem: Problem, choice: Choice) -> Choice:
     loads: set[tuple[int, int]] = set()
     for (b, stage), use in sorted(used.items(), key=lambda each: (each[1], each[0])):
         size, first = program.buffers[b].bytes, use
-        while first > stage and peaks[first - 1] + size <= problem.above_budget_bytes:
+        room = problem.above_budget_bytes - size
+        early = use != program.boundary or peaks[use] <= room  # what comes before the boundary is there beside tangents
+        while first > stage and early and peaks[first - 1] <= room:
             first -= 1
-        peaks[first:use] += size
+        peaks[first : use + (first < use == program.boundary)] += size
         loads.add((b, first))
     return replace(choice, loads=frozenset(loads))
 
