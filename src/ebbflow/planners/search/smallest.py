@@ -7,7 +7,7 @@ is not, before a descent begins.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ebbflow.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
@@ -72,15 +72,27 @@ def smallest_schedule(
         if min(peaks)[0] > enough and not interrupt:
             _descended(state, effort // 2, interrupt, early=early, tell=tell)
             peaks.append((state.peak_bytes, state.reruns))
+    if small is not None and min(peaks)[0] > enough and not interrupt:  # what was carried fits its blocks, not the rest
+        state = IntervalState(program)  # one that has held many reruns walks over their rows, which is work
+        _descended(state, effort, interrupt, early=False, start=min(peaks)[1], tell=tell)
+        peaks.append((state.peak_bytes, state.reruns))
     state.load(min(peaks)[1])
     schedule = state.to_schedule()
     return simulate(program, schedule).above_bytes, schedule
 
 
 def _descended(
-    state: IntervalState, effort: int, interrupt: Interrupt, *, early: bool, tell: Callable[[int], None] = _nobody
+    state: IntervalState,
+    effort: int,
+    interrupt: Interrupt,
+    *,
+    early: bool,
+    start: Sequence[tuple[int, int]] = (),
+    tell: Callable[[int], None] = _nobody,
 ) -> Schedule:
-    """The schedule to which one descends from the unplanned step, with reruns placed ``early`` or right before use.
+    """The schedule to which one descends from the unplanned step, or from the reruns of ``start``.
+
+    Reruns are placed ``early`` or right before use.
 
     A rerun long before its use, or moves at random, give every block another pattern: what a few blocks can hold, more
     of them cannot. On other programs now the one reaches less, now the other.
@@ -89,7 +101,7 @@ def _descended(
 
     program = state.program
     floor, _ = floor_bytes(program)
-    state.load([])
+    state.load([*start])
     state.allow_early(early)
     state.allow_work(round(effort * RUNS_PER_MOVE * min(1.0, FULL_WORK_OPS / len(program.ops))))
     local_search.descend(state, int(ENOUGH * floor), 0, interrupt, moves=effort, tell=tell)

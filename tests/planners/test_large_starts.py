@@ -1,0 +1,62 @@
+"""Start points that only large programs have: a descent from what was carried over, and slower lanes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbflow.planners.base import Interrupt, Problem, planner_named
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.hybrid import portfolio
+from ebbflow.planners.search.interval_state import IntervalState
+from ebbflow.planners.search.smallest import _descended
+from ebbflow.step.legality import check
+from ebbflow.step.machine import Link
+from ebbflow.step.program import Program
+from ebbflow.step.simulate import overhead_of
+from ebbflow.step.unplanned import unplanned_bytes
+from layered import layered, linked
+from random_schedule import random_schedule
+from strategies import programs
+
+
+@given(programs(), st.integers(0, 99))
+def test_a_descent_ends_no_higher_than_it_starts(program: Program, seed: int) -> None:
+    from ebbflow.planners.search.interval_state import reruns_of
+
+    start = reruns_of(program, random_schedule(program, seed, drop=0.3)) or []
+    state = IntervalState(program)
+    state.load(start)
+    before = state.peak_bytes
+    _descended(state, 50, Interrupt(), early=False, start=start)
+    assert floor_bytes(program)[0] <= state.peak_bytes <= before
+
+
+def test_a_slower_link_is_slower_both_ways() -> None:
+    link = Link("host", 100, 8.0, 6.0, latency_seconds=0.5)
+    slow = link.slowed(0.5)
+    assert (slow.out_bytes_per_second, slow.in_bytes_per_second) == (4.0, 3.0)
+    assert (slow.tier, slow.capacity_bytes, slow.latency_seconds) == ("host", 100, 0.5)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 1.5])
+def test_starts_with_slower_lanes_make_no_plan_worse(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = layered(20, sizes=[100, 60, 140, 80] * 5, seconds=[1.0, 0.3, 2.0, 0.7] * 5)
+    machine, budget = linked(rate), int(0.45 * unplanned_bytes(program))
+    told: list[str] = []
+
+    def overhead() -> float:
+        problem = Problem(
+            program, budget, machine=machine, tiers=("host",), effort=300, progress=lambda each: told.append(each.stage)
+        )
+        schedule = planner_named("auto")(problem).schedule
+        assert schedule is not None
+        assert not check(program, schedule, budget, machine.links)
+        return overhead_of(program, schedule, machine)
+
+    monkeypatch.setattr(portfolio, "ROUNDS", 0)
+    without = overhead()
+    assert "cut relaxation with slower lanes" not in told
+    monkeypatch.setattr(portfolio, "LARGE_OPS", 10)
+    assert overhead() <= without + 1e-12
