@@ -77,8 +77,9 @@ def test_what_does_not_fit_once_is_refused_by_its_name() -> None:
         ebbflow.max_batch(chain, budget="1KiB", vary="layers", effort=50, progress=None)
     with pytest.raises(BudgetError, match="not even a length of 1 fits"):
         ebbflow.max_batch(lambda n: gpt(1, TINY, length=n), budget="1KiB", vary="length", effort=50, progress=None)
-    with pytest.raises(UsageError, match="vary='depth' is none of batch, layers, length"):
-        ebbflow.max_batch(chain, budget="1GiB", vary="depth")  # type: ignore[arg-type]
+    for wrong in ("depth", ["batch"], None):
+        with pytest.raises(UsageError, match=r"vary=.* is none of batch, layers, length"):
+            ebbflow.max_batch(chain, budget="1GiB", vary=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

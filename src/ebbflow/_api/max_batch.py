@@ -130,7 +130,7 @@ def max_batch(
             value=budget,
         )
     _check_limit(overhead)
-    if vary not in WORDS:
+    if not isinstance(vary, str) or vary not in WORDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
             f"vary={vary!r} is none of {', '.join(WORDS)}", argument="vary", value=vary, accepted=tuple(WORDS)
         )

@@ -81,11 +81,8 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
     _refuse_scripts(model)
     _refuse_hooks(model)
     _refuse_own_call(model)
+    _refuse_lazy(model)
     for name, tensor in _tensors(model):
-        if torch.nn.parameter.is_lazy(tensor):
-            raise _refusal(
-                f"{name} has no shape before the first batch: run one through the model under torch.no_grad(), then fit"
-            )
         if isinstance(tensor, FakeTensor):
             raise _refusal(
                 f"{name} was made under FakeTensorMode and has no memory, so the model cannot be trained; build it "
@@ -149,6 +146,7 @@ def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
     """
     _refuse_scripts(model)
     _refuse_hooks(model)
+    _refuse_lazy(model)
     _refuse_many_devices(model)
     given = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
     for name, tensor in itertools.chain(_tensors(model), (("an argument", tensor) for tensor in given)):
@@ -158,6 +156,14 @@ def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     yield from cast("Iterator[tuple[str, torch.nn.Module]]", model.named_modules())
+
+
+def _refuse_lazy(model: torch.nn.Module) -> None:
+    for name, tensor in _tensors(model):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise _refusal(
+                f"{name} has no shape before the first batch: run one through the model under torch.no_grad() first"
+            )
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

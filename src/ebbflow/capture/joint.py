@@ -21,6 +21,7 @@ from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.rules.copy_back import insert_copy_back
 from ebbflow.capture.rules.gradient_copies import copy_gradients, copy_positions, uncopied
+from ebbflow.capture.rules.masked_outputs import drop_masked_outputs
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
 from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
 from ebbflow.cost.call import Call, call_of, extent_of
@@ -378,6 +379,7 @@ def read_joint(
     """
     _refuse_sparse(graph)
     drop_ignored_reads(graph)
+    drop_masked_outputs(graph)
     fill_uninitialised(graph)
     copy_gradients(graph, forward_output_count)
     joint = _read(graph, forward_output_count, name, granularity_bytes, context, target)

@@ -3,9 +3,11 @@
 Definitions (Zheng et al., Echo, ISCA 2020, profile a step so):
 1. *Feature maps* are what the forward makes, the loss among it. *Gradients of weights* are what the backward leaves.
    *Intermediates of the backward* are all else that it makes: gradients of feature maps and what leads to them.
+   *Gradients of the forward's outputs* are what it begins with: no op makes them.
 2. A *layer* is a module whose forward issued ops itself; those of its backward are the same layer's. Its *type* is its
    class. Ops of the outermost module belong to its class, those of no module to none.
-3. All bytes are those at the unplanned peak; what is resident belongs to no layer.
+3. All bytes are those at the unplanned peak. What is resident, what no op makes, workspace and user code belong to no
+   layer.
 """
 
 from __future__ import annotations
@@ -16,10 +18,21 @@ from dataclasses import dataclass
 from ebbflow.step.occupancy import Moment
 from ebbflow.step.program import Program
 
-__all__ = ["BACKWARD", "FEATURE_MAPS", "GRADIENTS", "WORKSPACE", "Kind", "LayerType", "kinds_at", "layer_types_at"]
+__all__ = [
+    "BACKWARD",
+    "FEATURE_MAPS",
+    "GRADIENTS",
+    "TANGENTS",
+    "WORKSPACE",
+    "Kind",
+    "LayerType",
+    "kinds_at",
+    "layer_types_at",
+]
 
 FEATURE_MAPS = "feature maps"
 GRADIENTS = "gradients of weights"
+TANGENTS = "gradients of the forward's outputs"
 BACKWARD = "intermediates of the backward"
 WORKSPACE = "workspace of the op that runs"
 _BETWEEN = "user code between forward and backward"
@@ -75,12 +88,17 @@ def kinds_at(program: Program, peak: Moment, resident: Mapping[str, int], reside
         resident: bytes that are resident by kind, empty if that is not known.
         resident_bytes: all of them.
     """
-    above = dict.fromkeys((FEATURE_MAPS, GRADIENTS, BACKWARD), 0)
+    above = dict.fromkeys((FEATURE_MAPS, GRADIENTS, TANGENTS, BACKWARD), 0)
     gradients = set(program.gradients)
     for b in peak.buffers:
         producer = program.buffers[b].producer
-        forward = producer is not None and producer < program.boundary
-        above[FEATURE_MAPS if forward else GRADIENTS if b in gradients else BACKWARD] += program.buffers[b].bytes
+        if producer is None:
+            kind = TANGENTS
+        elif producer < program.boundary:
+            kind = FEATURE_MAPS
+        else:
+            kind = GRADIENTS if b in gradients else BACKWARD
+        above[kind] += program.buffers[b].bytes
     above |= {WORKSPACE: peak.workspace_bytes, _BETWEEN: peak.user_bytes, _STATES: peak.state_bytes}
     there = dict(resident) or {_ANY: resident_bytes}
     kinds = [Kind(name, size, True) for name, size in there.items()]

@@ -196,6 +196,9 @@ def _layers(found: Findings) -> list[str]:
         )
         for layer in found.layers
     ]
+    if rest := total - sum(layer.bytes for layer in found.layers):
+        share = format_percent(rest / total)
+        rows.append((format_bytes(rest), share, "", "", "", "", "gradients of outputs, workspace, user code"))
     head = ("bytes", "share", "forward", "backward", "share", "layers", "type of layer")
     return [
         "",
