@@ -74,7 +74,8 @@ class TflmsSettings:
         plain = {name: each.default for name, each in type(self).__dataclass_fields__.items()}
         first, second = ([name for name in names if getattr(self, name) != plain[name]] for names in (FIRST, SECOND))
         if first and (second or self.version == 2):
-            raise ValueError(f"{first[0]} is a setting of version 1, {f'{second[0]} is not' if second else 'not of version 2'}")
+            other = f"{second[0]} is not" if second else "not of version 2"
+            raise ValueError(f"{first[0]} is a setting of version 1, {other}")
         if second and self.version == 1:
             raise ValueError(f"{second[0]} is a setting of version 2")
         if self.lb > self.ub:
