@@ -21,7 +21,7 @@ from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow.capture.without_memory import without_memory
 from ebbflow.options import Options
 from ebbflow.planners import Answer
-from ebbflow.planners.base import DEFAULT_EFFORT, LARGE_OPS
+from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.hybrid.floor import floor_with_tiers
 from ebbflow.planners.published.echo import decided, residents_of
@@ -37,7 +37,6 @@ MB = 1e6
 CAPS = (0, 1, 8, None)  # the two versions of its authors, and two between them
 TIERS = ("host",)
 HALVINGS = 7  # of the range from the floor to the unplanned peak: to within 0.8 % of it
-HALVINGS_OF_LARGE, EFFORT_OF_LARGE = 5, 2_000  # of programs whose plans take longer, while halving; to within 3.1 %
 SECONDS = 300.0  # for one plan; those that move are searched longest
 
 
@@ -84,10 +83,6 @@ class Footprint:
     def program(self) -> Program:
         return self.step.program
 
-    @property
-    def is_large(self) -> bool:
-        return len(self.program.ops) >= LARGE_OPS
-
     def floor(self, link: float | None = None) -> tuple[int, str]:
         """No plan, with a link or without, has a peak below these bytes, and the op that pins them."""
         above, where = floor_bytes(self.program) if link is None else floor_with_tiers(self.program, self.machine.links)
@@ -106,7 +101,7 @@ class Footprint:
             machine,
             tiers=() if link is None else TIERS,
             enough=enough,
-            effort=EFFORT_OF_LARGE if self.is_large and enough is not None else DEFAULT_EFFORT,
+            effort=DEFAULT_EFFORT,
             limit_seconds=SECONDS,
         )
 
@@ -138,7 +133,7 @@ class Footprint:
         """Definition 2, of ``auto``."""
         low = no_less = self.floor(link)[0]
         high, best, plans, seconds = self.unplanned_bytes, (self.unplanned_bytes, 0.0), 0, 0.0
-        for _ in range(HALVINGS_OF_LARGE if self.is_large else HALVINGS):
+        for _ in range(HALVINGS):
             budget = (low + high) // 2
             found = self.plan(budget, link=link, enough=limit)
             plans, seconds = plans + 1, seconds + found.cpu_seconds
