@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbflow.planners import Interrupt, Problem, Status, planner_named
+from ebbflow.planners.bounds import stage_model
 from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.bounds.stage_model import StageModel
+from ebbflow.planners.solvers.highs import Model
 from ebbflow.step import legality
 from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.step.simulate import simulate
@@ -89,6 +92,19 @@ def test_an_interrupt_gives_the_start_plan() -> None:
     answer = planner_named("checkmate")(problem)
     assert answer.status in (Status.TIME_LIMIT, Status.OPTIMAL)
     assert answer.schedule is not None
+
+
+@pytest.mark.parametrize("planner", [*FORMS, "checkmate_lp", "checkmate_lp_pure"])
+def test_a_model_of_too_many_columns_is_not_built(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = chain(12)
+    columns = len(StageModel(program, budget_at(program, 0.3)).model.cost)
+    problem = Problem(program, budget_at(program, 0.3), effort=200)
+    monkeypatch.setattr(stage_model, "MOST_COLUMNS", 20)
+    monkeypatch.setattr(Model, "column", lambda *args, **kwargs: pytest.fail("a column was made"))
+    answer = planner_named(planner)(problem)
+    assert columns > 20
+    assert answer.status is Status.TIME_LIMIT  # not infeasible: nobody has looked
+    assert "20 are built" in answer.notes["solver"]
 
 
 def test_progress_names_incumbent_and_bound() -> None:

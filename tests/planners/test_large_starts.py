@@ -1,4 +1,4 @@
-"""Start points that only large programs have: a descent from what was carried over, and slower lanes."""
+"""What only large programs have: a descent from what was carried over, slower lanes, and more work for repairs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners.base import Interrupt, Problem, planner_named
+from ebbflow.planners.base import Answer, Interrupt, Problem, Status, planner_named
 from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.hybrid import portfolio
+from ebbflow.planners.hybrid import bounds, portfolio
 from ebbflow.planners.search.interval_state import IntervalState
 from ebbflow.planners.search.smallest import _descended
 from ebbflow.step.legality import check
@@ -60,3 +60,41 @@ def test_starts_with_slower_lanes_make_no_plan_worse(rate: float, monkeypatch: p
     assert "cut relaxation with slower lanes" not in told
     monkeypatch.setattr(portfolio, "LARGE_OPS", 10)
     assert overhead() <= without + 1e-12
+
+
+def test_where_nothing_fits_published_planners_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = layered(20, sizes=[100, 60, 140, 80] * 5, seconds=[1.0, 0.3, 2.0, 0.7] * 5)
+    machine, budget = linked(0.6), int(0.3 * unplanned_bytes(program))
+    problem = Problem(program, budget, machine=machine, tiers=("host",), effort=300)
+    recompute = Answer(Status.TIME_LIMIT, None)
+    monkeypatch.setattr(portfolio._Found, "start_from", lambda *args, **kwargs: None)  # as where work runs out
+    schedule = portfolio.hybrid(problem, recompute).schedule
+    assert schedule is not None
+    assert not check(program, schedule, budget, machine.links)
+    for name in portfolio.PUBLISHED:
+        other = planner_named(name)(problem).schedule
+        assert other is None or overhead_of(program, schedule, machine) <= overhead_of(program, other, machine)
+    monkeypatch.setattr(portfolio, "PUBLISHED", ())
+    assert portfolio.hybrid(problem, recompute).schedule is None
+
+
+def test_a_large_program_has_more_work_for_its_repairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = layered(20)
+    given = list[float]()
+    allow = portfolio._Found.allow
+
+    def noted(self: portfolio._Found, times: float = 1.0) -> None:
+        given.append(times)
+        allow(self, times)
+
+    monkeypatch.setattr(portfolio._Found, "allow", noted)
+    problem = Problem(program, int(0.5 * unplanned_bytes(program)), machine=linked(0.6), tiers=("host",), effort=100)
+    planner_named("auto")(problem)
+    assert set(given) == {1.0}
+    monkeypatch.setattr(portfolio, "LARGE_OPS", 20)
+    planner_named("auto")(problem)
+    assert max(given) == 4.0
+
+
+def test_a_large_program_has_a_second_cut() -> None:
+    assert [bounds._most_cuts(ops) for ops in (100, 600, 1_000, 3_000, 15_000, 40_000)] == [17, 2, 1, 2, 2, 1]

@@ -41,6 +41,7 @@ from ebbflow.step.program import Program
 __all__ = ["PERCENT", "StageModel"]
 
 PERCENT = 100.0  # objective in percent of the unplanned step: HiGHS' tolerances are absolute
+MOST_COLUMNS = 4_000_000  # some GB; no solver here has ended on a tenth of it
 SLACK = 1e-9  # of the bytes left for choice: rounding when sizes become fractions
 
 
@@ -58,7 +59,8 @@ class StageModel:
         run: column by (stage, op).
         held: column by (stage, buffer).
         hopeless: whether some stage cannot fit whatever is kept, so that no model was built.
-        unfinished: whether the interrupt came first, so that the model is not whole.
+        unfinished: why the model is not whole: the interrupt came first, or it has more than :data:`MOST_COLUMNS`;
+            empty if it is.
     """
 
     def __init__(self, program: Program, budget: int, form: str = "gap", *, interrupt: Interrupt | None = None) -> None:
@@ -77,16 +79,18 @@ class StageModel:
             for b, buffer in enumerate(program.buffers)
             if buffer.producer is not None and b not in program.pinned and program.readers[b]
         ]
-        self.unfinished = False
+        self.unfinished = ""
         self.hopeless = self._is_hopeless()
         if self.hopeless:
             return
         self._columns()
+        if self.unfinished:
+            return
         self._state_rows()
         for t in range(len(program.ops)):
             # Not truth alone: an interrupt that is not set is false.
             if interrupt is not None and interrupt:
-                self.unfinished = True
+                self.unfinished = "the model was not built in time"
                 return
             if form == "gap":
                 self._gap_rows(t)
@@ -131,6 +135,13 @@ class StageModel:
                 if b in chosen:
                     wanted_until[b] = max(max(r, useful_until[r]) for r in program.readers[b])
             useful_until[o] = min(limit[o], max((wanted_until[b] for b in program.ops[o].outputs), default=-1))
+        columns = sum(max(useful_until[o] - o, 0) for o in range(n))
+        columns += sum(max(wanted_until[b] - (program.buffers[b].producer or 0), 0) for b in self._chosen)
+        if columns > MOST_COLUMNS:
+            self.unfinished = (
+                f"the model of {n:,} ops would have {columns:,} columns, and at most {MOST_COLUMNS:,} are built"
+            )
+            return
         unit = PERCENT / max(program.seconds, 1e-30)
         for t in range(n):
             for o in range(t):

@@ -20,6 +20,7 @@ __all__ = ["LaneBound", "lane_bounds"]
 
 CLOSE = 1e-3  # a plan within the budget whose overhead is this near the bound needs no further cut
 WHOLE_OPS, ORDERED_OPS = 16, 10  # of programs that are solved whole, and with the order of runs in each span
+SECOND_CUT_OPS = 20_000  # up to which a large program's second cut takes some ten seconds
 ENTRIES = 40_000  # of the largest such model: with more, a round of the solver takes a tenth of a second
 WHOLE_SHARE = 2  # of the work is left for it, whatever the cuts took
 
@@ -88,6 +89,11 @@ def _choice(program: Program, links: Mapping[str, Link], model: LaneModel, solve
     return rounded(program, links, model.cuts, solved.reruns or [], loads)
 
 
+def _most_cuts(ops: int) -> int:
+    """How many cuts are worth their time; of a large program a second one, since annealing mends little there."""
+    return max(OP_CUTS // ops, 2 if LARGE_OPS <= ops <= SECOND_CUT_OPS else 1)
+
+
 def _cut_by_cut(
     program: Program,
     above_budget_bytes: int,
@@ -101,7 +107,8 @@ def _cut_by_cut(
     order = CapturedOrder(program)
     choice, cuts = Choice(), list[int]()
     bound, left = 0.0, work
-    while len(cuts) < min(CUTS, len(program.ops)) and not (cuts and len(program.ops) * (len(cuts) + 1) > OP_CUTS):
+    most = min(CUTS, len(program.ops), _most_cuts(len(program.ops)))
+    while len(cuts) < most:
         taken, overhead = looked_at(program, choice, links)
         taken[cuts] = 0
         stage = int(taken.argmax())

@@ -7,6 +7,8 @@ Start points, each repaired to the budget by reruns and loads, tightened and cle
 4. The unplanned step, seeds, and where nothing fits yet the schedule of least memory.
 5. Of large programs, which annealing gets through too few moves of: what the relaxation rounds to with slower lanes.
    Lanes that are not full leave room for what rounding shifts.
+6. Where nothing fits yet, what the published planners that take a second find: each eviction of theirs is priced by
+   its own tensor, not by walking the program.
 
 The best two are annealed, in rounds that end once the bound is near. All is judged by the makespan that the simulator
 gives.
@@ -16,7 +18,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbflow.planners.base import DEFAULT_EFFORT, LARGE_OPS, Answer, Problem, Progress, Status, tiers_order
+from ebbflow.planners.base import (
+    DEFAULT_EFFORT,
+    LARGE_OPS,
+    Answer,
+    Problem,
+    Progress,
+    Status,
+    planner_named,
+    silent,
+    tiers_order,
+)
 from ebbflow.planners.bounds.cut_bound import WORK
 from ebbflow.planners.hybrid import local_search
 from ebbflow.planners.hybrid.bounds import lane_bounds
@@ -30,6 +42,7 @@ from ebbflow.step.simulate import overhead_of
 __all__ = ["hybrid", "moves_alone"]
 
 RUNS_PER_MOVE = 500  # walked per unit of effort in each phase, as in search.greedy
+MOST_TIMES = 8.0  # as much work, for repairing a start of a large program
 FULL_EFFORT_OPS = 750  # as in auto
 LANES = (0.5, 0.0)  # prices of a lane's time where a start is repaired
 LANES_SHARE = 1  # of the solver's work is for the cut relaxation with lanes
@@ -38,6 +51,7 @@ COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and re
 ROUNDS, TURN = 7, 5  # of annealing at most; share of the effort for each
 AGAIN, AHEAD = 3, 10  # every so many rounds the best is annealed; seeds of rounds begin there
 FIRST = 20  # share of the effort for annealing what the linear relaxation rounds to: whole numbers may do better
+PUBLISHED = ("libra:overlap=true", "capuchin")  # for start 6
 SLOWER = (0.7, 0.5)  # shares of the lanes' rates for start 5
 CLOSE, ENOUGH = 1e-3, 2e-4  # gaps at which rounds end, and at which the cut relaxation does
 
@@ -51,6 +65,7 @@ class _Found:
         self.best: list[tuple[float, Choice]] = []  # ascending by overhead
         self.bound = 0.0
         self.rounded: Choice | None = None  # the best before any annealing
+        self.published: list[Schedule] = []  # of start 6, as they are
 
     @property
     def overhead(self) -> float:
@@ -60,9 +75,9 @@ class _Found:
         """Report progress."""
         self.problem.progress(Progress(stage, self.overhead if self.best else None, self.bound))
 
-    def allow(self) -> None:
-        """Give the searches that follow their share of the effort."""
-        self.state.allow_work(self.problem.effort * RUNS_PER_MOVE)
+    def allow(self, times: float = 1.0) -> None:
+        """Give the searches that follow their share of the effort, so many times over."""
+        self.state.allow_work(round(times * self.problem.effort * RUNS_PER_MOVE))
 
     def offer(self) -> bool:
         """Keep the present state if it fits; whether it does."""
@@ -75,12 +90,16 @@ class _Found:
         return True
 
     def start_from(self, choice: Choice, *, moves_only: bool = False) -> None:
-        """Repair a start point in each way there is."""
+        """Repair a start point in each way there is.
+
+        A larger program has more to evict, and each eviction is priced by walking it.
+        """
+        times = min(max(1.0, (len(self.problem.program.ops) / LARGE_OPS) ** 2), MOST_TIMES)
         budget, interrupt = self.problem.above_budget_bytes, self.problem.interrupt
         for lane in LANES:
             self.state.load_choice(choice)
             over = self.state.peak_bytes > budget
-            self.allow()
+            self.allow(times)
             if over:
                 local_search.repair(self.state, budget, interrupt, lane=lane, moves_only=moves_only)
             if self.state.peak_bytes <= budget:
@@ -127,6 +146,8 @@ def hybrid(problem: Problem, recompute: Answer) -> Answer:
     found = _Found(problem)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     infeasible = _start(found, recompute, effort)
+    if not found.best and not infeasible:
+        _start_published(found)
     if len(problem.program.ops) >= LARGE_OPS:
         _start_slower(found)
     _anneal(found, effort)
@@ -212,6 +233,20 @@ def _start_slower(found: _Found) -> None:
                 found.start_from(each.choice)
 
 
+def _start_published(found: _Found) -> None:
+    """Start 6."""
+    for name in PUBLISHED:
+        if found.problem.interrupt:
+            return
+        found.tell(f"asking {name}")
+        schedule = planner_named(name)(replace(found.problem, progress=silent)).schedule
+        if schedule is None:
+            continue
+        found.published.append(schedule)
+        if (choice := choice_of(found.problem.program, schedule)) is not None:
+            found.start_from(choice)
+
+
 def _anneal(found: _Found, effort: int) -> None:
     """Anneal in rounds until the bound is near: the best, then what was rounded to, twice, and so on.
 
@@ -231,7 +266,7 @@ def _answer(found: _Found, recompute: Answer, bound_class: str, *, infeasible: b
     """The best of all, after simulator and legality checker have agreed to it."""
     problem, program = found.problem, found.problem.program
     notes = {**recompute.notes, "hybrid_moves": str(effort)}
-    schedules = [] if recompute.schedule is None else [recompute.schedule]
+    schedules = [*found.published] if recompute.schedule is None else [recompute.schedule, *found.published]
     for _, choice in found.best[:2]:
         found.state.load_choice(choice)
         schedules.append(found.state.to_schedule())

@@ -60,7 +60,7 @@ def _solved(problem: Problem, form: str) -> Answer:
             Status.INFEASIBLE, None, bound_class=BOUND_CLASS, notes={"solver": "not needed: an op is too big"}
         )
     if stages.unfinished:
-        solved = Solved("not begun: the model was not built in time", False, False, float("-inf"), None)
+        solved = Solved(f"not begun: {stages.unfinished}", False, False, float("-inf"), None)
         return _answer(problem, found, stages, solved, cut_short=True)
 
     def tell(best: float, bound: float) -> None:

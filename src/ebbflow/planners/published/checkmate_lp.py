@@ -51,13 +51,15 @@ def _rounded(problem: Problem, *, repaired: bool) -> Answer:
         return kept
     found = {kind: Found(problem) for kind in ("pure", "repaired")}
     interrupt = problem.interrupt.or_after(SECONDS)
-    status = "no relaxation was solved"
+    status, unfinished = "no relaxation was solved", False
     for margin in MARGINS:
         if interrupt or (margin and found["pure"].bound is None):
             break
         budget = int((1.0 - margin) * problem.above_budget_bytes)
         problem.progress(Progress(f"relaxation at {1.0 - margin:.0%} of the budget", _best(found), found["pure"].bound))
         stages = StageModel(problem.program, budget, interrupt=interrupt)
+        if stages.unfinished:
+            status, unfinished = f"not begun: {stages.unfinished}", True
         if stages.hopeless or stages.unfinished:
             break
         values, bound, status = _relaxed(stages, interrupt)
@@ -75,7 +77,7 @@ def _rounded(problem: Problem, *, repaired: bool) -> Answer:
     if repaired and found["pure"].overhead < best.overhead:
         best = found["pure"]
     answer = checked(problem, best, notes, BOUND_CLASS if best.bound is not None else "")
-    if interrupt and answer.status in (Status.FEASIBLE, Status.INFEASIBLE):
+    if (interrupt or unfinished) and answer.status in (Status.FEASIBLE, Status.INFEASIBLE):
         return Answer(Status.TIME_LIMIT, answer.schedule, answer.bound, answer.bound_class, notes)
     return answer
 
