@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,18 +129,21 @@ class Footprint:
         peak, overhead = min([*within, (self.unplanned_bytes, 0.0)])
         return Smallest(peak, overhead, 0, len(CAPS), time.process_time() - begin)
 
-    def smallest(self, limit: float, link: float | None = None) -> Smallest:
-        """Definition 2, of ``auto``."""
+    def smallest(self, limit: float, link: float | None = None, also: Sequence[int] = ()) -> Smallest:
+        """Definition 2, of ``auto``; budgets of ``also`` that are still open in the end are asked about as well."""
         low = no_less = self.floor(link)[0]
         high, best, plans, seconds = self.unplanned_bytes, (self.unplanned_bytes, 0.0), 0, 0.0
-        for _ in range(HALVINGS):
-            budget = (low + high) // 2
+        for budget in (*[None] * HALVINGS, *sorted(also, reverse=True)):
+            if budget is None:
+                budget = (low + high) // 2
+            elif not no_less < budget < best[0]:
+                continue
             found = self.plan(budget, link=link, enough=limit)
             plans, seconds = plans + 1, seconds + found.cpu_seconds
             if found.overhead is not None and found.overhead <= limit + ABOVE:
-                high, best = budget, min(best, (found.peak_bytes, found.overhead))
+                high, best = min(high, budget), min(best, (found.peak_bytes, found.overhead))
             else:
-                low = budget
+                low = max(low, budget)
                 if _proves(found.answer, limit):
                     no_less = max(no_less, budget)
         return Smallest(*best, no_less, plans, seconds)
