@@ -8,7 +8,9 @@ A step is planned for one device that holds the whole model. So these are refuse
 4. modules that have no forward, but a ``__call__`` of their own;
 5. an optimizer that trains another model: parameters that were replaced after it was made, or somebody else's; one
    whose state cannot move, where that is asked for;
-6. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
+6. wrappers that train a model in several processes or on several devices: their forward talks to the others, and the
+   model that is planned is the one inside;
+7. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
@@ -34,6 +37,7 @@ __all__ = [
 ]
 
 _SUPPORTED = ("cpu", "cuda")
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule")  # by name: importing them takes a second
 _MOVING_HOOKS = ("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook")
 
 
@@ -73,12 +77,13 @@ def require_call(args: object, kwargs: object) -> None:
 
 
 def refuse_to_fit(model: torch.nn.Module) -> None:
-    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4 and 6).
+    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4, 6 and 7).
 
     Raises:
         UsageError: naming what stands in the way and what to do.
     """
     _refuse_scripts(model)
+    _refuse_spread(model)
     _refuse_hooks(model)
     _refuse_own_call(model)
     _refuse_lazy(model)
@@ -145,6 +150,7 @@ def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
         UsageError: naming what stands in the way and what to do.
     """
     _refuse_scripts(model)
+    _refuse_spread(model)
     _refuse_hooks(model)
     _refuse_lazy(model)
     _refuse_many_devices(model)
@@ -192,6 +198,27 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
             raise _refusal(
                 f"{_of(path)} is a {type(module).__name__} of torch.jit, whose code cannot be captured; "
                 "give the Python module that it was made of"
+            )
+
+
+def _refuse_spread(model: torch.nn.Module) -> None:
+    """Definition 6."""
+    for path, module in _modules(model):
+        if isinstance(module, DistributedDataParallel):
+            raise _refusal(
+                f"{_of(path)} is a DistributedDataParallel, whose forward talks to the other processes; give the "
+                "module inside, ebbflow.fit(model.module, ...), in every process, before or after it is wrapped, and "
+                "train the wrapper as before"
+            )
+        if isinstance(module, DataParallel) and len(module.device_ids) > 1:
+            raise _refusal(
+                f"{_of(path)} is a DataParallel, which copies its module to other devices at every call; use "
+                "torch.nn.parallel.DistributedDataParallel, one process per device, and fit the module inside"
+            )
+        if any(each.__name__ in _SHARDED for each in type(module).__mro__):
+            raise _refusal(
+                f"{_of(path)} is sharded by {type(module).__name__}: its weights are gathered from other processes "
+                "inside of the step, which no plan covers yet; train it without sharding, in DistributedDataParallel"
             )
 
 

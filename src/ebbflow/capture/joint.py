@@ -23,12 +23,20 @@ from ebbflow.capture.rules.copy_back import insert_copy_back
 from ebbflow.capture.rules.gradient_copies import copy_gradients, copy_positions, uncopied
 from ebbflow.capture.rules.masked_outputs import drop_masked_outputs
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
-from ebbflow.capture.traits import draws_random, generator_state_bytes, has_effect, is_rerunnable, keeps_storage
+from ebbflow.capture.traits import (
+    COLLECTIVES,
+    draws_random,
+    generator_state_bytes,
+    has_effect,
+    is_rerunnable,
+    keeps_storage,
+)
 from ebbflow.cost.call import Call, call_of, extent_of
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.step.program import COPY_BACK, Buffer, Op, Program
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.aot import description_of, is_tangent, mutated_inputs
+from ebbflow.torch_seams.data_parallel import is_alone
 from ebbflow.torch_seams.graphs import stack_trace_of
 from ebbflow.torch_seams.storages import storage_key
 
@@ -343,6 +351,25 @@ def _boundary(reader: _Reader, forward_live: set[fx.Node]) -> int:
     return max(ends, default=0)
 
 
+def _refuse_collectives(ops: Sequence[Op]) -> None:
+    """Refuse a step in which several processes talk: each would time its ops, and plan, in its own way.
+
+    Raises:
+        CaptureError: naming the first such op.
+    """
+    if is_alone():
+        return
+    for op in ops:
+        if op.target.split(".")[0] in COLLECTIVES:
+            raise CaptureError(
+                f"the step talks to other processes, by {op}, and plans are not agreed on between processes yet",
+                remedy="let DistributedDataParallel exchange the gradients, outside of the step: fit the module inside "
+                "of it. Leave out layers that talk in their forward (SyncBatchNorm, tensor or expert parallel ones)",
+                op=str(op),
+                source=op.source,
+            )
+
+
 def _refuse_late_reads_of_mutated(ops: Sequence[Op]) -> None:
     """Eager PyTorch refuses the same steps in their backward, by its version counters."""
     for op in ops:
@@ -446,6 +473,7 @@ def _read(
     copied = {b for op in reader.ops if op.target == COPY_BACK for b in op.inputs}
     made_once = {b for op in reader.ops for b in op.outputs[len(op.outputs) - op.once :]}
     boundary = _boundary(reader, forward_live)
+    _refuse_collectives(reader.ops)
     _refuse_late_reads_of_mutated(reader.ops[boundary:])
     program = Program(
         name=name,

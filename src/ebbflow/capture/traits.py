@@ -7,7 +7,7 @@ from torch import fx
 
 from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
 
-__all__ = ["draws_random", "generator_state_bytes", "has_effect", "is_rerunnable", "keeps_storage"]
+__all__ = ["COLLECTIVES", "draws_random", "generator_state_bytes", "has_effect", "is_rerunnable", "keeps_storage"]
 
 # Arguments that make an op tagged as seeded draw nothing: attention with dropout probability 0 carries the tag too.
 _PROBABILITY_ARGUMENTS = ("dropout_p", "dropout", "p")
@@ -51,7 +51,10 @@ _KEEPING_STORAGE = frozenset(
 )
 
 
-_EFFECTS = frozenset({"_c10d_functional", "c10d", "c10d_functional", "ebbflow"})  # namespaces of ops
+COLLECTIVES = frozenset({"_c10d_functional", "_dtensor", "c10d", "c10d_functional", "symm_mem"})
+"""Namespaces of ops that talk to other processes."""
+
+_EFFECTS = COLLECTIVES | {"ebbflow"}  # namespaces of ops
 
 
 def keeps_storage(node: fx.Node) -> bool:

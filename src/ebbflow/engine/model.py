@@ -42,6 +42,7 @@ from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.plan import Plan
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
+from ebbflow.torch_seams.data_parallel import bucket_bytes
 from ebbflow.torch_seams.eager_answers import Answers
 from ebbflow.torch_seams.storages import walk
 from ebbflow.transfers.ways import Way
@@ -143,7 +144,7 @@ class FittedModel:
             inputs=tuple(inputs),
             device=call.device,
             # On CUDA what is in the air is counted already.
-            resident_bytes=resident + kept_bytes() if call.device == "cpu" else resident,
+            resident_bytes=resident + kept_bytes() + bucket_bytes(call.module) if call.device == "cpu" else resident,
             reached=frozenset(own) if call.device == "cpu" else frozenset(),
             aloft=tuple(flying),
             flying_bytes=sum(each.executable.leaves_bytes for each in flying if each.executable is not None),

@@ -178,6 +178,7 @@ def one_graph_settings() -> Iterator[None]:
     - ``enable_dynamo_decompositions`` off: ``addcmul_``, ``addcdiv_`` and ``add_`` with a factor stay one operator. The
       handler that takes ``torch.addcdiv`` apart asks no setting, so it hands the call on.
     - ``trace_autograd_ops`` on: ``torch.autograd.grad`` inside of the step is part of its graph.
+    - ``optimize_ddp`` off: inside of a DistributedDataParallel a graph would be split by the buckets of its gradients.
     - ``use_numpy_random_stream`` on: NumPy's draws are refused; else torch's generator takes their place.
     - ``profile_guard_manager``: how long guards take is not measured for torch's log, which empties the processor's
       caches before it, a tenth of a small capture.
@@ -199,6 +200,7 @@ def one_graph_settings() -> Iterator[None]:
         "disable": False,
         "trace_autograd_ops": True,
         "use_numpy_random_stream": True,
+        "optimize_ddp": False,
     }
     with ExitStack() as stack:
         for name, value in values.items():
