@@ -115,17 +115,20 @@ def accelerate_unwrapped(run: Run, way: Any) -> None:
 class _Doubling(ModelHook):
     """Changes what goes in and comes out."""
 
+    def __init__(self, factor: int = 2) -> None:
+        self.factor = factor
+
     def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         return args, kwargs
 
     def post_forward(self, module: Any, output: Any) -> Any:
-        output["loss"] = output["loss"] * 2
+        output["loss"] = output["loss"] * self.factor
         return output
 
 
 @variants(ORDERS, share=0.95, captures=-1)
 def accelerate_hooked(run: Run, first: Any) -> None:
-    """``add_hook_to_module`` before and after, one more on top, and off again."""
+    """``add_hook_to_module`` before and after, another in its place, and off again."""
     model = tiny_gpt2()
     if first:
         run.fit(model)
@@ -135,7 +138,7 @@ def accelerate_hooked(run: Run, first: Any) -> None:
         run.fit(model)
     for i in range(6):
         if i == 2:
-            add_hook_to_module(model, SequentialHook(_Doubling(), _Doubling()))
+            add_hook_to_module(model, _Doubling(3))
         if i == 4:
             remove_hook_from_module(model)
         model.zero_grad()
@@ -146,6 +149,14 @@ def accelerate_hooked(run: Run, first: Any) -> None:
         run.see(f"loss {i}", loss)
         del loss
         run.see_model(model, f"step {i}")
+
+
+@situation(share=1.2, refused=Refusal("CaptureError", "SequentialHook"))
+def accelerate_hooks_in_a_row(run: Run) -> None:
+    """accelerate keeps these out of every compilation."""
+    model = run.fit(tiny_gpt2())
+    add_hook_to_module(model, SequentialHook(_Doubling(), _Doubling()))
+    _steps(run, model)
 
 
 _MOVES = Refusal("UsageError", "behind the plan")
@@ -168,9 +179,9 @@ OFFLOADS: dict[str, Any] = {
 
 
 @variants({f"{name}_{order}": (first, way) for name, way in OFFLOADS.items() for order, first in ORDERS.items()},
-          share=1.2, refused=_MOVES, either=True, captures=-1, calls=-1)
+          share=1.2, refused=_MOVES)
 def accelerate_moves(run: Run, way: Any) -> None:
-    """Hooks that move weights: planned, or refused in the first training call at the latest."""
+    """Hooks that move weights: refused in the first training call at the latest."""
     first, attach = way
     model = tiny_gpt2()
     if first:
@@ -180,8 +191,15 @@ def accelerate_moves(run: Run, way: Any) -> None:
         attach(model)
         run.fit(model)
     _steps(run, model)
-    if not run.eager:
-        run.facts["planned"] = True
+
+
+@situation(share=1.2, refused=_MOVES)
+def accelerate_moves_later(run: Run) -> None:
+    """Hooks that align devices, put on a model that has trained."""
+    model = run.fit(tiny_gpt2())
+    _steps(run, model)
+    accelerate.hooks.attach_align_device_hook(model, execution_device="cpu")
+    _steps(run, model)
 
 
 @variants(ORDERS, share=0.95, captures=-1, refused=Refusal("UsageError", "torch.compile"), either=True)

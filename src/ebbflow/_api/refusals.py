@@ -14,11 +14,12 @@ A step is planned for one device that holds the whole model. So these are refuse
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 import torch
 
+from ebbflow.engine.movers import refuse_movers
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 from ebbflow.torch_seams import trees as pytree
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 _SUPPORTED = ("cpu", "cuda")
-_MOVING_HOOKS = ("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook")
 
 
 def require_module(value: object, caller: str) -> None:
@@ -79,7 +79,7 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
         UsageError: naming what stands in the way and what to do.
     """
     _refuse_scripts(model)
-    _refuse_hooks(model)
+    refuse_movers(model)
     _refuse_own_call(model)
     _refuse_lazy(model)
     for name, tensor in _tensors(model):
@@ -145,7 +145,7 @@ def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
         UsageError: naming what stands in the way and what to do.
     """
     _refuse_scripts(model)
-    _refuse_hooks(model)
+    refuse_movers(model)
     _refuse_lazy(model)
     _refuse_many_devices(model)
     given = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
@@ -193,28 +193,6 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
                 f"{_of(path)} is a {type(module).__name__} of torch.jit, whose code cannot be captured; "
                 "give the Python module that it was made of"
             )
-
-
-def _refuse_hooks(model: torch.nn.Module) -> None:
-    for path, module in _modules(model):
-        for hook in _hooks(getattr(module, "_hf_hook", None)):
-            name = type(hook).__name__
-            if name in _MOVING_HOOKS or getattr(hook, "offload", False):
-                raise _refusal(
-                    f"{_of(path)} has a {name}, which moves its weights in and out behind the plan; load the model on "
-                    'one device without it (no device_map="auto", no CPU or disk offload), or take the hooks off '
-                    "(accelerate.hooks.remove_hook_from_submodules)"
-                )
-
-
-def _hooks(hook: object) -> Iterator[object]:
-    """``hook`` and those that it runs one after the other (accelerate's SequentialHook)."""
-    if hook is None:
-        return
-    yield hook
-    inner = getattr(hook, "hooks", ())
-    for each in cast("Sequence[object]", inner) if isinstance(inner, tuple | list) else ():
-        yield from _hooks(each)
 
 
 def _refuse_own_call(model: torch.nn.Module) -> None:

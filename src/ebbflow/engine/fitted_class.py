@@ -27,6 +27,7 @@ from ebbflow.engine.compiled import Call
 from ebbflow.engine.copies import copying
 from ebbflow.engine.flights import returned_tensors
 from ebbflow.engine.model import FittedModel
+from ebbflow.engine.movers import refuse_place
 from ebbflow.engine.spine import train
 from ebbflow.errors import UsageError
 from ebbflow.measurement.device import on_device_of
@@ -231,6 +232,8 @@ def _train(model: torch.nn.Module, forward: _Forward, args: tuple[Any, ...], kwa
     call = Call(model, forward, args, kwargs, device_of([model]), fitted.every_output)
     if call.device == "cpu":
         return train(fitted, call)
+    if call.device != "cuda":
+        refuse_place(model, call.device)
     with on_device_of([model]):  # which may not be the current one
         return train(fitted, call)
 

@@ -158,6 +158,9 @@ def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:
         "torch_compile=True: a compiled model runs past the plan": args.torch_compile,
         "deepspeed: it moves and splits the weights itself": args.deepspeed,
         "fsdp: it splits the weights over processes": args.fsdp,
+        "activation_offloading=True: it keeps what the plan keeps a second time": getattr(
+            args, "activation_offloading", False
+        ),
         f"{args.n_gpu} devices in one process: torch's DataParallel copies the model at every step": args.n_gpu > 1,
         f"{args.world_size} processes: plans are not agreed on between them yet": args.world_size > 1,
     }

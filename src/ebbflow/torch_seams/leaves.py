@@ -8,20 +8,25 @@ of an older release refuses the call. There it is traced as 2.12 does it, with t
 
 An assignment is refused by every release, one that changes nothing too (PEFT's AdaLoRA writes ``I.requires_grad =
 False`` of what takes no gradient anyway). Here it is the call; of ``False`` only where nothing changes, since eager
-refuses the other.
+refuses the other. So is ``torch.nn.Parameter(x)`` of a result refused (its DoRA writes that of a transposed weight):
+here it is ``x.detach().requires_grad_()``, which it is to autograd, of a parameter's type.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ebbflow.torch_seams.patches import Attribute, wrapped
+import torch
+
+from ebbflow.torch_seams.patches import Attribute, patched, wrapped
 
 __all__ = ["leaves_traced"]
 
 _CHECK = "_check_requires_grad_intermediate_outputs"
+_MAKES = "call_nn_parameter"
 _ASSIGNS = "SetAttrBuiltinVariable"  # from 2.13 on
 
 
@@ -29,9 +34,12 @@ _ASSIGNS = "SetAttrBuiltinVariable"  # from 2.13 on
 def leaves_traced() -> Iterator[None]:
     """While open, captures of this thread trace ``requires_grad_()`` on a result, and refuse that result as output."""
     from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.variables import TensorVariable, builtin
+    from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable, builtin
 
     with ExitStack() as stack:
+        if isinstance(vars(TorchInGraphFunctionVariable).get(_MAKES), classmethod):
+            makes = Attribute(TorchInGraphFunctionVariable, _MAKES)
+            stack.enter_context(patched(makes, _make_parameter(TorchInGraphFunctionVariable)))
         if (assigns := getattr(builtin, _ASSIGNS, None)) is not None:
             stack.enter_context(wrapped(Attribute(assigns, "_call_setattr"), _assign_leaves, this_thread=True))
         if hasattr(OutputGraph, _CHECK):
@@ -79,6 +87,25 @@ def _assign_leaves(below: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return assign
+
+
+def _make_parameter(owner: Any) -> Any:
+    """In every thread, since what is a class method cannot tell of one; what others trace is handed on."""
+    below, ours = getattr(owner, _MAKES), threading.get_ident()
+
+    def make(_: Any, tx: Any, data: Any = None, requires_grad: Any = True) -> Any:
+        said = requires_grad if isinstance(requires_grad, bool) else requires_grad.as_python_constant()
+        if ours != threading.get_ident() or data is None or not data.is_tensor() or data.source:
+            return below(tx, data, requires_grad)
+        if data.python_type() not in (torch.Tensor, torch.nn.Parameter):
+            return below(tx, data, requires_grad)
+        made = data.call_method(tx, "detach", [], {})
+        if said:
+            made.method_requires_grad_(tx)
+        made.class_type = torch.nn.Parameter
+        return made
+
+    return classmethod(make)
 
 
 def _make_leaf(below: Callable[..., Any]) -> Callable[..., Any]:

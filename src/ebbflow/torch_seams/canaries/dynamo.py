@@ -115,6 +115,28 @@ def recurrent_modules_are_one_call() -> None:
 
 
 @canary
+def names_are_texts_and_assignments_calls() -> None:
+    """Names of torch's classes have the methods of texts; ``requires_grad`` is assigned where that changes nothing."""
+    from torch._dynamo.variables import builtin
+
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(x: Tensor) -> Tensor:
+        return x * weight if type(weight).__module__.startswith("torch.") else x
+
+    def assigned(x: Tensor) -> Tensor:
+        made = torch.eye(2)
+        made.requires_grad = False
+        return x @ made
+
+    for function in (forward, assigned) if hasattr(builtin, "SetAttrBuiltinVariable") else (forward,):
+        with settings():
+            step = torch.compile(function, backend=lambda graph, _: graph.forward, fullgraph=True, dynamic=False)
+            expect(bool(step(torch.ones(2)).eq(1).all()), f"{function.__name__} is another value")
+        dynamo.forget_compiled(step)
+
+
+@canary
 def captures_log_no_error() -> None:
     """A capture that succeeds writes no error to torch's log, that of its metrics among it."""
     records: list[logging.LogRecord] = []
