@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ebbflow
-from ebbflow.errors import UsageError
+from ebbflow.errors import CaptureError, UsageError
 from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2, within_the_budget_by_a_counter
 
 pytest.importorskip("accelerate")
@@ -26,7 +26,7 @@ from ebbflow.integrations.hf import MemoryBudget  # noqa: E402 - needs transform
 
 # TRL and PEFT ask transformers for what that calls something else since; TRL warns of what its options do.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*removed in v(6|2):FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*(padding|packing|flash):UserWarning"),
 ]
 
@@ -73,13 +73,13 @@ def trained(kind: Any, data: Any, folder: Path, *callbacks: Any, lora: bool = Fa
     own = {key: settings.pop(key) for key in ("eval_dataset", "compute_loss_func") if key in settings}
     if settings.pop("reference", False):
         own["ref_model"] = tiny_gpt2(n_layer=1)
+    model = settings.pop("model", None) or tiny_gpt2(n_layer=1)
     given: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "no", "per_device_train_batch_size": 4} | settings
     made = trl.SFTConfig if kind is trl.SFTTrainer else trl.DPOConfig
     arguments = made(
         output_dir=str(folder), report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=0,
         dataloader_pin_memory=False, **({"bf16": False} | given),
     )  # fmt: skip
-    model = tiny_gpt2(n_layer=1)
     trainer = kind(
         model=adapted(model) if lora else model, args=arguments, train_dataset=data, processing_class=tokenizer(),
         callbacks=[*callbacks], **own,
@@ -114,6 +114,7 @@ SFT: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", SFT)
+@pytest.mark.filterwarnings("ignore:code outside the model took")
 def test_supervised_fine_tuning_is_the_same(way: str, tmp_path: Path) -> None:
     calls, settings = SFT[way]
     assert_alike(trl.SFTTrainer, supervised(), tmp_path, calls, **settings)
@@ -143,11 +144,22 @@ def test_preferences_are_the_same(way: str, tmp_path: Path) -> None:
 
 
 def test_what_keeps_activations_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
+    offloading = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, activation_offloading=True)
     with pytest.raises(UsageError, match="activation_offloading=True"):
-        trained(
-            trl.SFTTrainer, supervised(), tmp_path, MemoryBudget("97%"), activation_offloading=True,
-            gradient_checkpointing=False,
-        )  # fmt: skip
+        MemoryBudget("1GiB").on_train_begin(offloading, None, None, model=tiny_gpt2(), optimizer=None)
+
+
+def test_a_model_that_was_fitted_by_hand_is_pointed_to_the_callback(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"TRL's fused head.*MemoryBudget"):
+        trained(trl.SFTTrainer, supervised(), tmp_path, model=ebbflow.fit(tiny_gpt2(), "1GiB", progress=None))
+
+
+def test_a_model_that_was_fitted_by_hand_trains_with_the_callback(tmp_path: Path) -> None:
+    alone = trained(trl.SFTTrainer, supervised(), tmp_path, max_steps=1)
+    model = ebbflow.fit(tiny_gpt2(n_layer=1), "1GiB", gradients="all", progress=None)
+    left = trained(trl.SFTTrainer, supervised(), tmp_path, MemoryBudget("1GiB"), model=model, max_steps=1)
+    assert_left_alike(alone, left)
+    assert ebbflow.calls_of(model).planned == 1
 
 
 def rows(bias: bool, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
@@ -165,7 +177,7 @@ def test_the_op_has_the_bits_of_trls_function(bias: bool, cast: torch.dtype | No
     given = rows(bias, torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=cast is not None):
         theirs = function.apply(*given, 0.7, 16, None, 1.0, outputs)
-    ours = _ops()(*given, 0.7, 16, None, 1.0, ",".join(outputs), cast)
+    ours = _ops_of(function)(*given, 0.7, 16, None, 1.0, ",".join(outputs), cast)
     leaves = [each for each in given if each is not None and each.requires_grad]
     gradients = []
     for found in (theirs, ours):
@@ -177,19 +189,17 @@ def test_the_op_has_the_bits_of_trls_function(bias: bool, cast: torch.dtype | No
         assert torch.equal(one, other)
 
 
-@functools.cache
-def _ops() -> Any:
-    return _ops_of(of_trl._ChunkedLogProbFunction)
-
-
 def test_the_op_stands_in_while_it_is_open_and_in_captures_alone() -> None:
     before = of_trl._ChunkedLogProbFunction
     given = rows(True, torch.float32)
-    with opaque_head() as patch:
-        assert patch.is_open
+    patch = opaque_head()
+    assert patch is not None
+    try:
         assert of_trl._ChunkedLogProbFunction is not before
         found = of_trl._ChunkedLogProbFunction.apply(*given, 1.0, 16)
         assert "ChunkedLogProb" in type(found[0].grad_fn).__name__
+    finally:
+        patch.close()
     assert of_trl._ChunkedLogProbFunction is before
 
 

@@ -87,14 +87,13 @@ class MemoryBudget(TrainerCallback):
         """
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         _refuse(args, model)
-        if self._fitted is not None:  # the training before did not come to its end
-            self._release()
+        self._release()  # where the training before did not come to its end
         self._uncheckpoint(model)
+        if _is_of_trl(args):
+            self._head = opaque_head()
         if model in FITTED:
             set_optimizer(model, optimizer)
             return
-        if _is_of_trl(args):
-            self._head = opaque_head()
         fit(model, self._budget, optimizer=optimizer, **_options_for(args, self._options))
         self._fitted = model
 
@@ -105,8 +104,7 @@ class MemoryBudget(TrainerCallback):
         model = kwargs["model"]
         if model in FITTED:
             self._look(model)
-        if self._fitted is not None:
-            self._release()
+        self._release()
         if self._checkpointed:
             self._checkpointed = False
             _checkpoint_again(model, args)

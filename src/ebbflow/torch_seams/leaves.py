@@ -95,9 +95,10 @@ def _make_parameter(owner: Any) -> Any:
 
     def make(_: Any, tx: Any, data: Any = None, requires_grad: Any = True) -> Any:
         said = requires_grad if isinstance(requires_grad, bool) else requires_grad.as_python_constant()
-        if ours != threading.get_ident() or data is None or not data.is_tensor() or data.source:
+        if ours != threading.get_ident() or data is None or not data.is_tensor():
             return below(tx, data, requires_grad)
-        if data.python_type() not in (torch.Tensor, torch.nn.Parameter):
+        is_input = data.as_proxy().node.op in ("placeholder", "get_attr")
+        if is_input or data.python_type() not in (torch.Tensor, torch.nn.Parameter):
             return below(tx, data, requires_grad)
         made = data.call_method(tx, "detach", [], {})
         if said:

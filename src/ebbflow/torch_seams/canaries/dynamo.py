@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ebbflow.torch_seams import dispatcher, dynamo, graphs
+from ebbflow.torch_seams import dispatcher, dynamo, graphs, leaves
 from ebbflow.torch_seams.canaries.aot import Split, compiled, settings
 from ebbflow.torch_seams.canaries.registry import canary, expect
 
@@ -130,7 +130,7 @@ def names_are_texts_and_assignments_calls() -> None:
         return x @ made
 
     for function in (forward, assigned) if hasattr(builtin, "SetAttrBuiltinVariable") else (forward,):
-        with settings():
+        with settings(), leaves.leaves_traced():
             step = torch.compile(function, backend=lambda graph, _: graph.forward, fullgraph=True, dynamic=False)
             expect(bool(step(torch.ones(2)).eq(1).all()), f"{function.__name__} is another value")
         dynamo.forget_compiled(step)
