@@ -27,8 +27,12 @@ def _accelerator(**settings: Any) -> Accelerator:
 
 def _loader(workers: int = 0, context: str | None = None) -> Any:
     return torch.utils.data.DataLoader(
-        _DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5),
-        num_workers=workers, multiprocessing_context=context,
+        _DATA,
+        batch_size=4,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(5),
+        num_workers=workers,
+        multiprocessing_context=context,
     )
 
 
@@ -100,8 +104,15 @@ def accelerate_saved(run: Run, first: Any) -> None:
     loop.accelerator.free_memory(loop.model)
 
 
-@variants({f"{name}_{order}": (first, keep) for name, keep in {"kept": True, "dropped": False}.items()
-           for order, first in ORDERS.items()}, share=0.95, captures=-1)
+@variants(
+    {
+        f"{name}_{order}": (first, keep)
+        for name, keep in {"kept": True, "dropped": False}.items()
+        for order, first in ORDERS.items()
+    },
+    share=0.95,
+    captures=-1,
+)
 def accelerate_unwrapped(run: Run, way: Any) -> None:
     """``unwrap_model``, with and without the autocast that ``prepare`` put on, and training goes on."""
     first, keep = way
@@ -178,8 +189,11 @@ OFFLOADS: dict[str, Any] = {
 }
 
 
-@variants({f"{name}_{order}": (first, way) for name, way in OFFLOADS.items() for order, first in ORDERS.items()},
-          share=1.2, refused=_MOVES)
+@variants(
+    {f"{name}_{order}": (first, way) for name, way in OFFLOADS.items() for order, first in ORDERS.items()},
+    share=1.2,
+    refused=_MOVES,
+)
 def accelerate_moves(run: Run, way: Any) -> None:
     """Hooks that move weights: refused in the first training call at the latest."""
     first, attach = way

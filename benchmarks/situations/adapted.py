@@ -13,8 +13,13 @@ from situations.registry import situation, variants
 from situations.run import Run
 from situations.trainers import CALLBACK, _arguments, _Data, _trainer, tiny_gpt2
 
-PRELOAD = ("accelerate", "peft", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2",
-           "transformers.models.llama.modeling_llama")
+PRELOAD = (
+    "accelerate",
+    "peft",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
 
 _WORDS = {"task_type": "CAUSAL_LM"}
 _ON_GPT2 = {"target_modules": ["c_attn", "c_proj"], **_WORDS}
@@ -22,8 +27,16 @@ _ON_LLAMA = {"target_modules": ["q_proj", "down_proj"], **_WORDS}
 
 
 def tiny_llama(**settings: Any) -> Any:
-    given = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-             "intermediate_size": 64, "vocab_size": 96, "max_position_embeddings": 64, "use_cache": False}
+    given = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 96,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+    }
     return hf.LlamaForCausalLM(hf.LlamaConfig(**(given | settings)))
 
 
@@ -48,7 +61,8 @@ KINDS: dict[str, Any] = {
     "p_tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, **_WORDS),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, **_WORDS),
     "prefix_projected": lambda: peft.PrefixTuningConfig(
-        num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=16, **_WORDS),
+        num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=16, **_WORDS
+    ),
 }
 
 
@@ -103,7 +117,7 @@ def _state_bytes(adam: Any) -> int:
     return sum(v.nbytes for each in adam.state.values() for v in each.values() if isinstance(v, torch.Tensor))
 
 
-@variants({name: KINDS[name] for name in ("lora", "dora", "ia3", "prompt", "prefix")} , share=0.9)
+@variants({name: KINDS[name] for name in ("lora", "dora", "ia3", "prompt", "prefix")}, share=0.9)
 def peft_trainer(run: Run, kind: Any) -> None:
     _callback(run, _made(kind), {})
 
@@ -147,7 +161,7 @@ def peft_switched(run: Run) -> None:
 def peft_merged_in_between(run: Run) -> None:
     """``merge_adapter`` for evaluation, ``unmerge_adapter`` to go on."""
     model = run.fit(_made().train())
-    step, adam = _step(run), None
+    step = _step(run)
     for i in range(4):
         model.zero_grad()
         with run.step():

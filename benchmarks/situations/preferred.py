@@ -14,12 +14,21 @@ import transformers as hf
 import trl
 import trl.trainer.utils
 
-from situations.registry import Refusal, situation, variants
+from situations.registry import situation, variants
 from situations.run import Run
 from situations.trainers import _trainer, tiny_gpt2
 
-PRELOAD = ("accelerate", "peft", "datasets", "trl", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
-           "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "tokenizers")
+PRELOAD = (
+    "accelerate",
+    "peft",
+    "datasets",
+    "trl",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "tokenizers",
+)
 _TILE = 64
 """Columns of TRL's fused head, of which it takes 32,768 at a time: more than all else of a toy."""
 
@@ -66,12 +75,23 @@ def _trained(run: Run, kind: Any, arguments: Any, model: Any, data: Any, **given
     watched = _trainer(kind, run, told=True, beside=beside)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        done = watched(model=model, args=made(**settings), train_dataset=data, processing_class=tokenizer(),
-                   callbacks=callbacks, **given)
+        done = watched(
+            model=model,
+            args=made(**settings),
+            train_dataset=data,
+            processing_class=tokenizer(),
+            callbacks=callbacks,
+            **given,
+        )
         done.train()
     run.see_model(done.model)
-    run.see("logged", [{k: v for k, v in each.items() if "loss" in k or k in ("entropy", "grad_norm")}
-                       for each in done.state.log_history])
+    run.see(
+        "logged",
+        [
+            {k: v for k, v in each.items() if "loss" in k or k in ("entropy", "grad_norm")}
+            for each in done.state.log_history
+        ],
+    )
 
 
 def _lora() -> Any:
@@ -102,23 +122,37 @@ def sft_lengths(run: Run) -> None:
     _trained(run, trl.SFTTrainer, {"max_steps": 4}, tiny_gpt2(n_positions=64), _supervised((20, 12, 17), 14))
 
 
-@variants({"packed": {"packing": True, "max_length": 16}, "free": {"padding_free": True, "max_length": None}}, share=0.97, captures=-1)
+@variants(
+    {"packed": {"packing": True, "max_length": 16}, "free": {"padding_free": True, "max_length": None}},
+    share=0.97,
+    captures=-1,
+)
 def sft_rows(run: Run, settings: Any) -> None:
     """Rows without padding: positions and lengths among the arguments."""
     _trained(run, trl.SFTTrainer, settings, tiny_gpt2(n_positions=64), _supervised((20, 12, 17)))
 
 
-@variants({"plain": {}, "bf16": {"bf16": True}, "accumulated": {"gradient_accumulation_steps": 2}},
-          share=0.97, captures=-1)
+@variants(
+    {"plain": {}, "bf16": {"bf16": True}, "accumulated": {"gradient_accumulation_steps": 2}}, share=0.97, captures=-1
+)
 def sft_lora(run: Run, settings: Any) -> None:
     _trained(run, trl.SFTTrainer, settings, peft.get_peft_model(tiny_gpt2(n_positions=64), _lora()), _supervised())
 
 
-@variants({"plain": {}, "accumulated": {"gradient_accumulation_steps": 2}, "bf16": {"bf16": True},
-           "precomputed": {"precompute_ref_log_probs": True}, "ipo": {"loss_type": "ipo"},
-           "sft_too": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-           "evaluated": {"eval_strategy": "steps", "eval_steps": 1}},
-          share=1.0, captures=-1, over=(0,))
+@variants(
+    {
+        "plain": {},
+        "accumulated": {"gradient_accumulation_steps": 2},
+        "bf16": {"bf16": True},
+        "precomputed": {"precompute_ref_log_probs": True},
+        "ipo": {"loss_type": "ipo"},
+        "sft_too": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        "evaluated": {"eval_strategy": "steps", "eval_steps": 1},
+    },
+    share=1.0,
+    captures=-1,
+    over=(0,),
+)
 def dpo(run: Run, settings: Any) -> None:
     """With a reference model."""
     policy, reference = tiny_gpt2(n_positions=64), tiny_gpt2(n_positions=64)

@@ -49,7 +49,7 @@ def adapted(kind: str = "lora", base: Any = None) -> Any:
 
 
 def fitted(model: Any) -> Any:
-    return ebbflow.fit(model, "90%", progress=None)
+    return ebbflow.fit(model, "90%", effort=300, progress=None)
 
 
 def step(model: Any, i: int = 0) -> torch.Tensor:
@@ -221,7 +221,13 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulated in bf16": (2, {"gradient_accumulation_steps": 2, "bf16": True}),
     "smoothed, evaluated, with a worker": (
         2,
-        {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 1, "dataloader_num_workers": 1, "max_steps": 2},
+        {
+            "label_smoothing_factor": 0.1,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "dataloader_num_workers": 1,
+            "max_steps": 2,
+        },
     ),
     "checkpointed": (1, {"activation_checkpointing": True, "max_steps": 1}),
 }

@@ -117,8 +117,8 @@ _BREAKS = (
     ),
     _Break(
         r"",
-        "It runs a hook of accelerate's that accelerate keeps out of compilation: one that moves weights, or several in "
-        "a row (SequentialHook).",
+        "It runs a hook of accelerate's that accelerate keeps out of compilation: one that moves weights, or several "
+        "in a row (SequentialHook).",
         "Take it off (accelerate.hooks.remove_hook_from_module); of several, make one ModelHook that does what they do",
         line=r"wrapper\._compiled_fn\b",
     ),

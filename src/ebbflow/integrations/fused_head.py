@@ -92,7 +92,16 @@ def _whole(function: Any) -> type:
             kind = hidden.device.type
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # definition 3
             found = forward_op(
-                hidden, weight, bias, targets, temperature, chunk_size, softcapping, logit_scale, ",".join(outputs), cast
+                hidden,
+                weight,
+                bias,
+                targets,
+                temperature,
+                chunk_size,
+                softcapping,
+                logit_scale,
+                ",".join(outputs),
+                cast,
             )
             rest = (value if name in outputs else None for name, value in zip(_OPTIONAL, found[1:5], strict=True))
             return (found[0], *rest)
@@ -162,7 +171,8 @@ def _describe(log_probs: Any, log_probs_backward: Any) -> None:
     """Shapes of results, and whose derivative the backward op is."""
 
     @log_probs.register_fake
-    def _(hidden: Tensor, weight: Any, bias: Any, targets: Any, t: Any, c: Any, s: Any, l: Any, outputs: str, cast: Any):
+    def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        outputs = rest[-2]
         row = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         types = (torch.float32, torch.float32, torch.float32, torch.bool)
         asked = [

@@ -1,4 +1,4 @@
-"""``requires_grad_()`` on an intermediate result while a step is captured, called or written ``x.requires_grad = True``.
+"""``requires_grad_()`` on an intermediate result while a step is captured, called or assigned.
 
 It changes no gradient of a parameter, so that it may be part of a graph; the result itself, whose own gradient would be
 lost, may not leave the graph. Dynamo from 2.12 on traces the call and refuses whatever is computed from such a result
