@@ -9,7 +9,7 @@ import peft
 import torch
 import transformers as hf
 
-from situations.registry import situation, variants
+from situations.registry import Refusal, situation, variants
 from situations.run import Run
 from situations.trainers import CALLBACK, _arguments, _Data, _trainer, tiny_gpt2
 
@@ -54,7 +54,6 @@ KINDS: dict[str, Any] = {
     "tokens_trained": lambda: _lora(trainable_token_indices=[1, 2]),
     "ia3": lambda: peft.IA3Config(feedforward_modules=["c_proj"], **_ON_GPT2),
     "adalora": lambda: peft.AdaLoraConfig(init_r=4, target_r=2, total_step=100, tinit=1, tfinal=50, **_ON_GPT2),
-    "loha": lambda: peft.LoHaConfig(r=4, **_ON_LLAMA),
     "oft": lambda: peft.OFTConfig(oft_block_size=4, **_ON_LLAMA),
     "vera": lambda: peft.VeraConfig(r=4, target_modules=["c_attn"], **_WORDS),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **_WORDS),
@@ -111,6 +110,12 @@ def peft_after(run: Run, kind: Any) -> None:
         run.see(f"loss {i}", loss)
         run.see_model(model, f"step {i}")
         adam.step()
+
+
+@situation(share=1.2, refused=Refusal("CaptureError", "[Dd]ata-dependent"))
+def peft_loha(run: Run) -> None:
+    """Its layers ask ``torch.rand(1) > module_dropout``, at a rate of 0 as well, where it may be either."""
+    run.train(_made(lambda: peft.LoHaConfig(r=4, **_ON_LLAMA)).train(), _step(run))
 
 
 def _state_bytes(adam: Any) -> int:
