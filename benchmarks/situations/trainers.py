@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,21 +43,22 @@ def tiny_gpt2(**settings: Any) -> Any:
     return hf.GPT2LMHeadModel(hf.GPT2Config(**(given | settings)))
 
 
-def _trainer(kind: type[Any], run: Run, *, told: bool = False) -> type[Any]:
+def _trainer(kind: type[Any], run: Run, *, told: bool = False, beside: Sequence[nn.Module] = ()) -> type[Any]:
     """Steps of the trainer as steps of the run: from the forward to the end of the backward.
 
     Args:
         kind: of trainer.
         run: of the situation.
         told: whether Ebbflow knows the optimizer, so that its state is of the budget.
+        beside: models of the trainer that are not of the budget.
     """
 
     class Watched(kind):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             state = () if told or self.optimizer is None else self.optimizer.state.values()
             bytes_ = sum(v.nbytes for each in state for v in each.values() if isinstance(v, torch.Tensor))
-            data = self.train_dataset.tokens.nbytes
-            with run.step(bytes_beside=bytes_ + data):
+            data = getattr(self.train_dataset, "tokens", None)  # of others it lies in no allocator of torch's
+            with run.step(beside, bytes_ + (data.nbytes if isinstance(data, torch.Tensor) else 0)):
                 loss = super().training_step(*args, **kwargs)
             run.see(f"loss {len(run.peaks)}", loss)
             return loss

@@ -45,6 +45,29 @@ def leaf_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.two(torch.tanh(hidden)).square().mean()
 
 
+def leaf_by_assignment(m: Any, x: torch.Tensor) -> torch.Tensor:
+    identity = torch.eye(WIDTH)
+    identity.requires_grad = False
+    hidden = m.one(x).detach()
+    hidden.requires_grad = True
+    return m.two(torch.tanh(hidden) @ identity).square().mean()
+
+
+def parameter_inside(m: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = nn.Parameter(m.one.weight.T)
+    fixed = nn.Parameter(m.two.weight.T, requires_grad=False)
+    if not isinstance(weight, nn.Parameter) or not weight.requires_grad or fixed.requires_grad:
+        return m.two(x).sum()
+    return (m.two(x @ weight) / torch.linalg.norm(weight, dim=1) @ fixed).square().mean()
+
+
+def names_of_classes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    kind = type(m.one.weight)
+    if kind.__module__.startswith("torchao.") or kind.__name__.endswith("4bit") or not F.gelu.__name__.islower():
+        return m.two(x).sum()
+    return F.gelu(m.one(x)).square().mean()
+
+
 def layerdrop(m: Any, x: torch.Tensor) -> torch.Tensor:
     for each in m.stack:
         drawn = torch.rand([])
@@ -94,6 +117,9 @@ def factors(m: Any, x: torch.Tensor) -> torch.Tensor:
 BODIES: dict[str, Body] = {
     "autograd.grad": energy,
     "a leaf inside": leaf_inside,
+    "a leaf by assignment": leaf_by_assignment,
+    "a parameter inside": parameter_inside,
+    "names of classes": names_of_classes,
     "layerdrop of 0": layerdrop,
     "draws that nobody reads": draws_in_vain,
     "sequential checkpoints": sequential(False),

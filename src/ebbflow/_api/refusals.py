@@ -16,12 +16,12 @@ A step is planned for one device that holds the whole model. So these are refuse
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ebbflow.engine.movers import refuse_movers
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 from ebbflow.torch_seams import trees as pytree
@@ -38,7 +38,6 @@ __all__ = [
 
 _SUPPORTED = ("cpu", "cuda")
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")  # by name: importing them takes a second
-_MOVING_HOOKS = ("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook")
 
 
 def require_module(value: object, caller: str) -> None:
@@ -84,7 +83,7 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
     """
     _refuse_scripts(model)
     _refuse_spread(model)
-    _refuse_hooks(model)
+    refuse_movers(model)
     _refuse_own_call(model)
     _refuse_lazy(model)
     for name, tensor in _tensors(model):
@@ -151,7 +150,7 @@ def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
     """
     _refuse_scripts(model)
     _refuse_spread(model)
-    _refuse_hooks(model)
+    refuse_movers(model)
     _refuse_lazy(model)
     _refuse_many_devices(model)
     given = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
@@ -201,47 +200,7 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
             )
 
 
-def _refuse_spread(model: torch.nn.Module) -> None:
-    """Definition 6."""
-    for path, module in _modules(model):
-        if isinstance(module, DistributedDataParallel):
-            raise _refusal(
-                f"{_of(path)} is a DistributedDataParallel, whose forward talks to the other processes; give the "
-                "module inside, ebbflow.fit(model.module, ...), in every process, before or after it is wrapped, and "
-                "train the wrapper as before"
-            )
-        if isinstance(module, DataParallel) and len(module.device_ids) > 1:
-            raise _refusal(
-                f"{_of(path)} is a DataParallel, which copies its module to other devices at every call; use "
-                "torch.nn.parallel.DistributedDataParallel, one process per device, and fit the module inside"
-            )
-        if any(each.__name__ in _SHARDED for each in type(module).__mro__):
-            raise _refusal(
-                f"{_of(path)} is sharded by {type(module).__name__}: its weights are gathered from other processes "
-                "inside of the step, which no plan covers yet; train it without sharding, in DistributedDataParallel"
-            )
-
-
-def _refuse_hooks(model: torch.nn.Module) -> None:
-    for path, module in _modules(model):
-        for hook in _hooks(getattr(module, "_hf_hook", None)):
-            name = type(hook).__name__
-            if name in _MOVING_HOOKS or getattr(hook, "offload", False):
-                raise _refusal(
-                    f"{_of(path)} has a {name}, which moves its weights in and out behind the plan; load the model on "
-                    'one device without it (no device_map="auto", no CPU or disk offload), or take the hooks off '
-                    "(accelerate.hooks.remove_hook_from_submodules)"
-                )
-
-
-def _hooks(hook: object) -> Iterator[object]:
-    """``hook`` and those that it runs one after the other (accelerate's SequentialHook)."""
-    if hook is None:
-        return
-    yield hook
-    inner = getattr(hook, "hooks", ())
-    for each in cast("Sequence[object]", inner) if isinstance(inner, tuple | list) else ():
-        yield from _hooks(each)
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule")  # by name: importing them takes a second
 
 
 def _refuse_own_call(model: torch.nn.Module) -> None:

@@ -105,8 +105,22 @@ _BREAKS = (
         r"requires_grad_\(\) call|Tensor\.requires_grad|requires_grad",
         "It changes requires_grad of a parameter or of an argument while it runs.",
         "Set it before the call: a step is captured anew for what takes a gradient, once each. On an intermediate "
-        "result, call requires_grad_()",
+        "result, set it to True, or call requires_grad_()",
         line=r"requires_grad",
+    ),
+    _Break(
+        r"non-contiguous `out=`",
+        "It is in TRL's fused head, which writes its tiles in place.",
+        "Give TRL's trainer the callback (callbacks=[ebbflow.integrations.hf.MemoryBudget(budget)]), which has it "
+        "planned as one op",
+        line=r"hidden_chunk",
+    ),
+    _Break(
+        r"",
+        "It runs a hook of accelerate's that accelerate keeps out of compilation: one that moves weights, or several "
+        "in a row (SequentialHook).",
+        "Take it off (accelerate.hooks.remove_hook_from_module); of several, make one ModelHook that does what they do",
+        line=r"wrapper\._compiled_fn\b",
     ),
     _Break(
         r"autograd\.grad|torch\.autograd\.backward|\.backward\(",

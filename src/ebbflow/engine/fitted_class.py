@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from ebbflow.engine.compiled import Call
 from ebbflow.engine.copies import copying
 from ebbflow.engine.flights import returned_tensors
 from ebbflow.engine.model import FittedModel
+from ebbflow.engine.movers import refuse_place
 from ebbflow.engine.spine import train
 from ebbflow.errors import UsageError
 from ebbflow.measurement.device import on_device_of
@@ -187,13 +189,8 @@ def _entry(forward: _Forward) -> _Forward:
         if _as_written():
             return forward(self, *args, **kwargs)
         if not torch.is_grad_enabled():
-            outputs = forward(self, *args, **kwargs)
-            if not _traced():
-                returned = list(returned_tensors(outputs))
-                switched_on = any(each.grad_fn is not None for each in returned)
-                _count(self, SWITCHED_ON if switched_on else _NO_GRADIENTS)
-                leave(watches_of(returned))
-            return outputs
+            called = forward if _traced() else functools.partial(_without_gradients, forward)
+            return called(self, *args, **kwargs)
         # Where somebody else's compilation is running, what it traces ends here.
         return planned(self, forward, args, kwargs) if _traced() else _train(self, forward, args, kwargs)
 
@@ -208,6 +205,31 @@ def _traced() -> bool:
 @constant_in_traces
 def _as_written() -> bool:
     return capturing() or exporting_here()
+
+
+class _Inside(threading.local):
+    """Models whose calls without gradients this thread is in."""
+
+    def __init__(self) -> None:
+        self.models: set[int] = set()
+
+
+_inside = _Inside()
+
+
+def _without_gradients(forward: _Forward, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``forward``, counted once however many entries it goes through (definition 2)."""
+    if id(model) in _inside.models:
+        return forward(model, *args, **kwargs)
+    _inside.models.add(id(model))
+    try:
+        outputs = forward(model, *args, **kwargs)
+    finally:
+        _inside.models.discard(id(model))
+    returned = list(returned_tensors(outputs))
+    _count(model, SWITCHED_ON if any(each.grad_fn is not None for each in returned) else _NO_GRADIENTS)
+    leave(watches_of(returned))
+    return outputs
 
 
 def _count(model: torch.nn.Module, reason: str) -> None:
@@ -231,6 +253,8 @@ def _train(model: torch.nn.Module, forward: _Forward, args: tuple[Any, ...], kwa
     call = Call(model, forward, args, kwargs, device_of([model]), fitted.every_output)
     if call.device == "cpu":
         return train(fitted, call)
+    if call.device != "cuda":
+        refuse_place(model, call.device)
     with on_device_of([model]):  # which may not be the current one
         return train(fitted, call)
 

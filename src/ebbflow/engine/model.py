@@ -31,6 +31,7 @@ from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.engine.executor import being_watched
 from ebbflow.engine.flights import Flight, Flights, aloft, kept_bytes, kept_inputs
 from ebbflow.engine.key import Code, Slot, key_of, modes_of
+from ebbflow.engine.movers import refuse_movers
 from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
@@ -173,6 +174,7 @@ class FittedModel:
         """Captured steps that may serve a call, then fresh ones. Whoever asks on has found the last one unfit."""
         known = self._steps.get(now.key, [])
         yield from reversed(known.copy())
+        refuse_movers(call.module)
         self.options.progress(Progress(f"capturing the step of {self.plain_class.__name__}"))
         if self.given_plan is None and not any(step.capture.symbolic for step in known):
             shared = self._kinds.capture_for(now.modes, call.args, call.kwargs, self._capture)

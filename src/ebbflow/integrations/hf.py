@@ -5,6 +5,8 @@
 2. Checkpoints that the trainer has switched on (``activation_checkpointing=True``) are switched off while the model is
    fitted, since the plan decides what runs again; the numbers are the same with and without.
 3. What would have the model run past the plan, or spreads it, is refused by name before the first step.
+4. TRL's trainers (told by their arguments) compute their loss from log-probabilities that the model returns beside a
+   loss which they do not use: gradients go through all outputs. Their fused head is an op (``fused_head``).
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from ebbflow._api.fit import calls_of, fit, set_optimizer, step_of, unfit
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.fitted_class import FITTED
 from ebbflow.errors import UnknownArgument, UsageError
+from ebbflow.integrations.fused_head import opaque_head
 from ebbflow.names import did_you_mean
 from ebbflow.step.plan import Plan
+from ebbflow.torch_seams.patches import Patch
 from ebbflow.units import Budget
 
 try:
@@ -71,6 +75,7 @@ class MemoryBudget(TrainerCallback):
         self._budget, self._options = budget, options
         self._fitted: torch.nn.Module | None = None
         self._checkpointed = False
+        self._head: Patch | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -82,13 +87,14 @@ class MemoryBudget(TrainerCallback):
         """
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         _refuse(args, model)
-        if self._fitted is not None:  # the training before did not come to its end
-            self._release()
+        self._release()  # where the training before did not come to its end
         self._uncheckpoint(model)
+        if _is_of_trl(args):
+            self._head = opaque_head()
         if model in FITTED:
             set_optimizer(model, optimizer)
             return
-        fit(model, self._budget, optimizer=optimizer, **self._options)
+        fit(model, self._budget, optimizer=optimizer, **_options_for(args, self._options))
         self._fitted = model
 
     def on_train_end(
@@ -98,8 +104,7 @@ class MemoryBudget(TrainerCallback):
         model = kwargs["model"]
         if model in FITTED:
             self._look(model)
-        if self._fitted is not None:
-            self._release()
+        self._release()
         if self._checkpointed:
             self._checkpointed = False
             _checkpoint_again(model, args)
@@ -110,6 +115,9 @@ class MemoryBudget(TrainerCallback):
 
     def _release(self) -> None:
         model, self._fitted = self._fitted, None
+        if self._head is not None:
+            self._head.close()
+            self._head = None
         if model is not None and model in FITTED:
             unfit(model)
 
@@ -129,6 +137,15 @@ def _checkpoint_again(model: Any, args: TrainingArguments) -> None:
     )
 
 
+def _is_of_trl(args: TrainingArguments) -> bool:
+    """Definition 4."""
+    return any(each.__module__.partition(".")[0] == "trl" for each in type(args).__mro__)
+
+
+def _options_for(args: TrainingArguments, options: dict[str, Any]) -> dict[str, Any]:
+    return {"gradients": "all", **options} if _is_of_trl(args) else options
+
+
 def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:
     """Definition 3.
 
@@ -139,6 +156,9 @@ def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:
         "torch_compile=True: a compiled model runs past the plan": args.torch_compile,
         "deepspeed: it moves and splits the weights itself": args.deepspeed,
         "fsdp: it splits the weights over processes": args.fsdp,
+        "activation_offloading=True: it keeps what the plan keeps a second time": getattr(
+            args, "activation_offloading", False
+        ),
         f"{args.n_gpu} devices in one process: torch's DataParallel copies the model at every step": args.n_gpu > 1,
         f"{args.world_size} processes: plans are not agreed on between them yet": args.world_size > 1,
     }

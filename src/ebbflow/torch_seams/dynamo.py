@@ -182,11 +182,14 @@ def one_graph_settings() -> Iterator[None]:
     - ``use_numpy_random_stream`` on: NumPy's draws are refused; else torch's generator takes their place.
     - ``profile_guard_manager``: how long guards take is not measured for torch's log, which empties the processor's
       caches before it, a tenth of a small capture.
+    - ``GetAttrVariable``: of the names of torch's own classes and functions Dynamo knows no methods. PEFT asks whether
+      ``type(weight).__module__.startswith("torchao.")``.
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls. Up to
       2.12 torch describes the last states of an LSTM with a dimension too many.
     """
     from torch._decomp import decompositions
     from torch._dynamo import config, guards, utils
+    from torch._dynamo.variables.misc import GetAttrVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
@@ -208,6 +211,7 @@ def one_graph_settings() -> Iterator[None]:
                 stack.enter_context(patched(Setting(config, name), value))
         if torch.addcdiv in handlers:
             stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))
+        stack.enter_context(wrapped(Attribute(GetAttrVariable, "call_method"), _of_names, this_thread=True))
         if hasattr(utils, _LOGGED):
             stack.enter_context(wrapped(Attribute(utils, _LOGGED), _or_none, this_thread=True))
         if hasattr(decompositions, _LAYER):
@@ -219,6 +223,24 @@ def one_graph_settings() -> Iterator[None]:
 
 def _no_latency(_: Callable[..., Any]) -> Callable[..., float]:
     return lambda *args, **kwargs: 0.0
+
+
+_NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
+
+
+def _of_names(below: Callable[..., Any]) -> Callable[..., Any]:
+    """Methods of texts that name what is torch's own, of which the trace has a guard already."""
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.torch import BaseTorchVariable
+
+    def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if variable.name in _NAMES and isinstance(variable.obj, BaseTorchVariable):
+            found = getattr(variable.obj.value, variable.name, None)
+            if isinstance(found, str):
+                return ConstantVariable.create(found).call_method(tx, name, args, kwargs)
+        return below(variable, tx, name, args, kwargs)
+
+    return call_method
 
 
 _LOGGED = "_get_dynamo_config_for_logging"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ebbflow.torch_seams import dispatcher, dynamo, graphs
+from ebbflow.torch_seams import dispatcher, dynamo, graphs, leaves
 from ebbflow.torch_seams.canaries.aot import Split, compiled, settings
 from ebbflow.torch_seams.canaries.registry import canary, expect
 
@@ -112,6 +112,28 @@ def recurrent_modules_are_one_call() -> None:
     expect(torch.lstm in seen, f"an LSTM is {seen}")
     expect(result.shape == (2, 5, 6), f"states are {tuple(result.shape)}")
     dynamo.forget_compiled(step)
+
+
+@canary
+def names_are_texts_and_assignments_calls() -> None:
+    """Names of torch's classes have the methods of texts; ``requires_grad`` is assigned where that changes nothing."""
+    from torch._dynamo.variables import builtin
+
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(x: Tensor) -> Tensor:
+        return x * weight if type(weight).__module__.startswith("torch.") else x
+
+    def assigned(x: Tensor) -> Tensor:
+        made = torch.eye(2)
+        made.requires_grad = False
+        return x @ made
+
+    for function in (forward, assigned) if hasattr(builtin, "SetAttrBuiltinVariable") else (forward,):
+        with settings(), leaves.leaves_traced():
+            step = torch.compile(function, backend=lambda graph, _: graph.forward, fullgraph=True, dynamic=False)
+            expect(bool(step(torch.ones(2)).eq(1).all()), f"{function.__name__} is another value")
+        dynamo.forget_compiled(step)
 
 
 @canary
