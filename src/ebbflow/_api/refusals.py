@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ebbflow.engine.movers import refuse_movers
 from ebbflow.errors import UsageError
@@ -200,7 +201,25 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
             )
 
 
-_SHARDED = ("FullyShardedDataParallel", "FSDPModule")  # by name: importing them takes a second
+def _refuse_spread(model: torch.nn.Module) -> None:
+    """Definition 6."""
+    for path, module in _modules(model):
+        if isinstance(module, DistributedDataParallel):
+            raise _refusal(
+                f"{_of(path)} is a DistributedDataParallel, whose forward talks to the other processes; give the "
+                "module inside, ebbflow.fit(model.module, ...), in every process, before or after it is wrapped, and "
+                "train the wrapper as before"
+            )
+        if isinstance(module, DataParallel) and len(cast("list[object]", module.device_ids)) > 1:
+            raise _refusal(
+                f"{_of(path)} is a DataParallel, which copies its module to other devices at every call; use "
+                "torch.nn.parallel.DistributedDataParallel, one process per device, and fit the module inside"
+            )
+        if any(each.__name__ in _SHARDED for each in type(module).__mro__):
+            raise _refusal(
+                f"{_of(path)} is sharded by {type(module).__name__}: its weights are gathered from other processes "
+                "inside of the step, which no plan covers yet; train it without sharding, in DistributedDataParallel"
+            )
 
 
 def _refuse_own_call(model: torch.nn.Module) -> None:
