@@ -8,7 +8,8 @@ A step is planned for one device that holds the whole model. So these are refuse
 4. modules that have no forward, but a ``__call__`` of their own;
 5. an optimizer that trains another model: parameters that were replaced after it was made, or somebody else's; one
    whose state cannot move, where that is asked for;
-6. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
+6. under ``fit`` a ``LightningModule``: its trainer calls ``training_step``, so a planned ``forward`` holds nothing;
+7. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import cast
 import torch
 
 from ebbflow.errors import UsageError
+from ebbflow.measurement.together import parts_of
 from ebbflow.names import did_you_mean
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import FakeTensor
@@ -73,11 +75,12 @@ def require_call(args: object, kwargs: object) -> None:
 
 
 def refuse_to_fit(model: torch.nn.Module) -> None:
-    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4 and 6).
+    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4, 6 and 7).
 
     Raises:
         UsageError: naming what stands in the way and what to do.
     """
+    _refuse_lightning(model)
     _refuse_scripts(model)
     _refuse_hooks(model)
     _refuse_own_call(model)
@@ -107,7 +110,8 @@ def refuse_foreign_optimizer(model: torch.nn.Module, optimizer: torch.optim.Opti
     trained = {id(each) for each in model.parameters() if each.requires_grad}
     if optimizer is None or not trained:
         return
-    if trained.isdisjoint(id(each) for group in optimizer.param_groups for each in group["params"]):
+    groups = [group for each in parts_of(optimizer) for group in each.param_groups]
+    if trained.isdisjoint(id(each) for group in groups for each in group["params"]):
         raise UsageError(
             f"the optimizer ({type(optimizer).__name__}) holds no parameter of this {type(model).__name__}: it is "
             "another model's, or was made before the model's parameters were replaced (load_state_dict(assign=True), "
@@ -127,6 +131,8 @@ def refuse_to_offload(optimizer: torch.optim.Optimizer | None, tiers: Collection
         raise _refused_offload("no optimizer is given: fit(model, budget, optimizer=optimizer, ...)")
     if not tiers:
         raise _refused_offload("no tier is given to move its state to: tiers='disk' on a CPU, tiers='host' on a card")
+    if len(parts_of(optimizer)) > 1:
+        raise _refused_offload("the model has several optimizers, and the state of one moves; leave it out")
     if any(group.get("capturable") for group in optimizer.param_groups):
         raise _refused_offload(
             "the optimizer is made with capturable=True: a CUDA graph of its step would read memory that its state has "
@@ -215,6 +221,20 @@ def _hooks(hook: object) -> Iterator[object]:
     inner = getattr(hook, "hooks", ())
     for each in cast("Sequence[object]", inner) if isinstance(inner, tuple | list) else ():
         yield from _hooks(each)
+
+
+def _refuse_lightning(model: torch.nn.Module) -> None:
+    """Definition 6; told by name, for Lightning is not imported here."""
+    if any(
+        kind.__name__ == "LightningModule" and kind.__module__.startswith(("lightning.", "pytorch_lightning."))
+        for kind in type(model).__mro__
+    ):
+        raise _refusal(
+            f"{type(model).__name__} is a LightningModule, whose trainer calls training_step and goes past its forward, "
+            "which is what fit plans. Give the trainer the callback, and leave fit out: "
+            "Trainer(callbacks=[ebbflow.integrations.lightning.MemoryBudget(budget)]), which plans the training_step. "
+            "In a loop of your own fit a module inside of it that returns the loss"
+        )
 
 
 def _refuse_own_call(model: torch.nn.Module) -> None:

@@ -30,6 +30,7 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.faults import users_level
 from ebbflow.measurement.optimizer_state import future_state_bytes
+from ebbflow.measurement.together import parts_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import StepEnd, most_of
 from ebbflow.step.plan import Plan
@@ -192,7 +193,7 @@ def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool)
         machine=now.device,
         costs=costs,
         estimate=estimated,
-        optimizer="" if model.optimizer is None else type(model.optimizer).__name__,
+        optimizer="" if model.optimizer is None else " and ".join(type(e).__name__ for e in parts_of(model.optimizer)),
         offloaded="" if model.offloaded is None else model.offloaded.note,
         loss=LossPlace.OUTSIDE if guess else None,
     )
@@ -228,7 +229,7 @@ def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, gu
             f"some {format_bytes(made)} of them are resident from the second micro-batch on, whose smallest "
             "budget is that much larger"
         )
-    if model.optimizer is not None and model.offloaded is None:
+    if model.optimizer is not None and model.offloaded is None and len(parts_of(model.optimizer)) == 1:
         for hint in offload_hint(model.optimizer, now.module, error, wanted.program, wanted.resident_bytes):
             error.add_note(hint)
     if between is not None and between.least_bytes < between.peak_bytes:
