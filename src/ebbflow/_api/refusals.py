@@ -230,8 +230,8 @@ def _refuse_lightning(model: torch.nn.Module) -> None:
         for kind in type(model).__mro__
     ):
         raise _refusal(
-            f"{type(model).__name__} is a LightningModule, whose trainer calls training_step and goes past its forward, "
-            "which is what fit plans. Give the trainer the callback, and leave fit out: "
+            f"{type(model).__name__} is a LightningModule, whose trainer calls training_step and goes past the forward "
+            "that fit plans. Give the trainer the callback, and leave fit out: "
             "Trainer(callbacks=[ebbflow.integrations.lightning.MemoryBudget(budget)]), which plans the training_step. "
             "In a loop of your own fit a module inside of it that returns the loss"
         )

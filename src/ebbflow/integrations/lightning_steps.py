@@ -3,8 +3,8 @@
 1. A *loss method* computes a loss that a backward follows: ``training_step``, or in manual optimization those that it
    calls. All of a module are calls of one inner module, :class:`Losses`, which is fitted; an :class:`Entry` on the
    LightningModule itself stands where each method was, so whoever calls it comes to the plan.
-2. What a captured step cannot hold is *kept for later*: while a loss method runs, ``self.log`` and the methods of
-   metrics make a list of what they were asked, with copies of the tensors. The list is an output of the step, and is
+2. What a captured step cannot hold is *kept for later*: while a loss method runs, ``self.log``, ``self.log_dict`` and the
+   methods of metrics make a list of what they were asked, with copies of the tensors. The list is an output of the step, and is
    worked off in its order when the forward has returned, before the backward. So names and numbers are those of this
    very call: what a step was captured with, torch guards.
 3. What a metric returns is a :class:`Later` until then. It can be logged and returned, and nothing else.
@@ -138,7 +138,9 @@ class Losses(torch.nn.Module):
 
 def _stand_ins(module: LightningModule, kept: list[Any]) -> list[tuple[torch.nn.Module, str, Callable[..., Any]]]:
     """Whose method is replaced, its name, and what takes its place."""
-    found: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [(module, "log", _keeper(None, "log", kept))]
+    found: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
+        (module, name, _keeper(None, name, kept)) for name in ("log", "log_dict")
+    ]
     for each in module.modules():
         if isinstance(each, Metric | MetricCollection):
             found += [(each, name, _keeper(each, name, kept)) for name in _OF_METRICS]
@@ -167,6 +169,7 @@ class Entry:
         self.__wrapped__ = losses._methods[name]  # Lightning reads the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of the method."""
         return self._losses.run(self._name, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
