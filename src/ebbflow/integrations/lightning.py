@@ -10,27 +10,25 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ebbflow._api.fit import calls_of, fit, step_of, unfit
+from ebbflow._api.max_batch import BatchPlan
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.fitted_class import FITTED
-from ebbflow.errors import UsageError
 from ebbflow.integrations.options import check
-from ebbflow.measurement.together import Together
-from ebbflow.names import did_you_mean
 from ebbflow.step.plan import Plan
 from ebbflow.units import Budget
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.strategies import SingleDeviceStrategy
 
-    from ebbflow.integrations.lightning_steps import TRAINING_STEP, Losses
+    from ebbflow.integrations.lightning_batch import max_batch_of
+    from ebbflow.integrations.lightning_refusals import refuse_methods, refuse_trainer
+    from ebbflow.integrations.lightning_steps import TRAINING_STEP, Losses, losses_of, optimizer_of
 except ImportError as error:
     raise ImportError("ebbflow.integrations.lightning needs lightning: pip install 'ebbflow[lightning]'") from error
 
@@ -72,15 +70,21 @@ class MemoryBudget(Callback):
         """
         if stage == "fit":
             self._release()  # the training before did not come to its end
-            _refuse(trainer, pl_module)
-            _refuse_methods(pl_module, self._losses)
+            others = [each for each in trainer.callbacks if isinstance(each, MemoryBudget)]  # type: ignore[attr-defined]
+            refuse_trainer(trainer, pl_module, budgets=len(others))
+            refuse_methods(pl_module, self._losses)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit the loss methods (definition 1)."""
-        losses = _losses_of(pl_module, self._losses or (TRAINING_STEP,))
-        fit(losses, self._budget, optimizer=_optimizer_of(trainer.optimizers), **self._options)
+        losses = losses_of(pl_module, self._losses or (TRAINING_STEP,))
+        fit(losses, self._budget, optimizer=optimizer_of(trainer.optimizers), **self._options)
         losses.install()
         self._fitted = losses
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Have the batches counted that are fetched ahead."""
+        if self._fitted is not None:
+            self._fitted.ahead = getattr(trainer.fit_loop._data_fetcher, "batches", [])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the module as it was before (definition 1)."""
@@ -89,6 +93,33 @@ class MemoryBudget(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Likewise."""
         self._release()
+
+    def max_batch(
+        self,
+        trainer: Trainer,
+        module: LightningModule | Callable[[], LightningModule],
+        make_batch: Callable[[int], Any],
+        *,
+        optimizer: Callable[[LightningModule], torch.optim.Optimizer] | None = None,
+        **options: Any,
+    ) -> BatchPlan:
+        """The largest batch whose ``training_step`` fits the budget, by prediction.
+
+        It takes the place of ``BatchSizeFinder``: nothing trains, and nothing runs out of memory.
+
+        Args:
+            trainer: whose precision counts; it need not have this callback.
+            module: to train, or a function that makes it, for a machine that is not at hand.
+            make_batch: from a number of samples to the batch that ``training_step`` gets.
+            optimizer: makes the optimizer whose state counts; by default ``configure_optimizers`` of the module.
+            options: of :func:`ebbflow.max_batch`.
+
+        Raises:
+            UsageError: for a trainer or a module whose steps cannot be planned, or for a budget that is no bytes.
+            BudgetError: if not even a batch of 1 fits.
+            CaptureError: if the step is not one graph.
+        """
+        return max_batch_of(self._budget, trainer, module, make_batch, optimizer, options)
 
     def _release(self) -> None:
         losses, self._fitted = self._fitted, None
@@ -99,78 +130,3 @@ class MemoryBudget(Callback):
             step = step_of(losses)
             self.calls, self.plan = calls_of(losses), None if step is None else step.plan
             unfit(losses)
-
-
-def _losses_of(module: LightningModule, names: Sequence[str]) -> Losses:
-    """Under the module's own name, by which plans and errors call it."""
-    kind = type(type(module).__name__, (Losses,), {"__module__": Losses.__module__, "__doc__": Losses.__doc__})
-    return kind(module, names)
-
-
-def _optimizer_of(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """Whose state counts; Lightning has one without parameters where a module configures none."""
-    real = [each for each in optimizers if any(group.get("params") for group in each.param_groups)]
-    return None if not real else real[0] if len(real) == 1 else Together(real)
-
-
-def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Definition 3.
-
-    Raises:
-        UsageError: naming what cannot be planned and what to do.
-    """
-    strategy = trainer.strategy
-    compiled = getattr(module, "_compiler_ctx", None) is not None
-    others = [each for each in trainer.callbacks if isinstance(each, MemoryBudget)]  # type: ignore[attr-defined]
-    takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
-    reasons = {
-        f"{trainer.world_size} processes: plans are not agreed on between them yet": trainer.world_size > 1,
-        f"the strategy {type(strategy).__name__}: it wraps or spreads the model": not isinstance(
-            strategy, SingleDeviceStrategy
-        ),
-        "a compiled LightningModule: a compiled model runs past the plan": compiled,
-        "training_step(dataloader_iter): it fetches its batches itself, inside of the step": takes_iterator,
-        f"{len(others)} budgets of one training": len(others) > 1,
-    }
-    for reason, there in reasons.items():
-        if there:
-            raise UsageError(
-                f"MemoryBudget cannot plan for {reason}. Leave that out, or leave MemoryBudget out of the trainer's "
-                "callbacks",
-                argument="trainer",
-                value=trainer,
-            )
-
-
-def _refuse_methods(module: LightningModule, names: Sequence[str]) -> None:
-    """Definition 2.
-
-    Raises:
-        UsageError: for names of no methods, or none where they are needed.
-    """
-    kind = type(module).__name__
-    if module.automatic_optimization and names:
-        raise UsageError(
-            f"losses={list(names)} names methods whose backward {kind} calls itself, and its optimization is "
-            "automatic: its training_step is planned as a whole. Leave losses out",
-            argument="losses",
-            value=names,
-        )
-    if not module.automatic_optimization and (not names or TRAINING_STEP in names):
-        raise UsageError(
-            f"{kind} optimizes manually: its training_step has backwards and steps of optimizers in it, so it is no "
-            "step that could be planned as a whole. Let a method of its own compute each loss that manual_backward is "
-            'called on, and name them: MemoryBudget(budget, losses=["generator_loss", "discriminator_loss"])',
-            argument="losses",
-            value=names,
-        )
-    for name in names:
-        method = getattr(module, name, None)
-        if not callable(method) or isinstance(method, torch.nn.Module):
-            known = [each for each in vars(type(module)) if callable(getattr(module, each))]
-            raise UsageError(
-                f"losses: {kind} has no method {name!r}{did_you_mean(name, known)}; a module in it is fitted by "
-                "itself, inside of a method that computes the loss with it",
-                argument="losses",
-                value=name,
-            )

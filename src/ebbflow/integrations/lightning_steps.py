@@ -3,12 +3,13 @@
 1. A *loss method* computes a loss that a backward follows: ``training_step``, or in manual optimization those that it
    calls. All of a module are calls of one inner module, :class:`Losses`, which is fitted; an :class:`Entry` on the
    LightningModule itself stands where each method was, so whoever calls it comes to the plan.
-2. What a captured step cannot hold is *kept for later*: while a loss method runs, ``self.log``, ``self.log_dict`` and the
-   methods of metrics make a list of what they were asked, with copies of the tensors. The list is an output of the step, and is
-   worked off in its order when the forward has returned, before the backward. So names and numbers are those of this
-   very call: what a step was captured with, torch guards.
+2. What a captured step cannot hold is *kept for later*: while a loss method runs, ``self.log``, ``self.log_dict`` and
+   the methods of metrics make a list of what they were asked, with copies of the tensors. The list is an output of the
+   step, and is worked off in its order when the forward has returned, before the backward. So names and numbers are
+   those of this very call: what a step was captured with, torch guards.
 3. What a metric returns is a :class:`Later` until then. It can be logged and returned, and nothing else.
 4. The number of the batch is an attribute, not an argument: a step that does not read it serves all batches.
+5. Batches that the trainer has fetched ahead are resident in a step; they are held where Ebbflow counts them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from lightning.pytorch import LightningModule
 from torchmetrics import Metric, MetricCollection
 
 from ebbflow.errors import UsageError
+from ebbflow.measurement.together import Together
 from ebbflow.torch_seams.trees import tree_map
 
-__all__ = ["TRAINING_STEP", "Entry", "Later", "Losses"]
+__all__ = ["TRAINING_STEP", "Entry", "Later", "Losses", "losses_of", "optimizer_of"]
 
 TRAINING_STEP = "training_step"
 _OF_METRICS = ("forward", "update", "compute", "reset")
@@ -67,6 +69,7 @@ class Losses(torch.nn.Module):
         super().__init__()
         self.module = module
         self.batch_idx: Any = 0
+        self.ahead: list[Any] = []
         self._methods = {name: getattr(module, name) for name in names}
         self._kept: list[Any] = []
         self._stand_ins = _stand_ins(module, self._kept)
@@ -97,8 +100,8 @@ class Losses(torch.nn.Module):
     def keeping(self) -> Iterator[None]:
         """Keep for later what is logged and given to metrics (definition 2); methods are as they were written."""
         self._kept.clear()
-        for name in self._entries:
-            self.module.__dict__.pop(name, None)
+        own = self.module.__dict__
+        entries = {name: own.pop(name) for name in self._entries if isinstance(own.get(name), Entry)}
         had = [(each.__dict__, name, each.__dict__.get(name)) for each, name, _ in self._stand_ins]
         for each, name, stand_in in self._stand_ins:
             each.__dict__[name] = stand_in
@@ -110,7 +113,7 @@ class Losses(torch.nn.Module):
                     del place[name]
                 else:
                     place[name] = before
-            self.install()
+            own.update(entries)
 
     def install(self) -> None:
         """Put the entries where the methods were."""
@@ -178,3 +181,15 @@ class Entry:
 
     def __reduce__(self) -> Any:
         return getattr, (self._losses.module, self._name)
+
+
+def losses_of(module: LightningModule, names: Sequence[str]) -> Losses:
+    """Under the module's own name, by which plans and errors call it."""
+    kind = type(type(module).__name__, (Losses,), {"__module__": Losses.__module__, "__doc__": Losses.__doc__})
+    return kind(module, names)
+
+
+def optimizer_of(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    """Whose state counts; Lightning has one without parameters where a module configures none."""
+    real = [each for each in optimizers if any(group.get("params") for group in each.param_groups)]
+    return None if not real else real[0] if len(real) == 1 else Together(real)
