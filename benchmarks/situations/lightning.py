@@ -7,8 +7,9 @@ optimization from the call of a loss method to the end of that backward. Everyth
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,8 +18,9 @@ import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 
+from ebbflow.errors import BudgetError
 from situations.registry import Refusal, situation, variants
-from situations.run import COUNTS, Run
+from situations.run import COUNTS, Run, seed_all
 
 PRELOAD = ("lightning.pytorch", "torchmetrics")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -84,7 +86,7 @@ class Module(pl.LightningModule):
 class Watch(pl.Callback):
     """Steps of the trainer as steps of the run."""
 
-    def __init__(self, run: Run, data: Data, *, manual: bool = False) -> None:
+    def __init__(self, run: Run, data: Any, *, manual: bool = False) -> None:
         self.run, self.data, self.manual = run, data, manual
         self.open = contextlib.ExitStack()
 
@@ -106,7 +108,7 @@ class Watch(pl.Callback):
 HELD_OUT = Data(BATCH)
 
 
-def train(run: Run, module: pl.LightningModule, *, data: Data | None = None, ckpt_path: str | None = None,
+def train(run: Run, module: pl.LightningModule, *, data: Any = None, ckpt_path: str | None = None,
           workers: dict[str, Any] | None = None, manual: bool = False, callbacks: Any = None,
           **settings: Any) -> pl.Trainer:  # fmt: skip
     """Train ``module`` as the situation says."""
@@ -116,7 +118,7 @@ def train(run: Run, module: pl.LightningModule, *, data: Data | None = None, ckp
         accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
         log_every_n_steps=1, callbacks=[Watch(run, data, manual=manual), *(callbacks or [])], **given,
     )  # fmt: skip
-    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, **(workers or {}))
+    loader = torch.utils.data.DataLoader(data, **({"batch_size": BATCH} | (workers or {})))
     held_out = torch.utils.data.DataLoader(HELD_OUT, batch_size=BATCH // 2)
     trainer.fit(module, loader, held_out, ckpt_path=ckpt_path)
     run.see_model(module)
@@ -225,6 +227,59 @@ class EveryOther(Module):
 @situation(share=0.9, captures=-1)
 def lightning_reads_the_batch_number(run: Run) -> None:
     train(run, EveryOther(), callbacks=run.lightning())
+
+
+class Copied(Module):
+    """A gradient that autograd copies, of a parameter as large as the rest; and batches that come one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(40_000))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 1e-3 * self.large.sum()
+
+
+@variants({"cleared": {}, "accumulated": {"accumulate_grad_batches": 3}}, share=0.95)
+def lightning_gradient_is_copied(run: Run, settings: Any) -> None:
+    train(run, Copied(), callbacks=run.lightning(), **settings)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Of no known length: the trainer fetches a batch ahead."""
+
+    nbytes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(5):
+            drawn = torch.Generator().manual_seed(i)
+            yield torch.randn(BATCH, 4, WIDTH, generator=drawn), torch.randint(10, (BATCH,), generator=drawn)
+
+
+@situation(share=0.9)
+def lightning_stream(run: Run) -> None:
+    train(run, Module(), data=Stream(), workers={"batch_size": None}, callbacks=run.lightning())
+
+
+@situation(share=0.9, captures=2)
+def lightning_holds_from_the_first_step(run: Run) -> None:
+    """The least budget that the first call takes is enough for all that follow, though gradients come."""
+    callbacks = run.lightning()
+    if callbacks:
+        probe = run.lightning()
+        probe[0]._budget = 1 << 10
+        run.fits -= 1
+        try:
+            train(run, Module(), callbacks=probe)
+        except BudgetError as error:
+            run._budget = error.smallest_bytes
+        callbacks = run.lightning()
+        run.fits -= 1
+        del probe
+        for _ in range(3):  # the refused trainer, and what its generators held
+            gc.collect()
+    seed_all()
+    train(run, Module(), callbacks=callbacks)
 
 
 class Adversarial(pl.LightningModule):

@@ -78,6 +78,7 @@ class MemoryBudget(Callback):
         """Fit the loss methods (definition 1)."""
         losses = losses_of(pl_module, self._losses or (TRAINING_STEP,))
         fit(losses, self._budget, optimizer=optimizer_of(trainer.optimizers), **self._options)
+        FITTED[losses].gradients_stay = True
         losses.install()
         self._fitted = losses
 

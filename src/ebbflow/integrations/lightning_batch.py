@@ -44,6 +44,9 @@ def max_batch_of(
             losses = losses_of(made, [TRAINING_STEP])
             during.enter_context(losses.keeping())
             configured = [optimizer(made)] if optimizer is not None else _optimizers_in(made.configure_optimizers())
+            for each in _without_gradients(made):  # they are there when a step of the trainer begins
+                each.grad = torch.zeros_like(each)
+                during.callback(setattr, each, "grad", None)
             given = precision.convert_input(make_batch(batch))
             arguments = (TRAINING_STEP, (given, 0), {})
             return Case(losses, arguments, name=type(made).__name__, optimizer=optimizer_of(configured))
@@ -83,6 +86,10 @@ def _attached(module: LightningModule, trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         module._trainer = before
+
+
+def _without_gradients(module: LightningModule) -> list[torch.nn.Parameter]:
+    return [each for each in module.parameters() if each.requires_grad and each.grad is None]
 
 
 def _optimizers_in(configured: Any) -> list[torch.optim.Optimizer]:
