@@ -34,7 +34,7 @@ def max_batch_of(
     with contextlib.ExitStack() as during:
 
         def make_case(batch: int) -> Case:
-            made = module if isinstance(module, LightningModule) else module()
+            made = module if isinstance(module, torch.nn.Module) or not callable(module) else module()
             _refuse(trainer, made)
             during.enter_context(_attached(made, trainer))
             made = precision.convert_module(made).train()
