@@ -209,13 +209,6 @@ def lightning_metrics(run: Run) -> None:
     train(run, Metrics(), callbacks=run.lightning(), max_epochs=2)
 
 
-class Skips(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.current_epoch == 1:
-            return None
-        return super().training_step(batch, batch_idx)
-
-
 class EveryOther(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

@@ -175,6 +175,22 @@ def test_what_is_logged_is_never_stale() -> None:
     assert budget.calls.planned == 6
 
 
+class Skips(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("epoch", self.current_epoch)
+        return None if self.current_epoch else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_a_step_that_is_skipped_has_nothing_to_plan() -> None:
+    budget = MemoryBudget("97%", progress=None)
+    ours = trained(budget, kind=Skips, max_epochs=2)
+    assert_same(trained(kind=Skips, max_epochs=2), ours)
+    assert budget.calls is not None
+    assert budget.calls.planned == 3
+    assert list(budget.calls.unplanned.values()) == [3]
+
+
 class UsesAMetric(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self(batch[0])

@@ -34,8 +34,7 @@ def max_batch_of(
     with contextlib.ExitStack() as during:
 
         def make_case(batch: int) -> Case:
-            made = module if isinstance(module, torch.nn.Module) or not callable(module) else module()
-            _refuse(trainer, made)
+            made = _checked(module if isinstance(module, torch.nn.Module) else module(), trainer)
             during.enter_context(_attached(made, trainer))
             made = precision.convert_module(made).train()
             assert isinstance(made, LightningModule)
@@ -55,8 +54,8 @@ def max_batch_of(
         return max_batch(make_case, budget=budget, **options)
 
 
-def _refuse(trainer: Trainer, module: object) -> None:
-    """Refuse what is no module of Lightning's, and what its trainer could not plan either.
+def _checked(module: object, trainer: Trainer) -> LightningModule:
+    """``module``, if it is one of Lightning's whose steps its trainer could plan.
 
     Raises:
         UsageError: naming it.
@@ -75,6 +74,7 @@ def _refuse(trainer: Trainer, module: object) -> None:
             argument="module",
             value=module,
         )
+    return module
 
 
 @contextlib.contextmanager
