@@ -82,6 +82,8 @@ class Losses(torch.nn.Module):
         outputs = self._methods[name](*args, **kwargs)
         kept = list(self._kept)
         self._kept.clear()
+        if outputs is None:  # skipped; without any op there would be no graph to tell that nothing is to be trained
+            kept.append((None, "_skipped", (torch.zeros(()),), {}))
         return outputs, kept
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,6 +136,8 @@ class Losses(torch.nn.Module):
             return results[value.place] if isinstance(value, Later) else value
 
         for owner, name, args, kwargs in kept:
+            if name == "_skipped":
+                continue
             args, kwargs = tree_map(there, (args, kwargs))
             results.append(getattr(self.module if owner is None else owner, name)(*args, **kwargs))
         return tree_map(there, outputs) if kept else outputs
