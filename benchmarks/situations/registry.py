@@ -31,6 +31,7 @@ GROUPS = {
     "forwards": "Ways into a model",
     "compiled": "torch.compile and threads",
     "trainers": "Trainers",
+    "lightning": "Lightning's Trainer",
     "roles": "Roles of outputs, frozen models, keys",
     "draws": "Random draws, dropped layers, hooks that ask for gradients",
     "algebra": "Kernels that cannot be timed alone, sparse gradients",

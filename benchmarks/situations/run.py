@@ -134,6 +134,17 @@ class Run:
         self._models.append(weakref.ref(model))
         return [MemoryBudget(self._budget if self._budget is not None else "75%", **options)]
 
+    def lightning(self, **options: Any) -> list[Any]:
+        """Callbacks of Lightning's ``Trainer``; none for eager. Calls of loss methods are counted by the situation."""
+        self.fits += 1
+        if self.eager:
+            return []
+        from ebbflow.integrations.lightning import MemoryBudget
+
+        if directory := os.environ.get(MOVING):
+            options.setdefault("tiers", f"disk:{directory}")
+        return [MemoryBudget(self._budget if self._budget is not None else "75%", **options)]
+
     @contextlib.contextmanager
     def step(self, beside: Sequence[nn.Module] = (), bytes_beside: int = 0) -> Iterator[None]:
         """One step; ``beside`` are modules whose parameters, buffers and gradients are not of its budget."""

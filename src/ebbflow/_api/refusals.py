@@ -10,7 +10,8 @@ A step is planned for one device that holds the whole model. So these are refuse
    whose state cannot move, where that is asked for;
 6. wrappers that train a model in several processes or on several devices: their forward talks to the others, and the
    model that is planned is the one inside;
-7. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
+7. under ``fit`` a ``LightningModule``: its trainer calls ``training_step``, so a planned ``forward`` holds nothing;
+8. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ebbflow.engine.movers import refuse_movers
 from ebbflow.errors import UsageError
+from ebbflow.measurement.together import parts_of
 from ebbflow.names import did_you_mean
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import FakeTensor
@@ -77,11 +78,12 @@ def require_call(args: object, kwargs: object) -> None:
 
 
 def refuse_to_fit(model: torch.nn.Module) -> None:
-    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4, 6 and 7).
+    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4 and 6 to 8).
 
     Raises:
         UsageError: naming what stands in the way and what to do.
     """
+    _refuse_lightning(model)
     _refuse_scripts(model)
     _refuse_spread(model)
     refuse_movers(model)
@@ -112,7 +114,8 @@ def refuse_foreign_optimizer(model: torch.nn.Module, optimizer: torch.optim.Opti
     trained = {id(each) for each in model.parameters() if each.requires_grad}
     if optimizer is None or not trained:
         return
-    if trained.isdisjoint(id(each) for group in optimizer.param_groups for each in group["params"]):
+    groups = [group for each in parts_of(optimizer) for group in each.param_groups]
+    if trained.isdisjoint(id(each) for group in groups for each in group["params"]):
         raise UsageError(
             f"the optimizer ({type(optimizer).__name__}) holds no parameter of this {type(model).__name__}: it is "
             "another model's, or was made before the model's parameters were replaced (load_state_dict(assign=True), "
@@ -132,6 +135,8 @@ def refuse_to_offload(optimizer: torch.optim.Optimizer | None, tiers: Collection
         raise _refused_offload("no optimizer is given: fit(model, budget, optimizer=optimizer, ...)")
     if not tiers:
         raise _refused_offload("no tier is given to move its state to: tiers='disk' on a CPU, tiers='host' on a card")
+    if len(parts_of(optimizer)) > 1:
+        raise _refused_offload("the model has several optimizers, and the state of one moves; leave it out")
     if any(group.get("capturable") for group in optimizer.param_groups):
         raise _refused_offload(
             "the optimizer is made with capturable=True: a CUDA graph of its step would read memory that its state has "
@@ -204,22 +209,37 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
 def _refuse_spread(model: torch.nn.Module) -> None:
     """Definition 6."""
     for path, module in _modules(model):
-        if isinstance(module, DistributedDataParallel):
+        bases = {each.__name__ for each in type(module).__mro__}
+        if "DistributedDataParallel" in bases:
             raise _refusal(
                 f"{_of(path)} is a DistributedDataParallel, whose forward talks to the other processes; give the "
                 "module inside, ebbflow.fit(model.module, ...), in every process, before or after it is wrapped, and "
                 "train the wrapper as before"
             )
-        if isinstance(module, DataParallel) and len(cast("list[object]", module.device_ids)) > 1:
+        if "DataParallel" in bases and len(getattr(module, "device_ids", ())) > 1:
             raise _refusal(
                 f"{_of(path)} is a DataParallel, which copies its module to other devices at every call; use "
                 "torch.nn.parallel.DistributedDataParallel, one process per device, and fit the module inside"
             )
-        if any(each.__name__ in _SHARDED for each in type(module).__mro__):
+        if bases.intersection(_SHARDED):
             raise _refusal(
                 f"{_of(path)} is sharded by {type(module).__name__}: its weights are gathered from other processes "
                 "inside of the step, which no plan covers yet; train it without sharding, in DistributedDataParallel"
             )
+
+
+def _refuse_lightning(model: torch.nn.Module) -> None:
+    """Definition 7; told by name, for Lightning is not imported here."""
+    if any(
+        kind.__name__ == "LightningModule" and kind.__module__.startswith(("lightning.", "pytorch_lightning."))
+        for kind in type(model).__mro__
+    ):
+        raise _refusal(
+            f"{type(model).__name__} is a LightningModule, whose trainer calls training_step and goes past the forward "
+            "that fit plans. Give the trainer the callback, and leave fit out: "
+            "Trainer(callbacks=[ebbflow.integrations.lightning.MemoryBudget(budget)]), which plans the training_step. "
+            "In a loop of your own fit a module inside of it that returns the loss"
+        )
 
 
 def _refuse_own_call(model: torch.nn.Module) -> None:

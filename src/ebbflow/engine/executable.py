@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from ebbflow.capture.joint import Captured
@@ -94,6 +95,8 @@ class Executable:
         provisional: whether it was planned for the least memory because something was not known yet.
         gradient_order: per tensor that goes in, when its gradient reaches it (``hook_order``).
         unused: drops gradients that no used output depends on.
+        default_dtype: what its forward runs under, and what runs again in its backward: an integer divided by a number
+            has it, and so has what is made without a type of its own.
         always: whether every step is proven.
         phase: definitions 1 to 5.
         proving: number of the flight that is being proven, or ``None``.
@@ -124,6 +127,7 @@ class Executable:
         self.device = device
         self._verify = verify
         self.always = verify == "always"
+        self.default_dtype = torch.get_default_dtype()
         self._output_count = captured.forward_output_count
         lowered = lower(captured, plan.schedule, None if plan.machine is None else plan.machine.links)
         prove(captured, lowered)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from ebbflow.engine.between import learn_retained
 from ebbflow.engine.executable import Executable, Phase, executable_numbered
 from ebbflow.engine.flights import Flight, flight_numbered, flights_of
@@ -151,13 +153,27 @@ def run_backward(args: list[Any]) -> Any:
     arena = arena_numbered(name)
     if arena is None and executable.moves:
         raise gone(executable.plan.tiers[0])
-    with travelling(arena):
+    with travelling(arena), _by_default(executable.default_dtype):
         gradients = _gradients(executable, name, args)
     if arena is not None:
         executable.moved(arena.traffic)
         if not keeps_graph():
             arena.close()
     return executable.unused.dropped(gradients)
+
+
+@contextmanager
+def _by_default(dtype: torch.dtype) -> Iterator[None]:
+    """While open, the default type is ``dtype``: a forward may have run inside of a block that sets another."""
+    outside = torch.get_default_dtype()
+    if outside is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(outside)
 
 
 def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:

@@ -73,6 +73,8 @@ class FittedModel:
         start: a plan from whose schedule searches start too, made anywhere.
         tiers: by name, those that plans may move buffers to.
         offloaded: where the optimizer's state is in a step, if not in place.
+        gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
+            Lightning's trainer does: room is kept for them from the first call on, and no plan counts on them.
         last: the step that ran last.
         flights: forwards whose backward has not come.
         number: of the model among all that were ever fitted.
@@ -92,6 +94,7 @@ class FittedModel:
     start: Plan | None = None
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
     offloaded: Offloaded | None = None
+    gradients_stay: bool = False
     last: Step | None = None
     flights: Flights = field(init=False)
     number: int = field(default_factory=_numbers.__next__)
@@ -134,7 +137,7 @@ class FittedModel:
         modes = (modes_of(call.module, call.device, trained), self._code.of(classes))
         return Circumstances(
             modes=modes,
-            accumulating=accumulating,
+            accumulating=accumulating and not self.gradients_stay,
             trained=trained,
             slot=Slot(
                 key_of(modes, call.args, call.kwargs),

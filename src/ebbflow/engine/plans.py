@@ -19,6 +19,7 @@ from ebbflow.cost.cache import device_context
 from ebbflow.engine.after import hooks_end
 from ebbflow.engine.between import Between
 from ebbflow.engine.circumstances import Circumstances
+from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.flights import flights_of
 from ebbflow.engine.given import given_plan_here, start_here
@@ -30,6 +31,8 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.faults import users_level
 from ebbflow.measurement.optimizer_state import future_state_bytes
+from ebbflow.measurement.resident import gradients_to_come
+from ebbflow.measurement.together import parts_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import StepEnd, most_of
 from ebbflow.step.plan import Plan
@@ -77,6 +80,8 @@ def plan_for(model: FittedModel, step: Step, program: Program, now: Circumstance
     if model.optimizer is not None:
         away = model.offloaded
         resident += future_state_bytes(model.optimizer) if away is None else away.resident_to_come_bytes
+    if model.gradients_stay:
+        resident += gradients_to_come(now.module, model.optimizer, ALLOCATOR_GRANULARITY_BYTES[now.device])
     if model.given_plan is not None:
         return _given(model, model.given_plan, program, now, resident, reserve), False
     guess = _waits_for_a_loss(model, step, now)
@@ -192,7 +197,7 @@ def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool)
         machine=now.device,
         costs=costs,
         estimate=estimated,
-        optimizer="" if model.optimizer is None else type(model.optimizer).__name__,
+        optimizer="" if model.optimizer is None else " and ".join(type(e).__name__ for e in parts_of(model.optimizer)),
         offloaded="" if model.offloaded is None else model.offloaded.note,
         loss=LossPlace.OUTSIDE if guess else None,
     )
@@ -222,13 +227,13 @@ def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, gu
             "The loss outside the model is not in these figures: the first step measures what it takes. "
             "Leave room for it above smallest_bytes"
         )
-    if not now.accumulating and (made := _gradient_bytes(wanted.program)):
+    if not (now.accumulating or model.gradients_stay) and (made := _gradient_bytes(wanted.program)):
         error.add_note(
             "These figures are for gradients that are cleared before each step. Where they are accumulated, "
             f"some {format_bytes(made)} of them are resident from the second micro-batch on, whose smallest "
             "budget is that much larger"
         )
-    if model.optimizer is not None and model.offloaded is None:
+    if model.optimizer is not None and model.offloaded is None and len(parts_of(model.optimizer)) == 1:
         for hint in offload_hint(model.optimizer, now.module, error, wanted.program, wanted.resident_bytes):
             error.add_note(hint)
     if between is not None and between.least_bytes < between.peak_bytes:

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 import torch
@@ -19,9 +18,9 @@ import torch
 from ebbflow._api.fit import calls_of, fit, set_optimizer, step_of, unfit
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.fitted_class import FITTED
-from ebbflow.errors import UnknownArgument, UsageError
+from ebbflow.errors import UsageError
 from ebbflow.integrations.fused_head import opaque_head
-from ebbflow.names import did_you_mean
+from ebbflow.integrations.options import check
 from ebbflow.step.plan import Plan
 from ebbflow.torch_seams.patches import Patch
 from ebbflow.units import Budget
@@ -52,24 +51,7 @@ class MemoryBudget(TrainerCallback):
     """
 
     def __init__(self, budget: str | int | Budget | Plan, **options: Any) -> None:
-        if not isinstance(budget, Plan):
-            Budget.parse(budget)
-        if "optimizer" in options:
-            raise UsageError(
-                "MemoryBudget takes no optimizer: it asks the trainer for its own",
-                argument="optimizer",
-                value=options["optimizer"],
-            )
-        known = [each for each in inspect.signature(fit).parameters if each not in ("model", "budget", "optimizer")]
-        for each in options:
-            if each not in known:
-                raise UnknownArgument(
-                    f"MemoryBudget has no option {each!r}; it has those of fit: {', '.join(known)}"
-                    f"{did_you_mean(each, known)}",
-                    argument=each,
-                    value=options[each],
-                    accepted=known,
-                )
+        check(budget, options)
         self.calls: Calls | None = None
         self.plan: Plan | None = None
         self._budget, self._options = budget, options

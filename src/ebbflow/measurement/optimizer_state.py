@@ -18,6 +18,7 @@ import torch
 
 from ebbflow.errors import UsageError
 from ebbflow.measurement.resident import kept_by, optimizers_in, stepping, storages_in, tensors_in
+from ebbflow.measurement.together import parts_of
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
@@ -43,9 +44,12 @@ def future_state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     Raises:
         UsageError: as :func:`future_state_bytes`.
     """
+    return [size for each in parts_of(optimizer) for size in _future_sizes(stepping(each))]
+
+
+def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     sizes: dict[tuple[object, ...], list[int]] = {}
     total: list[int] = []
-    optimizer = stepping(optimizer)
     parts = optimizers_in(optimizer)
     if any(_keeps_for_all(each) for each in parts):
         return total

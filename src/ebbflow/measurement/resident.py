@@ -25,6 +25,7 @@ from ebbflow.torch_seams.storages import (
 
 __all__ = [
     "device_of",
+    "gradients_to_come",
     "hidden_in",
     "kept_by",
     "optimizers_in",
@@ -174,6 +175,18 @@ def start_bytes(
     state = {} if optimizer is None else storages_in([optimizer])
     reached = {**others, **state, **own}
     return sum(reached.values()) + left_bytes(reached)
+
+
+def gradients_to_come(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, granularity_bytes: int = 1
+) -> int:
+    """Bytes of the gradients that a module's parameters do not have yet: of those that take one, or are trained."""
+    parts = [] if optimizer is None else optimizers_in(optimizer)
+    trained = {id(each) for part in parts for group in part.param_groups for each in group["params"]}
+    without = [
+        each for each in module.parameters() if each.grad is None and (each.requires_grad or id(each) in trained)
+    ]
+    return sum(-(-each.nbytes // granularity_bytes) * granularity_bytes for each in without)
 
 
 def hidden_in(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> list[weakref.ref[torch.Tensor]]:
