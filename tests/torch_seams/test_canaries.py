@@ -73,6 +73,11 @@ BREAKS: dict[str, tuple[str, str, object]] = {
     "compiled_code_can_be_forgotten": ("ebbflow.torch_seams.dynamo", "reset_code", lambda _: None),
     "numbers_of_python_are_not_drawn_in_traces": ("ebbflow.torch_seams.tracing", "_refuse_draw", lambda below: below),
     "gradients_of_results_may_be_asked_for": ("ebbflow.torch_seams.leaves", "_returns_leaf", lambda *_: False),
+    "a_wrapper_is_known_while_its_forward_runs": (
+        "torch.nn.parallel.DistributedDataParallel",
+        "_get_active_ddp_module",
+        classmethod(lambda _: None),
+    ),
     "comparisons_with_draws_are_decided": ("ebbflow.torch_seams.tracing", "_is_drawn", lambda _: False),
     "sequences_of_checkpoints_are_their_loop": ("torch.utils.checkpoint", "checkpoint", lambda function, x, **_: x),
     "functions_of_torch_can_be_traced_otherwise": (
