@@ -15,8 +15,8 @@ ROOT = Path(ebbflow.__file__).parent
 
 EXEMPT = ("torch_seams", "zoo")
 
-OTHERS = {"_fields", "_hf_hook"}
-"""Private names that are not torch's: a named tuple's, accelerate's."""
+OTHERS = {"_compiler_ctx", "_data_fetcher", "_fields", "_hf_hook", "_trainer"}
+"""Private names that are not torch's: a named tuple's, accelerate's, Lightning's."""
 
 HALF_PRIVATE_MODULES = ("torch.fx.experimental", "torch.utils.flop_counter", "torch.autograd.profiler", "functorch")
 HALF_PRIVATE = {
@@ -85,7 +85,7 @@ def private_names(source: str) -> Iterator[tuple[int, str]]:
                 text = ast.unparse(value)
                 # operators of torch.ops are no names of torch's Python
                 operator = text.endswith(("aten", "prims")) or ".ops." in text
-                foreign = _is_private(name) and name not in _own_names() and text not in ("self", "cls", "os")
+                foreign = _is_private(name) and name not in _own_names() | OTHERS and text not in ("self", "cls", "os")
                 if not operator and (foreign or name in HALF_PRIVATE):
                     yield node.lineno, ast.unparse(node)
             case ast.Call(func=ast.Name(id="setattr"), args=[owner, *_]) if ast.unparse(owner).startswith("torch"):

@@ -223,6 +223,7 @@ def test_a_finalizer_of_garbage_may_read_it(optimizer: torch.optim.Optimizer, pa
 
 AT_EXIT = """
 import atexit, sys
+sys.modules["dill"] = None  # torch imports it where it is there, and it holds this module until torch is gone
 import torch
 class Last:
     def __del__(self):
