@@ -164,7 +164,6 @@ def _built(case: tuple[str, str, dict[str, Any], Any]) -> Any:
 _CONFIGURED = ("bert_classifier", "vit", "dinov2", "swin", "convnext", "resnet", "mobilenet_v2")
 _REFUSED = {
     "wav2vec2": Refusal("CaptureError", "data-dependent"),  # labels.max() >= vocab_size, in Python
-    "segformer": Refusal("CaptureError", "lock"),  # transformers' capturing of outputs takes a threading.Lock
 }
 _LIMITED = {"mamba": "asks whether it is compiled"}
 
@@ -192,11 +191,6 @@ def model_that_asks(run: Run, case: Any) -> None:
 @situation(share=1.1, refused=_REFUSED["wav2vec2"])
 def model_wav2vec2(run: Run) -> None:
     _trained(run, MODELS["wav2vec2"])
-
-
-@situation(share=1.1, refused=_REFUSED["segformer"])
-def model_segformer(run: Run) -> None:
-    _trained(run, MODELS["segformer"])
 
 
 def _trained(run: Run, case: Any) -> None:

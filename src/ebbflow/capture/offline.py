@@ -14,6 +14,7 @@ from torch import fx
 from ebbflow.capture.branches import on_eagers_branches
 from ebbflow.capture.cuda.kernels import rename_stand_ins
 from ebbflow.capture.disturbed import undisturbed
+from ebbflow.capture.first_calls import after_first_calls
 from ebbflow.capture.joint import Captured, read_joint
 from ebbflow.capture.trace import compile_step, forget_step, forward_of, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
@@ -106,7 +107,7 @@ def capture(
         finally:
             forget_step(step)
 
-    on_eagers_branches(partial(undisturbed, attempt), answers)
+    on_eagers_branches(partial(undisturbed, partial(after_first_calls, attempt, model)), answers)
     if reader.joint is None:
         raise CaptureError(
             "the call was not captured: nothing in it takes a gradient",
