@@ -43,7 +43,7 @@ MODELS: Mapping[str, tuple[dict[str, Any], tuple[int, ...]]] = {
                          "num_attention_heads": 4, "motion_num_attention_heads": 4, "motion_max_seq_length": 8,
                          "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
                          "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion")}, (2, 4, 4, 16, 16)),
-    "Kandinsky3UNet": ({"block_out_channels": (32, 64, 128, 256), "layers_per_block": 1, "cross_attention_dim": 32,
+    "Kandinsky3UNet": ({"block_out_channels": (32, 64, 128, 256), "layers_per_block": 3, "cross_attention_dim": 32,
                         "encoder_hid_dim": 32, "attention_head_dim": 16, "time_embedding_dim": 64, "groups": 8},
                        (8, 4, 16, 16)),
 }  # fmt: skip
