@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -60,7 +61,7 @@ def build(name: str) -> Subject:
     """The class ``name`` with random weights, and a batch to take noise from."""
     if not vision.lacking("torchvision"):
         vision.import_torchvision()  # which diffusers imports where it is installed
-    import diffusers
+    diffusers: Any = import_module("diffusers")
 
     settings, shape = MODELS[name]
     model = getattr(diffusers, name)(**settings).train()

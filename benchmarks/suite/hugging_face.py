@@ -32,7 +32,7 @@ def checkpoint(model: Any) -> None:
     """The library's own switch."""
     if not model.supports_gradient_checkpointing:
         raise NotSupported("the class has no gradient checkpointing")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
 
 
 def rows(case: str, quick: bool) -> Iterator[Row]:

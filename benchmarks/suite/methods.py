@@ -35,7 +35,7 @@ class Method:
         outputs = self.call(**self.subject.kwargs)
         loss = loss_of(outputs)
         loss.backward()
-        return loss.detach()
+        return loss.detach().clone()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -92,7 +93,7 @@ def lacking() -> str:
 def build(name: str) -> Subject:
     """The model ``name`` with random weights, and a batch."""
     import_torchvision()  # which timm imports
-    import timm
+    timm: Any = import_module("timm")
 
     images, side, reduced = MODELS[name]
     model = timm.create_model(name, pretrained=False, num_classes=CLASSES, **reduced).train()

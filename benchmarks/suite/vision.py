@@ -7,6 +7,7 @@ without an implementation, and the import succeeds; a model that called one woul
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,7 +29,7 @@ def lacking(package: str) -> str:
 def import_torchvision() -> Any:
     """The package, with the ops of its import declared if its compiled ops do not load."""
     try:
-        import torchvision
+        return import_module("torchvision")
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
@@ -38,8 +39,7 @@ def import_torchvision() -> Any:
         for op in ("nms", "qnms"):
             library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _DECLARED.append(library)
-        import torchvision
-    return torchvision
+        return import_module("torchvision")
 
 
 def batch(images: int, side: int) -> dict[str, torch.Tensor]:
