@@ -15,7 +15,7 @@ from suite.vision import lacking as lacking_in
 
 TITLE = "Classifiers of torchvision: captured, bits, budget, peers"
 MODELS: dict[str, tuple[int, int]] = {
-    "alexnet": (64, 96),
+    "alexnet": (128, 96),
     "densenet121": (8, 64),
     "efficientnet_b0": (16, 64),
     "googlenet": (16, 64),
@@ -25,14 +25,14 @@ MODELS: dict[str, tuple[int, int]] = {
     "regnet_y_400mf": (16, 64),
     "resnet18": (32, 64),
     "resnet50": (16, 64),
-    "resnet152": (8, 64),
+    "resnet152": (16, 64),
     "resnext50_32x4d": (16, 64),
     "shufflenet_v2_x1_0": (32, 64),
     "squeezenet1_1": (64, 64),
     "swin_t": (16, 64),
-    "vgg16": (8, 64),
+    "vgg16": (16, 64),
     "vit_b_16": (32, 64),
-    "convnext_tiny": (8, 64),
+    "convnext_tiny": (16, 64),
 }
 """Images a step and their side in pixels."""
 CASES = tuple(MODELS)
