@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all lint types unit unit-all quick gpu benchmarks test-torch clean
+.PHONY: help setup demo test test-all lint types unit unit-all quick gpu benchmarks suite-vision test-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make lint        one part of make test; make types and make unit are the others (unit-all: of make test-all)"
 	@echo "make gpu         with a card: tests/gpu, then benchmarks/gpu.py in steps; 30 minutes, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run them"
+	@echo "make suite-vision  benchmarks/public_suite.py on diffusers, torchvision and timm; hours, can be cut off and goes on"
 	@echo "make test-torch  the canaries, the numerics tier and the demo on another torch: make test-torch TORCH=2.12.0"
 	@echo "make clean       remove .venv and all caches"
 
@@ -73,6 +74,19 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 benchmarks: $(STAMP)
 	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :
 
+# By hand: what is not in .venv is installed beside it, into an environment that reads .venv's packages, torch among
+# them, so that nothing is there twice. torchvision is the release that belongs to the pinned torch.
+VISION_VENV := .venv-vision
+VISION_PYTHON := $(VISION_VENV)/bin/python
+PACKAGES := 'import site; print(site.getsitepackages()[0])'
+
+suite-vision: $(STAMP)
+	test -d $(VISION_VENV) || $(BIN)/python -m venv $(VISION_VENV)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PACKAGES))')" \
+		> "$$($(VISION_PYTHON) -c $(PACKAGES))/project.pth"
+	$(VISION_PYTHON) -m pip install --quiet --no-deps -r benchmarks/suite/requirements.txt
+	$(VISION_PYTHON) benchmarks/public_suite.py --resume --only diffusion: torchvision: timm: $(SUITE_OPTIONS)
+
 # By hand, once per release of torch: an environment of its own (some GB), results in benchmarks/results/torch-*.
 # The pinned versions are taken where they fit that torch, any that fit it else.
 TORCH ?=
@@ -88,5 +102,5 @@ test-torch:
 	$(TORCH_PYTHON) benchmarks/torch_versions.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VISION_VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 """A benchmark of several questions: every case in a process of its own, results written after each.
 
 A question is a module with ``TITLE``, ``CASES``, ``QUICK`` (the cases of a smoke test) and ``rows(case, quick)``. One
-with ``summary(rows)`` has rows over all its cases too, made anew whenever results are written.
+with ``summary(rows)`` has rows over all its cases too, made anew whenever results are written. One with ``lacking()``
+is left out, and that is said, where it tells what is not installed.
 """
 
 from __future__ import annotations
@@ -100,7 +101,12 @@ def _summarise(record: Record, questions: Mapping[str, ModuleType]) -> None:
 
 def _wanted(questions: Mapping[str, ModuleType], quick: bool, only: list[str] | str) -> list[tuple[str, str]]:
     """Question and case of everything to run."""
-    pairs = [(name, case) for name, module in questions.items() for case in (module.QUICK if quick else module.CASES)]
+    pairs: list[tuple[str, str]] = []
+    for name, module in questions.items():
+        if lacking := module.lacking() if hasattr(module, "lacking") else "":
+            print(f"{name} is left out: {lacking}", flush=True)
+        else:
+            pairs += [(name, case) for case in (module.QUICK if quick else module.CASES)]
     return [pair for pair in pairs if only == "all" or any(word in ":".join(pair) for word in only)]
 
 
