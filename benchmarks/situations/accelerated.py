@@ -123,7 +123,7 @@ def accelerate_last_batch(run: Run, first: Any) -> None:
     _Loop(run, first, _loader(_Data(22))).train(2)
 
 
-@variants(ORDERS, share=0.95, captures=OWN_CAPTURES + 1)
+@variants(ORDERS, share=0.95, captures=OWN_CAPTURES + 1, seconds=600.0)
 def accelerate_lengths(run: Run, first: Any) -> None:
     loop = _Loop(run, first, _loader(_Data(4 * len(LENGTHS), LENGTHS), shuffle=False))
     expect_many_lengths(run, loop.train(2))

@@ -147,7 +147,7 @@ def peft_trainer_lora_last_batch(run: Run) -> None:
     with_callback(run, _made, LAST_BATCH, _Data(22))
 
 
-@situation(share=0.9, captures=OWN_CAPTURES + 1)
+@situation(share=0.9, captures=OWN_CAPTURES + 1, seconds=600.0)
 def peft_trainer_lora_lengths(run: Run) -> None:
     grouped(run, _made)
 

@@ -153,20 +153,26 @@ def _trained(run: Run, way: Way) -> list[int]:
         return _Script(run, way, rank).train()
 
 
-@variants(WAYS, share=0.95, processes=2)
+@variants(WAYS, share=0.95, processes=2, seconds=400.0)
 def ddp(run: Run, way: Any) -> None:
     _trained(run, way)
 
 
-@variants({"last_batch": Way(rows=14, epochs=2)}, share=0.95, captures=2, processes=2)
-@variants({"lengths": Way(rows=4 * len(LENGTHS), lengths=LENGTHS)}, share=0.95, captures=OWN_CAPTURES + 1, processes=2)
+@variants({"last_batch": Way(rows=14, epochs=2)}, share=0.95, captures=2, processes=2, seconds=400.0)
+@variants(
+    {"lengths": Way(rows=4 * len(LENGTHS), lengths=LENGTHS)},
+    share=0.95,
+    captures=OWN_CAPTURES + 1,
+    processes=2,
+    seconds=600.0,
+)
 def ddp_shapes(run: Run, way: Any) -> None:
     found = _trained(run, way)
     if len(way.lengths) > 1:
         expect_many_lengths(run, found)
 
 
-@variants({"resumed": Way(epochs=1)}, share=0.95, captures=2, processes=2)
+@variants({"resumed": Way(epochs=1)}, share=0.95, captures=2, processes=2, seconds=400.0)
 def ddp_saved(run: Run, way: Any) -> None:
     """The first process saves, and all go on from that with another model."""
     with _group() as rank:

@@ -169,7 +169,7 @@ def last_batch_of(run: Run, make: Any) -> None:
     _trained(run, trl.SFTTrainer, LAST_BATCH, make, _supervised(count=22))
 
 
-@variants(_MADE, share=0.97, captures=OWN_CAPTURES + 1)
+@variants(_MADE, share=0.97, captures=OWN_CAPTURES + 1, seconds=600.0)
 def lengths_of(run: Run, make: Any) -> None:
     """``group_by_length``; the trainer pads."""
     data = _supervised(LENGTHS, GROUPED_ROWS)
@@ -213,7 +213,7 @@ def dpo_last_batch(run: Run) -> None:
     _trained(run, trl.DPOTrainer, LAST_BATCH, _preferred, _pairs(count=22))
 
 
-@situation(share=1.0, captures=OWN_CAPTURES + 1, over=tuple(range(len(LENGTHS))))
+@situation(share=1.0, captures=OWN_CAPTURES + 1, over=tuple(range(len(LENGTHS))), seconds=600.0)
 def dpo_lengths(run: Run) -> None:
     data = _pairs(LENGTHS, 4 * len(LENGTHS), rows=4)
     expect_many_lengths(run, _trained(run, trl.DPOTrainer, IN_ORDER, _preferred, data))

@@ -174,7 +174,7 @@ def trainer_callback_last_batch(run: Run) -> None:
     with_callback(run, tiny_gpt2, LAST_BATCH, _Data(22))
 
 
-@situation(share=0.95, captures=OWN_CAPTURES + 1)
+@situation(share=0.95, captures=OWN_CAPTURES + 1, seconds=600.0)
 def trainer_callback_lengths(run: Run) -> None:
     grouped(run, tiny_gpt2)
 
