@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -39,6 +40,7 @@ from situations.run import COUNTS, Run, differences, seed_all, watch_engine
 __all__ = ["PLANNED", "judged", "rows"]
 
 PLANNED = "planned"
+_FAULT = "fault.txt"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LOADED = {"torch", "ebbflow", "numba", "llvmlite", "highspy", "sympy", "mpmath", "functorch", "networkx", "filelock"}
 _HERE = str(Path(__file__).resolve().parent)
@@ -102,15 +104,24 @@ def _forked(situation: Situation) -> Row:
         if text is None:
             os.kill(child, signal.SIGKILL)
         _, status, usage = os.wait4(child, 0)
+        fault = Path(caches, _FAULT)
+        where = _frames(fault.read_text()) if fault.exists() else ""
     seconds = round(time.monotonic() - begin, 1)
     if text:
         row = Row.from_json(json.loads(text))
     else:
         why = f"no end after {situation.seconds:g} s" if text is None else _died(status)
-        row = Row(situation.group, {"case": situation.name, "outcome": why, "why": why}, (holds("outcome", False),))
+        columns = {"case": situation.name, "outcome": why, "why": why, "where": where}
+        row = Row(situation.group, columns, (holds("outcome", False),))
     row.columns["seconds"] = seconds
     row.columns["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 1)
     return row
+
+
+def _frames(fault: str) -> str:
+    """The innermost frames of a fault, as :mod:`faulthandler` wrote them."""
+    found = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', fault)
+    return " < ".join(f"{'/'.join(Path(file).parts[-3:])}:{line} {name}" for file, line, name in found[:8])
 
 
 def _died(status: int) -> str:
@@ -136,6 +147,7 @@ def _in_child(situation: Situation, caches: str, writer: int) -> None:
     try:
         os.environ["XDG_CACHE_HOME"] = caches
         os.chdir(caches)
+        faulthandler.enable(Path(_FAULT).open("w"))
         quiet = os.open(os.devnull, os.O_WRONLY)
         if "SITUATIONS_LOUD" not in os.environ:
             os.dup2(quiet, 1)

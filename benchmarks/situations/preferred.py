@@ -200,26 +200,25 @@ def sft_rows(run: Run, settings: Any) -> None:
         "sft_too": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
     },
     share=1.0,
-    over=(0,),
 )
 def dpo(run: Run, settings: Any) -> None:
     """The reference runs between forward and backward: what it takes is planned for from the second step on."""
     _trained(run, trl.DPOTrainer, settings, _evaluated(_preferred, settings, _pairs), _pairs())
 
 
-@situation(share=1.0, captures=2, over=(0, 5))
+@situation(share=1.0, captures=2)
 def dpo_last_batch(run: Run) -> None:
-    """What the reference takes is measured at each shape's first step."""
+    """Two shapes, at whose first steps what the reference takes is not known yet."""
     _trained(run, trl.DPOTrainer, LAST_BATCH, _preferred, _pairs(count=22))
 
 
-@situation(share=1.0, captures=OWN_CAPTURES + 1, over=tuple(range(len(LENGTHS))), seconds=600.0)
+@situation(share=1.0, captures=OWN_CAPTURES + 1, seconds=600.0)
 def dpo_lengths(run: Run) -> None:
     data = _pairs(LENGTHS, 4 * len(LENGTHS), rows=4)
     expect_many_lengths(run, _trained(run, trl.DPOTrainer, IN_ORDER, _preferred, data))
 
 
-@situation(share=1.0, captures=2, over=(0, 4))
+@situation(share=1.0, captures=2)
 def dpo_resumed(run: Run) -> None:
     _resumed(run, trl.DPOTrainer, _preferred, _pairs())
 

@@ -31,7 +31,7 @@ def test_every_cell_is_a_situation_that_is_planned_and_whose_captures_are_held(t
         assert situation.captures in (
             (5,) if cell == "lengths" else (2,) if cell in ("resumed", "last batch") else (None,)
         )
-        assert not situation.over or trainer == "DPOTrainer"
+        assert not situation.over
 
 
 def _cell(name: str, *checks: object, why: str = "") -> Row:
