@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from torch.nn import functional as F
 
 from situations.registry import Refusal, situation, variants
 from situations.run import Run
-from situations.trainers import _Data, tiny_gpt2
+from situations.trainers import LENGTHS, OWN_CAPTURES, _Data, expect_many_lengths, tiny_gpt2
 
 PRELOAD = ("accelerate", "accelerate.hooks", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
 
 ORDERS = {"fit_first": True, "prepare_first": False}
-_DATA = _Data(22)  # the last batch is smaller
+_DATA = _Data(16)
 
 
 def _accelerator(**settings: Any) -> Accelerator:
@@ -25,11 +28,11 @@ def _accelerator(**settings: Any) -> Accelerator:
     return Accelerator(cpu=True, **settings)
 
 
-def _loader(workers: int = 0, context: str | None = None) -> Any:
+def _loader(data: Any = _DATA, workers: int = 0, context: str | None = None, *, shuffle: bool = True) -> Any:
     return torch.utils.data.DataLoader(
-        _DATA,
+        data,
         batch_size=4,
-        shuffle=True,
+        shuffle=shuffle,
         generator=torch.Generator().manual_seed(5),
         num_workers=workers,
         multiprocessing_context=context,
@@ -41,21 +44,27 @@ class _Loop:
 
     def __init__(self, run: Run, first: bool, loader: Any = None, **settings: Any) -> None:
         self.run, self.accelerator = run, _accelerator(**settings)
+        loader = loader or _loader()
+        self.data_bytes = loader.dataset.tokens.nbytes
         model = tiny_gpt2()
         self.adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if first:
             run.fit(model, optimizer=self.adam)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, self.adam, loader or _loader())
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, self.adam, loader)
         if not first:
             run.fit(self.model, optimizer=self.adam)
 
-    def train(self, epochs: int = 1, clip: float | None = 1.0) -> None:
-        run, accelerator = self.run, self.accelerator
+    def train(
+        self, epochs: int = 1, clip: float | None = None, smoothing: float = 0.0, *, evaluate: bool = False
+    ) -> list[int]:
+        """Lengths of the batches; a loss with ``smoothing`` is computed outside of the model."""
+        run, accelerator, lengths = self.run, self.accelerator, list[int]()
         for epoch in range(epochs):
             for i, batch in enumerate(self.loader):
+                lengths.append(batch["input_ids"].shape[1])
                 with accelerator.accumulate(self.model):
-                    with run.step(bytes_beside=_DATA.tokens.nbytes):
-                        loss = self.model(**batch).loss
+                    with run.step(bytes_beside=self.data_bytes):
+                        loss = self._smoothed(batch, smoothing) if smoothing else self.model(**batch).loss
                         accelerator.backward(loss)
                     run.see(f"loss {epoch} {i}", accelerator.gather(loss.detach()))
                     if clip is not None and accelerator.sync_gradients:
@@ -63,32 +72,74 @@ class _Loop:
                     del loss
                     self.optimizer.step()
                     self.optimizer.zero_grad()
-            with torch.no_grad():
-                run.see(f"evaluated {epoch}", accelerator.gather_for_metrics(self.model(**batch).loss))
+                if evaluate:
+                    run.see(f"evaluated {epoch} {i}", self._evaluated(batch))
         run.see_model(self.model)
+        return lengths
+
+    def _smoothed(self, batch: Any, smoothing: float) -> torch.Tensor:
+        logits = self.model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), label_smoothing=smoothing)
+
+    def _evaluated(self, batch: Any) -> torch.Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.accelerator.gather_for_metrics(self.model(**batch).loss)
+        self.model.train()
+        return loss
 
 
-WAYS: dict[str, Any] = {
-    f"{name}_{order}": (first, settings)
-    for name, settings in {
-        "plain": {},
-        "bf16": {"mixed_precision": "bf16"},
-        "accumulated": {"gradient_accumulation_steps": 2},
-        "accumulated_bf16": {"gradient_accumulation_steps": 3, "mixed_precision": "bf16"},
-    }.items()
-    for order, first in ORDERS.items()
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "bf16": ({"mixed_precision": "bf16"}, {}),
+    "accumulated": ({"gradient_accumulation_steps": 2}, {}),
+    "accumulated_bf16": ({"gradient_accumulation_steps": 3, "mixed_precision": "bf16"}, {}),
+    "clipped": ({}, {"clip": 0.1}),
+    "evaluated": ({}, {"evaluate": True}),
+    "smoothed": ({}, {"smoothing": 0.1}),
 }
+"""Settings of the accelerator and of the loop."""
 
 
-@variants(WAYS, share=0.95, captures=-1)
+def _both_orders(of: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name}_{order}": (first, value) for name, value in of.items() for order, first in ORDERS.items()}
+
+
+@variants(_both_orders(WAYS), share=0.95)
 def accelerate_loop(run: Run, way: Any) -> None:
-    first, settings = way
-    _Loop(run, first, **settings).train(2)
+    first, (settings, loop) = way
+    _Loop(run, first, **settings).train(2, **loop)
 
 
-@variants({"fork": "fork", "spawn": "spawn"}, share=0.95, captures=-1)
-def accelerate_workers(run: Run, context: Any) -> None:
-    _Loop(run, True, _loader(1, context)).train()
+@variants(_both_orders({"fork": "fork", "spawn": "spawn"}), share=0.95)
+def accelerate_workers(run: Run, way: Any) -> None:
+    first, context = way
+    _Loop(run, first, _loader(workers=1, context=context)).train()
+
+
+@variants(ORDERS, share=0.95, captures=2)
+def accelerate_last_batch(run: Run, first: Any) -> None:
+    """It is smaller."""
+    _Loop(run, first, _loader(_Data(22))).train(2)
+
+
+@variants(ORDERS, share=0.95, captures=OWN_CAPTURES + 1, seconds=600.0)
+def accelerate_lengths(run: Run, first: Any) -> None:
+    loop = _Loop(run, first, _loader(_Data(4 * len(LENGTHS), LENGTHS), shuffle=False))
+    expect_many_lengths(run, loop.train(2))
+
+
+@variants(ORDERS, share=0.95, captures=2)
+def accelerate_resumed(run: Run, first: Any) -> None:
+    """``save_state``, and another script that goes on from it."""
+    shutil.rmtree("state", ignore_errors=True)  # what eager saved
+    loop = _Loop(run, first)
+    loop.train()
+    loop.accelerator.save_state("state")
+    del loop
+    loop = _Loop(run, first)
+    loop.accelerator.load_state("state")
+    loop.train()
 
 
 @variants(ORDERS, share=0.95, captures=-1)
@@ -104,15 +155,7 @@ def accelerate_saved(run: Run, first: Any) -> None:
     loop.accelerator.free_memory(loop.model)
 
 
-@variants(
-    {
-        f"{name}_{order}": (first, keep)
-        for name, keep in {"kept": True, "dropped": False}.items()
-        for order, first in ORDERS.items()
-    },
-    share=0.95,
-    captures=-1,
-)
+@variants(_both_orders({"kept": True, "dropped": False}), share=0.95, captures=-1)
 def accelerate_unwrapped(run: Run, way: Any) -> None:
     """``unwrap_model``, with and without the autocast that ``prepare`` put on, and training goes on."""
     first, keep = way
@@ -189,11 +232,7 @@ OFFLOADS: dict[str, Any] = {
 }
 
 
-@variants(
-    {f"{name}_{order}": (first, way) for name, way in OFFLOADS.items() for order, first in ORDERS.items()},
-    share=1.2,
-    refused=_MOVES,
-)
+@variants(_both_orders(OFFLOADS), share=1.2, refused=_MOVES)
 def accelerate_moves(run: Run, way: Any) -> None:
     """Hooks that move weights: refused in the first training call at the latest."""
     first, attach = way

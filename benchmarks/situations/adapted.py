@@ -11,7 +11,16 @@ import transformers as hf
 
 from situations.registry import Refusal, situation, variants
 from situations.run import Run
-from situations.trainers import CALLBACK, _arguments, _Data, _trainer, tiny_gpt2
+from situations.trainers import (
+    CALLBACK,
+    LAST_BATCH,
+    OWN_CAPTURES,
+    _Data,
+    grouped,
+    resumed,
+    tiny_gpt2,
+    with_callback,
+)
 
 PRELOAD = (
     "accelerate",
@@ -124,22 +133,29 @@ def _state_bytes(adam: Any) -> int:
 
 @variants({name: KINDS[name] for name in ("lora", "dora", "ia3", "prompt", "prefix")}, share=0.9)
 def peft_trainer(run: Run, kind: Any) -> None:
-    _callback(run, _made(kind), {})
+    with_callback(run, lambda: _made(kind), {})
 
 
 @variants(CALLBACK, share=0.9)
 def peft_trainer_lora(run: Run, settings: Any) -> None:
     """LoRA in ``Trainer(callbacks=[MemoryBudget(...)])``."""
-    _callback(run, _made(), settings)
+    with_callback(run, _made, settings)
 
 
-def _callback(run: Run, model: Any, settings: Any) -> None:
-    callbacks = run.callbacks(model)
-    done = _trainer(hf.Trainer, run, told=True)(
-        model=model, args=_arguments(**settings), train_dataset=_Data(), eval_dataset=_Data(4), callbacks=callbacks
-    )
-    done.train()
-    run.see_model(model)
+@situation(share=0.9, captures=2)
+def peft_trainer_lora_last_batch(run: Run) -> None:
+    with_callback(run, _made, LAST_BATCH, _Data(22))
+
+
+@situation(share=0.9, captures=OWN_CAPTURES + 1, seconds=600.0)
+def peft_trainer_lora_lengths(run: Run) -> None:
+    grouped(run, _made)
+
+
+@situation(share=0.9, captures=2)
+def peft_trainer_lora_resumed(run: Run) -> None:
+    """The adapter is saved, and resumed on the same base."""
+    resumed(run, _made)
 
 
 @situation(share=0.95, captures=-1)

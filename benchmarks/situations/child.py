@@ -3,11 +3,15 @@
 1. Which modules a first step imports is told by a scout, a fork that trains a toy model and ends.
 2. The fork has no thread, no fitted model and no cache yet; a directory of its own is its user cache. It runs the
    situation by eager and fitted, judges it and sends a row through a pipe.
+3. A situation of several processes is forked once more for each of the others before anything runs. Each has budget,
+   bits and counts of its own; the row is the first one's, with the checks of all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -36,6 +40,8 @@ from situations.run import COUNTS, Run, differences, seed_all, watch_engine
 __all__ = ["PLANNED", "judged", "rows"]
 
 PLANNED = "planned"
+_FAULT = "fault.txt"
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _LOADED = {"torch", "ebbflow", "numba", "llvmlite", "highspy", "sympy", "mpmath", "functorch", "networkx", "filelock"}
 _HERE = str(Path(__file__).resolve().parent)
 
@@ -98,15 +104,24 @@ def _forked(situation: Situation) -> Row:
         if text is None:
             os.kill(child, signal.SIGKILL)
         _, status, usage = os.wait4(child, 0)
+        fault = Path(caches, _FAULT)
+        where = _frames(fault.read_text()) if fault.exists() else ""
     seconds = round(time.monotonic() - begin, 1)
     if text:
         row = Row.from_json(json.loads(text))
     else:
         why = f"no end after {situation.seconds:g} s" if text is None else _died(status)
-        row = Row(situation.group, {"case": situation.name, "outcome": why, "why": why}, (holds("outcome", False),))
+        columns = {"case": situation.name, "outcome": why, "why": why, "where": where}
+        row = Row(situation.group, columns, (holds("outcome", False),))
     row.columns["seconds"] = seconds
     row.columns["cpu_seconds"] = round(usage.ru_utime + usage.ru_stime, 1)
     return row
+
+
+def _frames(fault: str) -> str:
+    """The innermost frames of a fault, as :mod:`faulthandler` wrote them."""
+    found = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', fault)
+    return " < ".join(f"{'/'.join(Path(file).parts[-3:])}:{line} {name}" for file, line, name in found[:8])
 
 
 def _died(status: int) -> str:
@@ -132,11 +147,15 @@ def _in_child(situation: Situation, caches: str, writer: int) -> None:
     try:
         os.environ["XDG_CACHE_HOME"] = caches
         os.chdir(caches)
+        faulthandler.enable(Path(_FAULT).open("w"))
         quiet = os.open(os.devnull, os.O_WRONLY)
         if "SITUATIONS_LOUD" not in os.environ:
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
+        others = _others(situation, writer)
         row = judged(situation)
+        for rank, other in enumerate(others, 1):
+            row = _joined(row, rank, _read(other, situation.seconds))
         with os.fdopen(writer, "w") as out:
             out.write(json.dumps(row.to_json()))
         code = 0
@@ -144,6 +163,40 @@ def _in_child(situation: Situation, caches: str, writer: int) -> None:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _others(situation: Situation, writer: int) -> list[int]:
+    """Fork the other processes of ``situation`` (definition 3); pipes on which their rows come."""
+    readers: list[int] = []
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(situation.processes)}
+    for rank in range(1, situation.processes):
+        reader, own = os.pipe()
+        readers.append(reader)
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # it waits for the first one otherwise
+            os.close(writer)
+            os.environ["RANK"] = str(rank)
+            with os.fdopen(own, "w") as out:
+                out.write(json.dumps(judged(situation).to_json()))
+            os._exit(0)
+        os.close(own)
+    return readers
+
+
+def _joined(row: Row, rank: int, text: str | None) -> Row:
+    """``row`` with what the process of ``rank`` found."""
+    if not text:
+        return Row(row.question, row.columns, (*row.checks, holds(f"outcome of process {rank}", False)))
+    other = Row.from_json(json.loads(text))
+    why = f"process {rank}: {other.columns['why']}" if other.columns["why"] else ""
+    columns = row.columns | {
+        "why": "; ".join(filter(None, [row.columns["why"], why])),
+        "processes": rank + 1,
+        "peaks of processes": f"{row.columns.get('peaks of processes', row.columns.get('peak_bytes'))}, "
+        f"{other.columns.get('peak_bytes')}",
+        **{name: row.columns.get(name, 0) + other.columns.get(name, 0) for name in ("planned_calls", "calls")},
+    }
+    return Row(row.question, columns, (*row.checks, *other.checks))
 
 
 def judged(situation: Situation) -> Row:

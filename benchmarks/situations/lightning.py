@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from ebbflow.errors import BudgetError
 from situations.registry import Refusal, situation, variants
 from situations.run import COUNTS, Run, seed_all
+from situations.trainers import OWN_CAPTURES
 
 PRELOAD = ("lightning.pytorch", "torchmetrics")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -165,9 +166,10 @@ def lightning_last_batch(run: Run) -> None:
     train(run, Module(), data=Data(ROWS - 20), callbacks=run.lightning())
 
 
-@situation(share=0.9, captures=3)
+@situation(share=0.9, captures=OWN_CAPTURES + 1, seconds=600.0)
 def lightning_lengths(run: Run) -> None:
-    train(run, Module(), data=Data(lengths=(4, 3, 2)), callbacks=run.lightning())
+    """A length for each of seven batches, twice."""
+    train(run, Module(), data=Data(7 * BATCH, lengths=(8, 7, 6, 5, 4, 3, 2)), callbacks=run.lightning(), max_epochs=2)
 
 
 @situation(share=0.9, captures=2)

@@ -39,9 +39,9 @@ GROUPS = {
     "adapted": "PEFT",
     "accelerated": "accelerate",
     "preferred": "TRL",
+    "distributed": "DistributedDataParallel over gloo",
     "refused": "What no plan can hold",
     "recaptured": "Captured once",
-    "loops": "Training loops",
     "exceptions": "Exceptions, interruptions, observers",
     "leftovers": "Nothing stays behind",
     "hugging": "Hugging Face's models from configurations, tiny",
@@ -77,6 +77,7 @@ class Situation:
         either: whether a planned step is right beside ``refused``.
         limit: a limit that docs/limits.md states, for which other bits are right.
         over: steps that may exceed the budget by a limit that docs/limits.md states.
+        processes: that run it at once, each judged by what it sees; the others are of ``RANK`` 1 and above.
         seconds: the most that it may take.
     """
 
@@ -90,6 +91,7 @@ class Situation:
     either: bool = False
     limit: str = ""
     over: tuple[int, ...] = ()
+    processes: int = 1
     seconds: float = 240.0
 
 

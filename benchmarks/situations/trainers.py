@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from situations.parts import Chain
 from situations.registry import Refusal, situation, variants
-from situations.run import Run
+from situations.run import Run, seed_all
 
 PRELOAD = ("accelerate", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
 
@@ -27,15 +28,43 @@ def _loss(model: Any, x: Any) -> torch.Tensor:
 _BY_NAME = Refusal("UsageError|CaptureError", "forward|compile|training_step|wrap")
 
 
+LENGTHS = (24, 10, 19, 13, 16, 22, 7)
+"""More than the four shapes that have captures of their own."""
+OWN_CAPTURES = 4
+"""Shapes that have one each; those after them share one (docs/shapes.md)."""
+
+
 class _Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, length: int = 16, width: int = 24) -> None:
-        self.tokens = torch.randint(96, (length, width), generator=torch.Generator().manual_seed(3))
+    """Rows of tokens, of another length from four to four where ``lengths`` has several."""
+
+    def __init__(self, length: int = 16, lengths: Sequence[int] = (24,)) -> None:
+        self.tokens = torch.randint(96, (length, max(lengths)), generator=torch.Generator().manual_seed(3))
+        self.lengths = lengths
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+        row = self.tokens[index, : self.lengths[index // 4 % len(self.lengths)]]
+        return {"input_ids": row, "labels": row}
+
+
+def padded(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch as long as its longest row; what was put there is masked and has no label."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def batch(name: str, value: int) -> torch.Tensor:
+        return torch.stack([F.pad(row[name], (0, longest - len(row[name])), value=value) for row in rows])
+
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    mask = (torch.arange(longest) < lengths[:, None]).long()
+    return {"input_ids": batch("input_ids", 0), "labels": batch("labels", -100), "attention_mask": mask}
+
+
+def expect_many_lengths(run: Run, lengths: Sequence[int]) -> None:
+    """More than the shapes that have captures of their own, so that one is shared."""
+    run.facts["lengths"] = len(set(lengths))
+    run.expect("more lengths than have captures of their own", len(set(lengths)) > OWN_CAPTURES + 1)
 
 
 def tiny_gpt2(**settings: Any) -> Any:
@@ -58,6 +87,7 @@ def _trainer(kind: type[Any], run: Run, *, told: bool = False, beside: Sequence[
             state = () if told or self.optimizer is None else self.optimizer.state.values()
             bytes_ = sum(v.nbytes for each in state for v in each.values() if isinstance(v, torch.Tensor))
             data = getattr(self.train_dataset, "tokens", None)  # of others it lies in no allocator of torch's
+            self.lengths = [*getattr(self, "lengths", ()), args[1]["input_ids"].shape[1]]
             with run.step(beside, bytes_ + (data.nbytes if isinstance(data, torch.Tensor) else 0)):
                 loss = super().training_step(*args, **kwargs)
             run.see(f"loss {len(run.peaks)}", loss)
@@ -78,10 +108,11 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 
 def _arguments(**settings: Any) -> Any:
-    return hf.TrainingArguments(
-        output_dir="out", report_to=[], use_cpu=True, per_device_train_batch_size=4, max_steps=3, save_strategy="no",
-        logging_steps=1, disable_tqdm=True, seed=0, dataloader_pin_memory=False, **settings,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "output_dir": "out", "report_to": [], "use_cpu": True, "per_device_train_batch_size": 4, "max_steps": 3,
+        "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "seed": 0, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return hf.TrainingArguments(**(given | settings))
 
 
 @variants(TRAINERS, share=1.1)
@@ -101,16 +132,73 @@ CALLBACK: dict[str, dict[str, Any]] = TRAINERS | {
 }
 
 
+LAST_BATCH: dict[str, Any] = {"num_train_epochs": 2, "max_steps": -1}
+"""Of 22 rows, two are left for it, twice."""
+BY_LENGTH: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "max_steps": 2 * len(LENGTHS)}
+GROUPED_ROWS = 16 * len(LENGTHS)
+"""The trainer sorts a quarter of them at a time."""
+RESUMED = (
+    {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"},
+    {"max_steps": 7, "lr_scheduler_type": "constant"},
+)
+"""Of one trainer that saves, and of another that goes on from the fourth step."""
+
+
+def with_callback(
+    run: Run, make: Callable[[], Any], settings: Any, data: Any = None, collate: Any = None, *, resume: bool = False
+) -> Any:
+    """``Trainer(callbacks=[MemoryBudget(...)])`` of what ``make`` makes, trained."""
+    model = make()
+    done = _trainer(hf.Trainer, run, told=True)(
+        model=model,
+        args=_arguments(**settings),
+        train_dataset=_Data() if data is None else data,
+        eval_dataset=_Data(4),
+        data_collator=collate,
+        callbacks=run.callbacks(model),
+    )
+    done.train(resume_from_checkpoint=resume)
+    run.see_model(model)
+    return done
+
+
 @variants(CALLBACK, share=0.95)
 def trainer_callback(run: Run, settings: Any) -> None:
-    """``Trainer(callbacks=[MemoryBudget(...)])``: fitted when training begins, the optimizer's state counted."""
-    model = tiny_gpt2()
-    callbacks = run.callbacks(model)
-    done = _trainer(hf.Trainer, run, told=True)(
-        model=model, args=_arguments(**settings), train_dataset=_Data(), eval_dataset=_Data(4), callbacks=callbacks
-    )
-    done.train()
-    run.see_model(model)
+    """Fitted when training begins, the optimizer's state counted."""
+    with_callback(run, tiny_gpt2, settings)
+
+
+@situation(share=0.95, captures=2)
+def trainer_callback_last_batch(run: Run) -> None:
+    """It is smaller."""
+    with_callback(run, tiny_gpt2, LAST_BATCH, _Data(22))
+
+
+@situation(share=0.95, captures=OWN_CAPTURES + 1, seconds=600.0)
+def trainer_callback_lengths(run: Run) -> None:
+    grouped(run, tiny_gpt2)
+
+
+@situation(share=0.95, captures=2)
+def trainer_callback_resumed(run: Run) -> None:
+    """Saved, and resumed by another trainer with another model, each fitted."""
+    resumed(run, tiny_gpt2)
+
+
+def grouped(run: Run, make: Callable[[], Any]) -> None:
+    """``group_by_length``, batches padded to their longest row."""
+    data = _Data(GROUPED_ROWS, LENGTHS)
+    expect_many_lengths(run, with_callback(run, make, BY_LENGTH, data, padded).lengths)
+
+
+def resumed(run: Run, make: Callable[[], Any]) -> None:
+    shutil.rmtree("out", ignore_errors=True)  # what eager saved
+    for resume, settings in enumerate(RESUMED):
+        seed_all(1)  # adapters are saved without their base, which is the same one
+        done = with_callback(run, make, settings, resume=bool(resume))
+        run.expect("all steps of both trainers", done.state.global_step == settings["max_steps"])
+        run.see(f"trainer {resume}", [each for each in done.state.log_history if "loss" in each])
+        del done
 
 
 @situation(share=1.1, refused=_BY_NAME, either=True)

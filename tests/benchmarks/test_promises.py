@@ -16,10 +16,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import promises  # noqa: E402
 from harness.record import Row, at_most, holds  # noqa: E402
 from situations.oracle import build_counter  # noqa: E402
 from situations.run import _copy, differences  # noqa: E402
+from situations.runner import KINDS, counted  # noqa: E402
 
 SMOKE = (
     "outputs_kept_dict",
@@ -82,11 +82,10 @@ def test_misses_are_counted_by_kind() -> None:
     rows = [
         Row("copies", {"case": "a"}, (holds("planned", True), at_most("bytes over budget", 9000, 8192))),
         Row("copies", {"case": "b"}, (holds("planned", False),)),
-        Row("loops", {"case": "c"}, (holds("planned", True), holds("no call unplanned", False))),
+        Row("hooks", {"case": "c"}, (holds("planned", True), holds("no call unplanned", False))),
     ]
-    *_, total = promises._counts(rows)
-    counted = {name: total.columns[name] for name in ("situations", "right", *promises._KINDS)}
-    assert list(counted.values()) == [3, 0, 1, 0, 1, 0, 1]
+    *_, total = counted(rows)
+    assert [total.columns[name] for name in ("situations", "right", *KINDS)] == [3, 0, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.long
