@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch.autograd import profiler
 
 from ebbflow.torch_seams.patches import Item, Patch, patched
@@ -94,6 +94,9 @@ class AllocationProfile:
        and has handed out before (``ProfiledCPUMemoryReporter::Delete`` in ``c10/core/CPUAllocator.cpp``). Such blocks
        are expected here. So warnings of the C++ log, not of Python, are left out while this profile runs, unless the
        user has set a level of theirs (``TORCH_CPP_LOG_LEVEL``). Errors are written as ever.
+    3. Calls of ops are not recorded, only memory. A call that begins on this thread may end on another, as a collective
+       of ``DistributedDataParallel`` does that its hooks begin in a backward; if the profiler has stopped by then, its
+       end is written to memory that is gone.
     """
 
     def __init__(self) -> None:
@@ -121,6 +124,7 @@ class AllocationProfile:
                 self._hush = patched(level, _ERROR).open()
             try:
                 self._profile.__enter__()
+                _enable_record_function(False)
             except Exception:
                 self._open = False
                 self._speak()
@@ -134,6 +138,7 @@ class AllocationProfile:
 
     def _stop(self) -> None:
         if self._open:
+            _enable_record_function(True)
             try:
                 self._profile.__exit__(None, None, None)
             except RuntimeError:  # of 2.11, where nothing runs: an interrupt came before the start or after the end
@@ -147,6 +152,12 @@ class AllocationProfile:
         """Write warnings again."""
         if self._hush is not None:
             self._hush.close()
+
+    def calls(self) -> list[Any]:
+        """After :meth:`stop`: Kineto's events of ops, of which there are none (definition 3)."""
+        results = self._profile.kineto_results
+        assert results is not None
+        return [event for event in results.experimental_event_tree() if event.tag.name == "TorchOp"]
 
     def events(self) -> list[tuple[int, int, int]]:
         """After :meth:`stop`: time in ns, address and bytes of every block taken, or given back if negative, by time.

@@ -122,6 +122,8 @@ def allocations_are_recorded() -> None:
         torch.empty(104_729, dtype=torch.uint8)
     finally:
         record.stop()
+    calls = [event.name for event in record.calls()]
+    expect(not calls, f"calls of ops are recorded as well: {calls}")
     sizes = [size for _, _, size in record.events()]
     expect(104_729 in sizes and -104_729 in sizes[sizes.index(104_729) :], f"recorded: {sizes}")
     expect(not profiler.profiler_active(), "a stopped profiler is active")
