@@ -62,6 +62,9 @@ class Options:
     tiers: str | Sequence[str] | None = None
     """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
     preferred one first; ``None`` moves nothing."""
+    rewrites: Literal["exact"] | None = None
+    """What may take the place of parts of the step: ``"exact"``, what gives the same bits in less memory, where the
+    budget asks for it; ``None``, nothing."""
     offload_optimizer: bool = False
     """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
     start: Plan | None = None
@@ -86,6 +89,8 @@ class Options:
         _check_start(self.start)
         self.require_tiers_for(self.planner)
         require_flag("offload_optimizer", self.offload_optimizer)
+        if self.rewrites not in (None, "exact"):
+            raise _refusal("rewrites", self.rewrites, '"exact"', "None")
         if not isinstance(self.verify, bool) and self.verify != "always":  # pyright: ignore[reportUnnecessaryComparison]
             raise _refusal("verify", self.verify, "True", "False", "'always'")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -23,6 +23,7 @@ LAYERS = [
     {"transfers"},
     {"cost"},
     {"capture"},
+    {"rewrites"},
     {"lower"},
     {"engine"},
     {"_api"},

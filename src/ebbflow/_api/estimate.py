@@ -10,6 +10,7 @@ import torch
 
 from ebbflow._api.refusals import refuse_to_offload, refuse_to_plan, require_call, require_module
 from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.capture.offline import capture
 from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_costs
@@ -28,9 +29,11 @@ from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.narration import aloud, interruption_noted, narrated
+from ebbflow.planning.alternatives import Alternative
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
+from ebbflow.rewrites.choices import alternatives_elsewhere, alternatives_here
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -58,6 +61,7 @@ def plan(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
+    rewrites: Literal["exact"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
@@ -84,6 +88,8 @@ def plan(
             loss. Such a plan tells what the step takes; to run it, put the loss inside the model.
         optimizer: its state counts as resident, also what it does not hold yet; or a function that makes it from
             the model.
+        rewrites: what may take the place of parts of the step, as for :func:`ebbflow.fit`. For a machine that is not
+            at hand what it rests on is assumed, and listed; ``fit`` measures it there.
         offload_optimizer: plan for that state in the first of ``tiers`` while a step runs, as :func:`ebbflow.fit` does
             with it: it is not resident then, and the budget also holds at ``optimizer.step()``.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`.
@@ -109,6 +115,7 @@ def plan(
         time_limit=time_limit,
         seed=seed,
         optimizer=optimizer,
+        rewrites=rewrites,
         offload_optimizer=offload_optimizer,
         loss=loss,
         machine=machine,
@@ -137,6 +144,7 @@ def sweep(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
+    rewrites: Literal["exact"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
@@ -161,6 +169,7 @@ def sweep(
         tiers: as for :func:`plan`.
         loss: as for :func:`plan`.
         optimizer: as for :func:`plan`.
+        rewrites: as for :func:`plan`.
         offload_optimizer: as for :func:`plan`.
         gradients: as for :func:`plan`.
         effort: local-search moves per plan.
@@ -186,6 +195,7 @@ def sweep(
         time_limit=time_limit,
         seed=seed,
         optimizer=optimizer,
+        rewrites=rewrites,
         offload_optimizer=offload_optimizer,
         loss=loss,
         machine=machine,
@@ -224,6 +234,7 @@ class AheadStep:
         end: what is taken when the backward has returned, whatever the plan.
         resident: what ``resident_bytes`` are made of, by kind; empty where that is not known.
         layer_types: the class of each of the model's modules, by its path; likewise.
+        alternatives: to the program.
     """
 
     program: Program
@@ -235,6 +246,7 @@ class AheadStep:
     end: StepEnd = NOTHING_AFTER
     resident: Mapping[str, int] = field(default_factory=dict[str, int])
     layer_types: Mapping[str, str] = field(default_factory=dict[str, str])
+    alternatives: Sequence[Alternative] = ()
 
     @property
     def unplanned_budget_bytes(self) -> int:
@@ -270,7 +282,13 @@ class AheadStep:
             )
 
     def _options(self, options: PlanningOptions) -> PlanningOptions:
-        return replace(options, machine=self.machine, tiers=self.tiers, provenance=self.provenance)
+        return replace(
+            options,
+            machine=self.machine,
+            tiers=self.tiers,
+            provenance=self.provenance,
+            alternatives=self.alternatives,
+        )
 
 
 def capture_ahead(
@@ -305,7 +323,7 @@ def capture_ahead(
         refuse_to_offload(optimizer, parse_tiers(options.tiers))
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
-        program, provenance = capture_program(
+        joint, program, provenance = capture_program(
             model,
             tuple(args),
             kwargs or {},
@@ -315,6 +333,7 @@ def capture_ahead(
             name=name,
         )
         device = program.context["device"] if target is None else target.device
+        alternatives = _alternatives(joint, program, device, target) if options.rewrites else ()
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:
@@ -334,7 +353,14 @@ def capture_ahead(
         state.end,
         {**resident, "cuBLAS workspace": held},
         _classes_in(model),
+        alternatives,
     )
+
+
+def _alternatives(joint: Captured, program: Program, device: str, target: Machine | None) -> Sequence[Alternative]:
+    if is_elsewhere(target):
+        return alternatives_elsewhere(joint, program)
+    return alternatives_here(joint, program, device)
 
 
 def _classes_in(model: torch.nn.Module) -> dict[str, str]:
@@ -384,8 +410,8 @@ def capture_program(
     loss: Callable[[Any], Any] | None = None,
     every_output: bool = False,
     name: str = "",
-) -> tuple[Program, Provenance]:
-    """The program of one training call with costs, and facts on where the costs are from.
+) -> tuple[Captured, Program, Provenance]:
+    """One training call, its program with costs, and facts on where the costs are from.
 
     Args:
         model: real, fake or on ``meta``.
@@ -420,7 +446,7 @@ def capture_program(
     if not is_elsewhere(machine):
         program = with_measured_costs(joint.program, joint.calls, device)
         costs, estimated = costs_of(joint.calls, device)
-        return program, Provenance(machine=device, costs=costs, estimate=estimated, loss=loss_place)
+        return joint, program, Provenance(machine=device, costs=costs, estimate=estimated, loss=loss_place)
     assert machine is not None
     provenance = Provenance(
         machine=machine.name,
@@ -433,4 +459,4 @@ def capture_program(
         workspace=workspace_on_cuda(joint.program, machine) if cuda is not None else "",
         loss=loss_place,
     )
-    return with_roofline_costs(joint.program, joint.calls, machine), provenance
+    return joint, with_roofline_costs(joint.program, joint.calls, machine), provenance

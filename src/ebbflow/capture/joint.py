@@ -40,7 +40,7 @@ from ebbflow.torch_seams.data_parallel import is_alone
 from ebbflow.torch_seams.graphs import stack_trace_of
 from ebbflow.torch_seams.storages import storage_key
 
-__all__ = ["Captured", "read_joint"]
+__all__ = ["Captured", "read_joint", "reread"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Captured:
         returned: buffers of those that are no new values of inputs.
         mutated: placeholders whose storage the boundary's copy-back changes.
         calls: per op, what it is called with.
+        granularity_bytes: the device's allocator rounds blocks up to a multiple of this.
+        target: type of the device that the step is for, if it is not that of its tensors.
     """
 
     graph: fx.Graph
@@ -70,6 +72,8 @@ class Captured:
     returned: tuple[int, ...]
     mutated: frozenset[fx.Node]
     calls: tuple[Call, ...]
+    granularity_bytes: int = 1
+    target: str | None = None
 
     @property
     def primals(self) -> list[fx.Node]:
@@ -421,17 +425,27 @@ def read_joint(
     return _read(graph, forward_output_count, name, granularity_bytes, context, target)
 
 
-def accumulating(captured: Captured, positions: Iterable[int], granularity_bytes: int) -> Captured:
+def accumulating(captured: Captured, positions: Iterable[int]) -> Captured:
     """The step where these primals have gradients already, to which new ones are added: those are not copied.
 
     Args:
         captured: the step where none has.
         positions: some of ``captured.copied_gradients``.
-        granularity_bytes: as for :func:`read_joint`.
     """
-    graph = uncopied(captured.graph, captured.forward_output_count, positions)
+    return reread(captured, uncopied(captured.graph, captured.forward_output_count, positions))
+
+
+def reread(captured: Captured, graph: fx.Graph) -> Captured:
+    """The step of ``graph``, which has the inputs and outputs of ``captured``, as a value."""
     program = captured.program
-    return _read(graph, captured.forward_output_count, program.name, granularity_bytes, dict(program.context), None)
+    return _read(
+        graph,
+        captured.forward_output_count,
+        program.name,
+        captured.granularity_bytes,
+        dict(program.context),
+        captured.target,
+    )
 
 
 def _read(
@@ -497,6 +511,8 @@ def _read(
         returned=returned,
         mutated=mutated,
         calls=tuple(reader.calls),
+        granularity_bytes=granularity_bytes,
+        target=target,
     )
 
 

@@ -55,6 +55,8 @@ COLLECTIVES = frozenset({"_c10d_functional", "_dtensor", "c10d", "c10d_functiona
 """Namespaces of ops that talk to other processes."""
 
 _EFFECTS = COLLECTIVES | {"ebbflow"}  # namespaces of ops
+_WRITES = frozenset({"ebbflow_rewrites::backward_over_kept"})
+"""Ops that write over an argument which nobody else reads. Autograd is not told: it would refuse a second backward."""
 
 
 def keeps_storage(node: fx.Node) -> bool:
@@ -98,7 +100,7 @@ def has_effect(node: fx.Node) -> bool:
     overload = _overload(node)
     if overload is None:
         return node.op == "call_function" and bool(getattr(node.target, "has_side_effect", False))
-    return schema_of(overload).is_mutable or overload.namespace in _EFFECTS
+    return schema_of(overload).is_mutable or overload.namespace in _EFFECTS or schema_of(overload).name in _WRITES
 
 
 def _runs_on_cuda(node: fx.Node, target: str | None) -> bool:

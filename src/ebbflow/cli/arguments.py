@@ -29,6 +29,7 @@ __all__ = [
     "OffloadOptimizer",
     "OptimizerName",
     "PlannerName",
+    "Rewrites",
     "Seed",
     "Size",
     "Tiers",
@@ -109,6 +110,10 @@ OptimizerName = Annotated[
         help=f"whose state counts as resident: {', '.join(_OPTIMIZER_NAMES)}; default: the case's own",
         autocompletion=_beginning(lambda: _OPTIMIZER_NAMES),
     ),
+]
+Rewrites = Annotated[
+    str | None,
+    typer.Option(help="exact: parts of the step may be replaced by what has the same bits and takes less memory"),
 ]
 OffloadOptimizer = Annotated[
     bool,

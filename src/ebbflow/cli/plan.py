@@ -18,6 +18,7 @@ from ebbflow.cli.arguments import (
     OffloadOptimizer,
     OptimizerName,
     PlannerName,
+    Rewrites,
     Seed,
     Size,
     Tiers,
@@ -43,6 +44,7 @@ def plan(
     tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
+    rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
     gradients: Gradients = None,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
@@ -61,6 +63,7 @@ def plan(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
+        rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,

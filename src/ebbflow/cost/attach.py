@@ -20,7 +20,7 @@ from ebbflow.step.machine import Machine, machine_named
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs
 
-__all__ = ["costs_of", "is_measured_form", "with_measured_costs", "with_roofline_costs"]
+__all__ = ["costs_of", "is_measured", "is_measured_form", "with_measured_costs", "with_roofline_costs"]
 
 _KNOWN: dict[str, dict[str, Cost]] = {}  # per cache file, what this process has read or measured
 _one_at_a_time = threading.RLock()  # threads that measure would disturb each other, and measure the same
@@ -87,6 +87,11 @@ def costs_of(calls: Sequence[Call], device: str) -> tuple[Costs, str]:
     if not estimated:
         return Costs.MEASURED, ""
     return Costs.PARTLY, f"the seconds of {estimated} of {len(signatures)} distinct ops are by roofline"
+
+
+def is_measured(call: Call, device: str) -> bool:
+    """Whether the workspace of ``call`` is known here; what had no room to be tried has none in its costs."""
+    return call.signature in _known(CostCache(device_context(device)))
 
 
 def _known(cache: CostCache) -> dict[str, Cost]:

@@ -24,13 +24,21 @@ from ebbflow.cost.call import Call, TensorSpec
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
 
-__all__ = ["NoRoom", "Room", "arguments_for", "within"]
+__all__ = ["NoRoom", "Room", "arguments_for", "free_bytes", "within"]
 
 SMALL_PART = 16
 """Of the room, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
+_WRITTEN = ("kept",)
+"""What ops of rewrites call an argument that they write over."""
 _PIVOTS = ("pivots", "LU_pivots")
 """What schemas call the rows that a factorisation has swapped, counted from one: ones permute nothing."""
-_TRUSTED = ("aten", "prims", "mkldnn", "quantized")  # whose schemas are right about what is written to
+_TRUSTED = (
+    "aten",
+    "prims",
+    "mkldnn",
+    "quantized",
+    "ebbflow_rewrites",
+)  # whose schemas are right about what is written to
 
 
 class NoRoom(Exception):
@@ -78,7 +86,8 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
     needs = sum(map(_bytes, (*specs, *call.outputs)))
     borrowed: dict[int, torch.Tensor] = {}
     if needs > room.free_bytes / SMALL_PART:
-        able = [position for position, spec in enumerate(specs) if _may_borrow(call, spec)]
+        lent = _arguments_that_borrow(call)
+        able = [position for position, spec in enumerate(specs) if position in lent and _is_of_numbers(spec)]
         borrowed = _borrowed(specs, able, room.lenders)
         needs -= sum(_bytes(specs[position]) for position in borrowed)
         unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
@@ -101,11 +110,24 @@ def _bytes(spec: TensorSpec) -> int:
     return spec.extent * spec.dtype.itemsize
 
 
-def _may_borrow(call: Call, spec: TensorSpec) -> bool:
-    """Definition 3."""
+def _arguments_that_borrow(call: Call) -> set[int]:
+    """Positions among the tensors of ``call`` (definition 3)."""
     target = call.target
     if not isinstance(target, OpOverload) or target.namespace not in _TRUSTED or schema_of(target).is_mutable:
-        return False
+        return set()
+    names = [each.name for each in schema_of(target).arguments]
+    found: set[int] = set()
+    position = 0
+    for index, value in enumerate((*call.args, call.kwargs)):
+        for each in pytree.tree_leaves(value):
+            if isinstance(each, TensorSpec):
+                if index >= len(names) or names[index] not in _WRITTEN:
+                    found.add(position)
+                position += 1
+    return found
+
+
+def _is_of_numbers(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
@@ -162,3 +184,8 @@ def _vector(spec: TensorSpec) -> torch.Tensor:
 def _drawing(device: str) -> torch.Generator:
     """A generator of our own: other threads draw from torch's meanwhile."""
     return torch.Generator(device)
+
+
+def free_bytes() -> float:
+    """What the room of this thread has, in bytes; infinity outside of a fitted model's call."""
+    return _current.room.free_bytes

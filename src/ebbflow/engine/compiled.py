@@ -23,6 +23,7 @@ from torch import fx
 
 from ebbflow.capture.branches import on_eagers_branches
 from ebbflow.capture.disturbed import undisturbed
+from ebbflow.capture.first_calls import after_first_calls
 from ebbflow.capture.joint import Captured, accumulating, read_joint
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
 from ebbflow.capture.trace import capture_settings, compile_step, forget_step, translated_errors
@@ -164,7 +165,7 @@ class Capture:
                 raise
             raise InternalError("a step ran while it was captured")
 
-        alone = partial(undisturbed, attempt)
+        alone = partial(undisturbed, partial(after_first_calls, attempt, call.module))
         raise alone() if self.symbolic else on_eagers_branches(alone, self.answers)
 
     def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:
@@ -202,7 +203,7 @@ class Capture:
 
     def accumulating(self, captured: Captured, positions: frozenset[int]) -> Captured:
         """``captured`` where these primals have gradients already (``capture.joint``)."""
-        return accumulating(captured, positions, ALLOCATOR_GRANULARITY_BYTES[self.device])
+        return accumulating(captured, positions)
 
     def _read(self, joint: fx.GraphModule) -> Captured:
         return read_joint(

@@ -37,6 +37,7 @@ from ebbflow.lower.lowering import Lowered, lower
 from ebbflow.lower.proof import prove
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.measurement.reserved import Reserved
+from ebbflow.rewrites.head_kernels import SETTLES
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free
@@ -261,7 +262,8 @@ def _unseen_bytes(program: Program) -> int:
     unseen = max(program.between_bytes, program.late_bytes)
     if unseen > SCALARS_BYTES:
         unseen += sum(program.buffers[b].bytes for b in program.forward_outputs)
-    return unseen
+    # Room for a guess that turns out wrong, which a right one does not take.
+    return unseen + max((op.workspace_bytes for op in program.ops if op.target == SETTLES), default=0)
 
 
 def _graphs(lowered: Lowered) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured_form
 from ebbflow.errors import BudgetError, PlanMismatch
+from ebbflow.rewrites.choices import choice_of
 from ebbflow.step.legality import check
 from ebbflow.step.machine import is_elsewhere
 from ebbflow.step.plan import Plan
@@ -15,7 +17,30 @@ from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
 from ebbflow.units import format_count
 
-__all__ = ["given_plan_here", "start_here"]
+__all__ = ["given_plan_here", "program_of", "start_here"]
+
+
+def program_of(plan: Plan, captured: Captured, program: Program, device: str) -> Program:
+    """What ``plan`` is for where it is of this step: ``program``, or what the plan's rewrites make of ``captured``.
+
+    Raises:
+        PlanMismatch: if the step has not what they replace, or the kernels here are not as they take for granted.
+    """
+    if plan.rewritten is None:
+        return program
+    try:
+        choice = choice_of(captured, plan.rewritten.rewrites)
+    except LookupError as error:
+        raise PlanMismatch(
+            f"the plan for {plan.case} does not belong to this step: {error}", differences=[str(error)]
+        ) from None
+    if missing := choice.not_held(device):
+        raise PlanMismatch(
+            f"the plan for {plan.case} computes {missing} and takes for granted that this has the bits of the whole, "
+            "which does not hold here, or which there is no room to find out; plan anew with fit(model, budget=...)",
+            differences=[f"kernels: {missing}"],
+        )
+    return choice.captured.program
 
 
 def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], resident: int, reserve: int) -> Plan:

@@ -71,6 +71,7 @@ class FittedModel:
         verify: whether first steps are proven and later ones measured, or every step proven.
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
+        rewrites: whether parts of its steps may be replaced by what has the same bits (``rewrites``).
         tiers: by name, those that plans may move buffers to.
         offloaded: where the optimizer's state is in a step, if not in place.
         gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
@@ -92,6 +93,7 @@ class FittedModel:
     verify: bool | Literal["always"]
     every_output: bool
     start: Plan | None = None
+    rewrites: bool = False
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
     offloaded: Offloaded | None = None
     gradients_stay: bool = False

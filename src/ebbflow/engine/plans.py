@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.cost.attach import costs_of
 from ebbflow.cost.cache import device_context
@@ -22,7 +23,7 @@ from ebbflow.engine.circumstances import Circumstances
 from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.flights import flights_of
-from ebbflow.engine.given import given_plan_here, start_here
+from ebbflow.engine.given import given_plan_here, program_of, start_here
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.offloaded import offload_hint
 from ebbflow.engine.reserve import reserve_bytes
@@ -35,6 +36,7 @@ from ebbflow.measurement.resident import gradients_to_come
 from ebbflow.measurement.together import parts_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import StepEnd, most_of
+from ebbflow.rewrites.choices import alternatives_here
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
@@ -70,10 +72,19 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
     return min(fitting, key=lambda each: each.overhead) if fitting else None
 
 
-def plan_for(model: FittedModel, step: Step, program: Program, now: Circumstances) -> tuple[Plan, bool]:
+def plan_for(
+    model: FittedModel, step: Step, captured: Captured, program: Program, now: Circumstances
+) -> tuple[Plan, bool]:
     """The plan for a captured step with costs, and whether it will do only until more is known (definition 2).
 
     Nothing of the model has run when this returns or raises.
+
+    Args:
+        model: whose step it is.
+        step: with the plans that it had.
+        captured: the step where the model's parameters have gradients or not.
+        program: of ``captured``, with costs.
+        now: what surrounds the call.
     """
     reserve = reserve_bytes(program, now.device, verify=model.verify)
     resident = resident_bytes(step, now)
@@ -83,10 +94,17 @@ def plan_for(model: FittedModel, step: Step, program: Program, now: Circumstance
     if model.gradients_stay:
         resident += gradients_to_come(now.module, model.optimizer, ALLOCATOR_GRANULARITY_BYTES[now.device])
     if model.given_plan is not None:
-        return _given(model, model.given_plan, program, now, resident, reserve), False
+        here = program_of(model.given_plan, captured, program, now.device)
+        return _given(model, model.given_plan, here, now, resident, reserve), False
     guess = _waits_for_a_loss(model, step, now)
     end = most_of(_ends_of(model, now), program)
-    wanted = _Wanted(model, program, now, resident, reserve, end, _options(model, step, now, guess=guess))
+    options = _options(model, step, now, guess=guess)
+    retained = model.between.retained(now.slot)
+    if model.rewrites:
+        options = replace(
+            options, alternatives=alternatives_here(captured, program, now.device, retained=retained is not None)
+        )
+    wanted = _Wanted(model, program, now, resident, reserve, end, options)
     between = model.between.of(now.slot)
     try:
         plan = wanted.plan(between)
@@ -94,7 +112,6 @@ def plan_for(model: FittedModel, step: Step, program: Program, now: Circumstance
         if (other := _instead(wanted, between, error, guess=guess)) is None:
             raise  # here, with no frame more than it has
         return other
-    retained = model.between.retained(now.slot)
     return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
 
 
@@ -186,7 +203,9 @@ class _Wanted:
     def _seeds(self) -> list[Schedule]:
         """Schedules of the program that are known, and what the user's start says of it."""
         same = [plan for plan in _plans(self.model) if plan.program.fingerprint == self.program.fingerprint]
-        return [*(plan.schedule for plan in same), *start_here(self.model.start, self.program)]
+        start = self.model.start
+        here = [] if start is not None and start.rewritten is not None else start_here(start, self.program)
+        return [*(plan.schedule for plan in same), *here]
 
 
 def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool) -> PlanningOptions:
@@ -201,7 +220,7 @@ def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool)
         offloaded="" if model.offloaded is None else model.offloaded.note,
         loss=LossPlace.OUTSIDE if guess else None,
     )
-    options = replace(model.options, provenance=source)
+    options = replace(model.options, provenance=source, known=_known(model))
     if now.checkpointed:  # see holding
         options = replace(options, tiers=())
     if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
@@ -255,7 +274,8 @@ def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, gu
 def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> Plan:
     """A plan that leaves room for what a backward keeps that retains its graph; ``plan`` itself where there is none."""
     budget = Budget(bytes=plan.budget_bytes)
-    planned = replace(wanted, program=plan.program)
+    as_planned = replace(wanted.options, alternatives=(), rewritten=plan.rewritten)
+    planned = replace(wanted, program=plan.program, options=as_planned)
 
     def with_aside(aside_bytes: int) -> Plan:
         return planned.plan(None, budget, aside_bytes=aside_bytes, seeds=[plan.schedule])
@@ -311,6 +331,11 @@ def _was_expected(now: Circumstances) -> bool:
 def _waits_for_a_loss(model: FittedModel, step: Step, now: Circumstances) -> bool:
     outside = step.captured is not None and loss_is_outside(step.captured)
     return outside and not model.between.has_loss_of(now.slot)
+
+
+def _known(model: FittedModel) -> list[Plan]:
+    """Plans to start from, the one that the user gave among them."""
+    return [*_plans(model), *([] if model.start is None else [model.start])]
 
 
 def _plans(model: FittedModel) -> Iterator[Plan]:

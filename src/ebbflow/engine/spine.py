@@ -133,7 +133,7 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
     captured = step.captured_for(accumulating=now.accumulating and model.given_plan is None)
     with within(_room(model, step, call, now)):
         program = _cost(model, captured, now)
-    plan, provisional = _plan(model, step, program, now)
+        plan, provisional = _plan(model, step, captured, program, now)
     model.options.progress(Progress("lowering the plan and proving its graphs"))
     executable = _lower_and_prove(step, captured, plan)
     executable.provisional = provisional
@@ -181,10 +181,12 @@ def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program
     return with_measured_costs(captured.program, captured.calls, now.device)
 
 
-def _plan(model: FittedModel, step: Step, program: Program, now: Circumstances) -> tuple[Plan, bool]:
+def _plan(
+    model: FittedModel, step: Step, captured: Captured, program: Program, now: Circumstances
+) -> tuple[Plan, bool]:
     """A schedule within the budget, with what is resident now; and whether it will do only until more is known."""
     with own_faults():
-        return plan_for(model, step, program, now)
+        return plan_for(model, step, captured, program, now)
 
 
 def _lower_and_prove(step: Step, captured: Captured, plan: Plan) -> Executable:

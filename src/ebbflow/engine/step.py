@@ -21,6 +21,8 @@ from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable, Phase
 from ebbflow.measurement.reserved import Reserved
 from ebbflow.measurement.resident import hidden_in, storages_in
+from ebbflow.rewrites.choices import apply
+from ebbflow.rewrites.proof import prove_rewritten
 from ebbflow.step.plan import Plan
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
@@ -146,12 +148,19 @@ class Step:
         return self._accumulating
 
     def made_for(self, captured: Captured, plan: Plan) -> Executable:
-        """``plan`` for ``captured`` lowered and proven, or what has its schedule already."""
+        """``plan`` for ``captured``, or for what its rewrites make of that, lowered and proven.
+
+        What has its schedule already is not made again.
+        """
         for each in self._executables:
             if each.plan.schedule == plan.schedule and each.plan.program == plan.program:
                 each.adopt(plan)
                 return each
-        executable = Executable(captured, plan, device=self.capture.device, verify=self._verify, tiers=self._tiers)
+        step = captured
+        if plan.rewritten is not None:
+            step = apply(captured, plan.rewritten.rewrites)
+            prove_rewritten(captured, step)
+        executable = Executable(step, plan, device=self.capture.device, verify=self._verify, tiers=self._tiers)
         executable.accumulates = captured is self._accumulating
         return executable
 

@@ -76,6 +76,7 @@ def frontier(
     if links:
         smallest_of(program, interrupt=never, links=links, tell=tell)
     seeds: dict[str, Schedule] = {}
+    made_so_far: list[Plan] = []
     for budget_bytes in within_bytes:
         for planner in planners:
             begin = time.perf_counter()
@@ -89,10 +90,17 @@ def frontier(
                     reserve_bytes=reserve_bytes,
                     end=end,
                     seeds=own,
-                    options=replace(options, planner=planner, progress=_told_as(within, options.progress)),
+                    options=replace(
+                        options,
+                        planner=planner,
+                        progress=_told_as(within, options.progress),
+                        known=[each for each in made_so_far if each.planner == planner],
+                    ),
                 )
             except BudgetError as error:
                 yield Refusal(planner, budget_bytes, error, time.perf_counter() - begin)
                 continue
-            seeds[planner] = made.schedule
+            made_so_far.append(made)
+            if made.rewritten is None:
+                seeds[planner] = made.schedule
             yield made

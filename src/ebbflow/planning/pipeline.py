@@ -14,6 +14,7 @@ from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.hybrid.floor import floor_with_tiers
 from ebbflow.planners.narration import interruption_noted
 from ebbflow.planners.search.smallest import smallest_of
+from ebbflow.planning.alternatives import Alternative, best_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
@@ -22,12 +23,17 @@ from ebbflow.step.machine import Machine, catalogue
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Planned, Provenance
+from ebbflow.step.rewrite import Rewritten
 from ebbflow.step.schedule import Schedule
 from ebbflow.step.simulate import overhead_of, simulate
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.units import Budget, format_allowed, format_bytes
 
 __all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
+
+
+REWRITE = frozenset({"auto", "auto_free", "greedy", "least_memory"})
+"""Planners that may plan another program than the captured one. What stands for a paper's plans what it is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,13 @@ class PlanningOptions:
     """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
     buckets: Buckets | None = None
     """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
+
+    alternatives: Sequence[Alternative] = ()
+    """Other programs for the same step, for the planners of :data:`REWRITE`; none is tried where there is none."""
+    rewritten: Rewritten | None = None
+    """How the program at hand comes from the captured one, if it is another."""
+    known: Sequence[Plan] = ()
+    """Plans of the step that are at hand: those of an alternative's own program are start points of it."""
 
     takes_shares: bool = True
     """Whether a refusal may advise a share: for one caller a budget is always in bytes."""
@@ -101,8 +114,20 @@ def make_plan(
     """
     options = options or PlanningOptions()
     with interruption_noted(changes_to(options.progress)) as progress:
-        told = replace(options, progress=progress)
-        return _best_plan(program, budget, resident_bytes, reserve_bytes, end, seeds, told)
+        told = replace(options, progress=progress, alternatives=())
+        if not options.alternatives or options.planner not in REWRITE:
+            return _best_plan(program, budget, resident_bytes, reserve_bytes, end, seeds, told)
+        within = Budget(bytes=end.budget_bytes(budget, program, resident_bytes, reserve_bytes))
+
+        def plan_one(candidate: Program, rewritten: Rewritten | None) -> Plan:
+            if rewritten is None:
+                return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, seeds, told)
+            same = [each.schedule for each in options.known if each.program.fingerprint == candidate.fingerprint]
+            how = replace(told, rewritten=rewritten)
+            return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, same, how)
+
+        assert within.bytes is not None
+        return best_of(program, options.alternatives, within.bytes - resident_bytes - reserve_bytes, plan_one)
 
 
 def _best_plan(
@@ -174,7 +199,7 @@ def _best_plan(
             smallest=budget_of(smallest_above),
             resident=held,
             reserve=reserve_bytes,
-            unplanned=end.unplanned_bytes(program, resident_bytes),
+            unplanned=_unplanned(end, program, resident_bytes, options.rewritten),
             floor_op=floor_op,
             tiers=tuple(links),
             options=options,
@@ -201,8 +226,8 @@ def _best_plan(
         floor_bytes=held + floor_above,
         floor_op=floor_op,
         smallest_bytes=budget_of(smallest_above),
-        bound=answer.bound,
-        bound_class=answer.bound_class,
+        bound=answer.bound if options.rewritten is None else options.rewritten.overhead_of(answer.bound, program),
+        bound_class=answer.bound_class + ("" if options.rewritten is None else ", program: as rewritten"),
         plan_seconds=time.perf_counter() - begin,
         provenance=replace(
             Provenance.from_dict({**program.context, **options.provenance, **answer.notes}),
@@ -212,7 +237,15 @@ def _best_plan(
         ),
         machine=options.machine,
         tiers=tuple(links),
+        rewritten=options.rewritten,
     )
+
+
+def _unplanned(end: StepEnd, program: Program, resident_bytes: int, rewritten: Rewritten | None) -> int:
+    """The peak that shares are of: that of the captured program."""
+    if rewritten is None:
+        return end.unplanned_bytes(program, resident_bytes)
+    return max(resident_bytes + rewritten.above_bytes + end.held_bytes, end.needed_bytes(program, resident_bytes))
 
 
 def _with_tiers(options: PlanningOptions) -> PlanningOptions:

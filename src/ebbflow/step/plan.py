@@ -20,6 +20,7 @@ from ebbflow.step.legality import check
 from ebbflow.step.machine import Machine
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Provenance
+from ebbflow.step.rewrite import Rewritten
 from ebbflow.step.schedule import Boundary, Offload, Schedule
 from ebbflow.step.simulate import Timeline, simulate
 from ebbflow.step.status import Status
@@ -29,6 +30,8 @@ __all__ = ["SCHEMA", "Plan", "Status"]
 
 SCHEMA = "ebbflow-plan/4"
 _READABLE = (SCHEMA, "ebbflow-plan/3", "ebbflow-plan/2")  # /3 holds no tiers, /2 no machine
+_REWRITTEN_SCHEMA = "ebbflow-plan/5"
+"""Of plans of a rewritten program, which earlier versions would take for the captured one."""
 _LARGEST_FILE_BYTES = 2**30  # a 50,000-op plan takes about 30 MiB; anything near this is no plan of ours
 
 
@@ -55,6 +58,8 @@ class Plan:
         provenance: device, threads, torch build, costs, effort, seed and the like.
         machine: planned for, with its links to slower memory; ``None`` is the device at hand, where nothing moves.
         tiers: that buffers were allowed to be moved to, by name.
+        rewritten: how ``program`` comes from the captured one; ``None`` where it is that. Budgets in percent, overhead
+            and bound are of the captured step all the same.
     """
 
     program: Program
@@ -74,6 +79,7 @@ class Plan:
     provenance: Provenance = field(default_factory=Provenance)
     machine: Machine | None = None
     tiers: tuple[str, ...] = ()
+    rewritten: Rewritten | None = None
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -82,7 +88,7 @@ class Plan:
 
     @cached_property
     def baseline(self) -> Timeline:
-        """The unplanned step's timeline."""
+        """The timeline of ``program`` unplanned."""
         return simulate(self.program, unplanned_schedule(self.program))
 
     @property
@@ -93,7 +99,8 @@ class Plan:
     @property
     def baseline_peak_bytes(self) -> int:
         """Peak of the unplanned step, resident part included."""
-        return self.resident_bytes + self.baseline.above_bytes
+        above = self.baseline.above_bytes if self.rewritten is None else self.rewritten.above_bytes
+        return self.resident_bytes + above
 
     @property
     def step_seconds(self) -> float:
@@ -103,7 +110,7 @@ class Plan:
     @property
     def baseline_seconds(self) -> float:
         """Predicted seconds of the unplanned step's ops."""
-        return self.baseline.seconds
+        return self.baseline.seconds if self.rewritten is None else self.rewritten.seconds
 
     @property
     def boundary_bytes(self) -> int:
@@ -206,11 +213,12 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The whole plan as plain data."""
         return {
-            "schema": SCHEMA,
+            "schema": SCHEMA if self.rewritten is None else _REWRITTEN_SCHEMA,
             **self.summary(),
             "floor_op": self.floor_op,
             "machine": None if self.machine is None else self.machine.to_json(),
             "tiers": list(self.tiers),
+            **({} if self.rewritten is None else {"rewritten": self.rewritten.to_json()}),
             "program": self.program.to_json(),
             "schedule": self.schedule.to_json(),
         }
@@ -252,7 +260,7 @@ class Plan:
             raise PlanFileError(
                 f"{path} is not a plan file; make one with Plan.save or `ebbflow plan --out`", path=path
             )
-        if data["schema"] not in _READABLE:
+        if data["schema"] not in (_REWRITTEN_SCHEMA, *_READABLE):
             readable = " and ".join(map(repr, _READABLE))
             raise PlanMismatch(
                 f"{path} has schema {data['schema']!r}, this version reads {readable}; plan anew",
@@ -291,6 +299,7 @@ def _from_json(data: dict[str, Any], path: str) -> Plan:
             provenance=Provenance.from_dict(data["provenance"]),
             machine=None if data.get("machine") is None else Machine.from_json(data["machine"]),
             tiers=tuple(map(str, data.get("tiers", ()))),
+            rewritten=None if data.get("rewritten") is None else Rewritten.from_json(data["rewritten"]),
         )
         violations = check(plan.program, plan.schedule, links=None if plan.machine is None else plan.machine.links)
         recorded = int(data["predicted_peak_bytes"])

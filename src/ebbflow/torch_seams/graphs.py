@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ASSERTS_TRUE",
+    "arguments_of",
     "asserts_on_numbers",
     "boxed_codegen",
     "data_dependent_guard_type",
@@ -92,3 +93,8 @@ def data_dependent_guard_type() -> type[Exception]:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode
+
+
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """Positional arguments of a call, which ``torch.fx`` types as anything that a graph may hold."""
+    return cast("tuple[Any, ...]", node.args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TextIO
 
 from ebbflow.planners.base import AS_CAPTURED
+from ebbflow.step.machine import is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
 from ebbflow.step.schedule import Compute, Offload, Reload
@@ -25,6 +26,7 @@ __all__ = [
     "moves_of",
     "origins_of",
     "report_of",
+    "rewrites_of",
     "room_of",
     "text_of",
     "write_plan",
@@ -72,11 +74,21 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("bound", f"{bound}{gap}"),
         ("reruns", f"{again} of {format_count(len(ops), 'op')}"),
+        *(("rewritten", text) for text in rewrites_of(plan)),
         *(("moves", text) for text in moves_of(plan)),
         *([("chosen", plan.provenance.notes["chosen"])] if "chosen" in plan.provenance.notes else []),
         ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least budget for which a plan was found"),
         ("floor", f"{format_bytes(plan.floor_bytes)} of any budget with {AS_CAPTURED}, pinned by {pin}"),
     ]
+
+
+def rewrites_of(plan: Plan) -> list[str]:
+    """What takes the place of parts of the captured step, and what it rests on."""
+    if plan.rewritten is None:
+        return []
+    assumed = is_elsewhere(plan.machine)
+    rests = "takes for granted, until fit measures it," if assumed else "rests on what was measured here:"
+    return [f"{each}; {rests} {', '.join(each.facts)}" for each in plan.rewritten.rewrites]
 
 
 def moves_of(plan: Plan) -> list[str]:

@@ -1,0 +1,124 @@
+"""What a rewrite takes for granted of the kernels here, measured: slices of this product are rows of the whole one.
+
+1. A *fact* is about one signature: sizes, strides, types and slices, on one device, build and thread count. It is
+   measured once, on normal numbers, and kept on disk like a cost. Integers, zeros or tiny numbers would make sums exact
+   whatever their order, and are never used.
+2. Measuring needs the whole result once, in the room that there is (``cost.room``). Where there is none, nobody knows,
+   and what rests on the fact is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbflow.cost.cache import device_context
+from ebbflow.cost.room import free_bytes
+from ebbflow.files import cache_directory, keep, kept
+from ebbflow.torch_seams.fake_tensors import without_modes
+
+__all__ = ["Fact", "FactCache", "known_facts", "measured", "normal"]
+
+_SCHEMA = "ebbflow-facts/1"
+_KNOWN: dict[str, dict[str, bool]] = {}  # per file, what this process has read or measured
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Definition 1.
+
+    Attributes:
+        signature: all that it depends on besides the device.
+        says: it in words.
+        bytes: what measuring takes at its peak.
+        holds: measures it.
+        smaller: what is measured instead where there is no room for this one, on fewer rows of an op whose rows do
+            not depend on each other; ``None`` if nothing would do.
+    """
+
+    signature: str
+    says: str
+    bytes: int
+    holds: Callable[[], bool] = field(compare=False, repr=False)
+    smaller: Fact | None = field(default=None, compare=False, repr=False)
+
+
+class FactCache:
+    """Facts of one device context on disk.
+
+    Args:
+        context: from :func:`~ebbflow.cost.cache.device_context`.
+        directory: of the cache; the user's if ``None``.
+    """
+
+    def __init__(self, context: Mapping[str, str], directory: Path | None = None) -> None:
+        self._context = dict(context)
+        digest = hashlib.sha256(json.dumps(self._context, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = (directory or cache_directory()) / f"facts-{digest}.json"
+
+    def load(self) -> dict[str, bool]:
+        """All on disk by signature; empty if there is no file of ours."""
+        data = kept(self.path)
+        try:
+            if data is None or data["schema"] != _SCHEMA or data["context"] != self._context:
+                return {}
+            facts = data["facts"]
+            return {str(key): value for key, value in facts.items()} if _are_bools(facts.values()) else {}
+        except (LookupError, TypeError, AttributeError):
+            return {}
+
+    def add(self, facts: Mapping[str, bool]) -> None:
+        """Add ``facts`` to what is on disk; a cache that cannot be written is left alone."""
+
+        def merged() -> dict[str, Any]:
+            return {"schema": _SCHEMA, "context": self._context, "facts": {**self.load(), **facts}}
+
+        keep(self.path, self.path.with_name(f"{self.path.name}.lock"), merged)
+
+
+def _are_bools(values: Iterable[object]) -> bool:
+    return all(isinstance(each, bool) for each in values)
+
+
+def known_facts(device: str) -> dict[str, bool]:
+    """What is known on ``device``, ``"cpu"`` or ``"cuda"``, by signature."""
+    cache = FactCache(device_context(device))
+    key = str(cache.path)
+    if key not in _KNOWN:
+        _KNOWN[key] = cache.load()
+    return _KNOWN[key]
+
+
+def measured(facts: Iterable[Fact], device: str) -> dict[str, bool | None]:
+    """Whether each holds, by signature; ``None`` where there is no room to find out (definition 2).
+
+    Random generators are left as they were.
+    """
+    return {fact.signature: _measured(fact, device) for fact in facts}
+
+
+def _measured(fact: Fact, device: str) -> bool | None:
+    known = known_facts(device)
+    if fact.signature not in known:
+        if fact.bytes > free_bytes():
+            return None if fact.smaller is None else _measured(fact.smaller, device)
+        with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
+            known[fact.signature] = fact.holds()
+        FactCache(device_context(device)).add({fact.signature: known[fact.signature]})
+    return known[fact.signature]
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """Normal numbers of a generator of their own."""
+    drawing = torch.Generator(device).manual_seed(seed)
+    if dtype in (torch.float32, torch.float64):
+        return torch.randn(shape, dtype=dtype, device=device, generator=drawing)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    return made.normal_(generator=drawing)

@@ -1,0 +1,124 @@
+"""What the ops of ``head_kernels`` take, estimated from the captured ops whose place they take.
+
+1. Seconds are sums of those of eager's own ops: a slice of a product takes its share of the product's.
+2. Workspace is counted from the kernels' own temporaries, at their longest slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from ebbflow.rewrites.head_kernels import known_columns
+from ebbflow.rewrites.heads import Head
+from ebbflow.rewrites.spans import spans
+from ebbflow.step.rewrite import Rewrite
+from ebbflow.torch_seams.graphs import arguments_of
+
+__all__ = ["Estimate", "estimates", "guess_workspace_bytes"]
+
+_SCALARS_BYTES = 4096
+"""Of loss, weights and masks of one slice."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one op."""
+
+    seconds: float
+    workspace_bytes: int
+
+
+def _longest(length: int, size: int) -> int:
+    return max(end - begin for begin, end in spans(length, size))
+
+
+def _row_bytes(head: Head, rows: int) -> int:
+    """Of the three softmax-sized temporaries of a slice of rows."""
+    sizes = head.sizes
+    per_row = 3 * sizes.softmax.itemsize + (sizes.dtype.itemsize if sizes.dtype != sizes.softmax else 0)
+    return _longest(sizes.rows, rows) * sizes.vocabulary * per_row + _vectors(head)
+
+
+def _column_bytes(head: Head, columns: int) -> int:
+    sizes = head.sizes
+    per_row = 3 * sizes.softmax.itemsize + sizes.dtype.itemsize
+    return (_longest(sizes.vocabulary, columns) + 1) * sizes.rows * per_row + _vectors(head)
+
+
+def _vectors(head: Head) -> int:
+    """Of masks and statistics, a few numbers per row."""
+    return 48 * head.sizes.rows + _SCALARS_BYTES
+
+
+def guess_workspace_bytes(head: Head, rewrite: Rewrite) -> int:
+    """What settling a wrong guess takes: another pass over the rows."""
+    return _row_bytes(head, rewrite["rows"])
+
+
+def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dict[str, Estimate]:
+    """Per op of ``rewrite``, by the last part of its name.
+
+    Args:
+        head: of the captured graph.
+        rewrite: of it.
+        seconds: per captured op, by the name of its node.
+    """
+
+    def of(node: fx.Node | None) -> float:
+        return 0.0 if node is None else seconds.get(node.name, 0.0)
+
+    product, last = of(head.product), of(head.gradient)
+    softmax = seconds.get(_softmax_of(head).name, 0.0)
+    cast = sum(seconds.get(name, 0.0) for name in _casts(head))
+    loss = of(head.loss)
+    backward = of(_backward_of(head)) + last
+    hidden, weight, sums = of(head.hidden_gradient), of(head.weight_gradient), of(head.bias_gradient)
+    settings = dict(rewrite.settings)
+    by_rows = _row_bytes(head, settings["rows"])
+    found = {
+        "forward_by_rows": Estimate(product + softmax + cast + loss, by_rows),
+        "forward_with_guess": Estimate(product + softmax + 2 * cast + loss + backward + hidden, by_rows),
+        "forward_that_keeps": Estimate(product + softmax + cast + loss, by_rows),
+        "backward_over_kept": Estimate(softmax * (cast > 0) + 2 * cast + backward + hidden + weight + sums, by_rows),
+        "backward_by_rows": Estimate(product + softmax + 2 * cast + backward + hidden, by_rows),
+        "settle_guess": Estimate(0.0, by_rows),
+    }
+    if columns := settings.get("columns", 0):
+        by_columns = _column_bytes(head, columns)
+        vocabulary = head.sizes.vocabulary
+        again = product + softmax + 2 * cast + backward
+        share = known_columns(vocabulary, settings.get("percent", 0) / 100, columns) / vocabulary
+        found["backward_by_columns"] = Estimate(again + weight + sums, by_columns)
+        found["backward_by_other_columns"] = Estimate((1 - share) * again + weight + sums, by_columns)
+    return found
+
+
+def _softmax_of(head: Head) -> fx.Node:
+    node = arguments_of(head.loss)[0]
+    while isinstance(node, fx.Node) and "softmax" not in str(node.target):
+        node = arguments_of(node)[0]
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def _backward_of(head: Head) -> fx.Node:
+    node = arguments_of(head.gradient)[0]
+    assert isinstance(node, fx.Node)
+    while "nll_loss_backward" not in str(node.target):
+        node = arguments_of(node)[0]
+        assert isinstance(node, fx.Node)
+    return node
+
+
+def _casts(head: Head) -> list[str]:
+    """Names of the copies of the logits in another type, there and back."""
+    found: list[str] = []
+    node = _softmax_of(head).args[0]
+    while isinstance(node, fx.Node) and node is not head.product:
+        if "_to_copy" in str(node.target):
+            found.append(node.name)
+        node = arguments_of(node)[0]
+    return found

@@ -1,0 +1,277 @@
+"""The facts that ``head_kernels`` rests on, for one head and sizes of slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ebbflow.rewrites.facts import Fact, normal
+from ebbflow.rewrites.spans import LEAST, spans
+
+__all__ = ["HeadSizes", "column_facts", "row_facts", "softmax_facts"]
+
+_aten = torch.ops.aten
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """What the kernels of a head depend on.
+
+    Attributes:
+        rows: N, tokens.
+        width: D, of the hidden states.
+        vocabulary: V.
+        dtype: of the products.
+        softmax: of the softmax.
+        h_stride: of the hidden states, in elements.
+        wt_stride: of the transposed weight (D x V).
+        bias: whether there is one.
+        reduction: 1 for the mean, 2 for the sum.
+        device: type.
+    """
+
+    rows: int
+    width: int
+    vocabulary: int
+    dtype: torch.dtype
+    softmax: torch.dtype
+    h_stride: tuple[int, int]
+    wt_stride: tuple[int, int]
+    bias: bool
+    reduction: int
+    device: str
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of N x V in the type of the products."""
+        return self.rows * self.vocabulary * self.dtype.itemsize
+
+    @property
+    def softmax_bytes(self) -> int:
+        """Of N x V in the type of the softmax."""
+        return self.rows * self.vocabulary * self.softmax.itemsize
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of hidden states and weight."""
+        return (self.rows + self.vocabulary) * self.width * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        kind = f"{str(self.dtype).removeprefix('torch.')}>{str(self.softmax).removeprefix('torch.')}"
+        shapes = f"h[{self.rows},{self.width}]:{list(self.h_stride)} wt[{self.width},{self.vocabulary}]"
+        return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}"
+
+
+# -- made-up operands ---------------------------------------------------------------------------------------------
+
+
+def _strided(sizes: HeadSizes, shape: tuple[int, int], stride: tuple[int, int], seed: int) -> Tensor:
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return normal((extent,), sizes.dtype, sizes.device, seed).as_strided(shape, stride)
+
+
+def _h(sizes: HeadSizes) -> Tensor:
+    return _strided(sizes, (sizes.rows, sizes.width), sizes.h_stride, 1)
+
+
+def _wt(sizes: HeadSizes) -> Tensor:
+    return _strided(sizes, (sizes.width, sizes.vocabulary), sizes.wt_stride, 2)
+
+
+def _bias(sizes: HeadSizes) -> Tensor | None:
+    return normal((sizes.vocabulary,), sizes.dtype, sizes.device, 3) if sizes.bias else None
+
+
+def _product(h: Tensor, wt: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+
+
+def _normal_logits(sizes: HeadSizes, dtype: torch.dtype, seed: int) -> Tensor:
+    return normal((sizes.rows, sizes.vocabulary), dtype, sizes.device, seed)
+
+
+# -- products -----------------------------------------------------------------------------------------------------
+
+
+def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
+    """Rows of the logits and of the gradient of the hidden states are products of rows."""
+
+    def logits_hold() -> bool:
+        h, wt, bias = _h(sizes), _wt(sizes), _bias(sizes)
+        whole = _product(h, wt, bias)
+        return all(torch.equal(whole[a:b], _product(h[a:b], wt, bias)) for a, b in spans(sizes.rows, rows))
+
+    def hidden_hold() -> bool:
+        gradient, w = _normal_logits(sizes, sizes.dtype, 4), _wt(sizes).t()
+        whole = torch.mm(gradient, w)
+        return all(torch.equal(whole[a:b], torch.mm(gradient[a:b], w)) for a, b in spans(sizes.rows, rows))
+
+    part = -(-sizes.logits_bytes * rows // max(sizes.rows, 1))
+    needs = sizes.logits_bytes + sizes.operand_bytes + part
+    yield Fact(f"rows of logits {sizes} by {rows}", f"{rows} rows of the logits at a time", needs, logits_hold)
+    hidden = sizes.logits_bytes + 2 * sizes.operand_bytes
+    yield Fact(
+        f"rows of hidden {sizes} by {rows}",
+        f"{rows} rows of the hidden states' gradient at a time",
+        hidden,
+        hidden_hold,
+    )
+
+
+def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
+    """Columns of the logits and rows of the gradient of the weight are products of columns; so are bias sums."""
+
+    def logits_hold() -> bool:
+        h, wt, bias = _h(sizes), _wt(sizes), _bias(sizes)
+        whole = _product(h, wt, bias)
+        return all(
+            torch.equal(whole[:, a:b], _product(h, wt[:, a:b], None if bias is None else bias[a:b]))
+            for a, b in spans(sizes.vocabulary, columns)
+        )
+
+    def weight_hold() -> bool:
+        gradient, h = _normal_logits(sizes, sizes.dtype, 4), _h(sizes)
+        whole = torch.mm(gradient.t(), h)
+        sums = torch.sum(gradient, [0]) if sizes.bias else None
+        for a, b in spans(sizes.vocabulary, columns):
+            part = _as_columns(sizes, gradient[:, a:b])
+            if not torch.equal(whole[a:b], torch.mm(part.t(), h)):
+                return False
+            if sums is not None and not torch.equal(sums[a:b], torch.sum(part, [0])):
+                return False
+        return True
+
+    part = -(-sizes.logits_bytes * (columns + 1) // max(sizes.vocabulary, 1))
+    needs = sizes.logits_bytes + sizes.operand_bytes + part
+    yield Fact(f"columns of logits {sizes} by {columns}", f"{columns} columns of the logits", needs, logits_hold)
+    weight = sizes.logits_bytes + 2 * sizes.operand_bytes + part
+    yield Fact(
+        f"columns of weight {sizes} by {columns}", f"{columns} rows of the weight's gradient", weight, weight_hold
+    )
+
+
+def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
+    """``values`` laid out as the gradient of some columns is: with one column more, or copied to another type."""
+    if sizes.dtype != sizes.softmax:
+        return values.contiguous()
+    held = values.new_empty((values.shape[0], values.shape[1] + 1))
+    held[:, :-1] = values
+    return held[:, :-1]
+
+
+# -- the softmax --------------------------------------------------------------------------------------------------
+
+_FEW_SLICES = 4
+"""Of rows, on which the softmax is tried where there is no room for all: a row of it depends on no other row."""
+_FEW_CLASSES = 256
+"""On which the loss is tried, which reads one number of each row."""
+
+
+def softmax_facts(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Iterator[Fact]:
+    """Log-softmax and its gradient are of one row, by columns too; the loss is that of the targets' column."""
+    yield Fact(
+        f"loss {sizes}",
+        "the loss of the targets' log-probabilities",
+        2 * sizes.rows * _FEW_CLASSES * sizes.softmax.itemsize,
+        lambda: _loss_holds(replace(sizes, vocabulary=min(sizes.vocabulary, _FEW_CLASSES))),
+    )
+    few = replace(sizes, rows=min(sizes.rows, _FEW_SLICES * max(rows, LEAST)))
+    yield _rows_fact(sizes, rows, _rows_fact(few, rows, None))
+    for size in columns:
+        yield _columns_fact(sizes, size, _columns_fact(few, size, None))
+
+
+def _rows_fact(sizes: HeadSizes, rows: int, smaller: Fact | None) -> Fact:
+    part = -(-sizes.softmax_bytes * rows // max(sizes.rows, 1))
+    return Fact(
+        f"rows of softmax {sizes} by {rows}",
+        f"{rows} rows of the softmax at a time",
+        2 * sizes.softmax_bytes + 2 * part,
+        lambda: _rows_hold(sizes, rows),
+        smaller,
+    )
+
+
+def _columns_fact(sizes: HeadSizes, columns: int, smaller: Fact | None) -> Fact:
+    part = -(-sizes.softmax_bytes * (columns + 1) // max(sizes.vocabulary, 1))
+    return Fact(
+        f"columns of softmax {sizes} by {columns}",
+        f"{columns} columns of the softmax at a time",
+        2 * sizes.softmax_bytes + 3 * part,
+        lambda: _columns_hold(sizes, columns),
+        smaller,
+    )
+
+
+def _made(sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels of which some are ignored, and the gradient of the loss."""
+    x = _normal_logits(sizes, sizes.softmax, 5)
+    labels = torch.arange(sizes.rows, device=sizes.device) * 7919 % sizes.vocabulary
+    labels[::11] = _IGNORED
+    return x, labels, torch.full((), 0.37, dtype=sizes.softmax, device=sizes.device)
+
+
+def _column(softmax: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return softmax.gather(1, labels.clamp(0).unsqueeze(1)), torch.where(labels == _IGNORED, _IGNORED, 0)
+
+
+def _loss_holds(sizes: HeadSizes) -> bool:
+    x, labels, _ = _made(sizes)
+    whole = _aten._log_softmax(x, 1, False)
+    target, classes = _column(whole, labels)
+    one = _aten.nll_loss_forward(whole, labels, None, sizes.reduction, _IGNORED)
+    other = _aten.nll_loss_forward(target, classes, None, sizes.reduction, _IGNORED)
+    return all(map(torch.equal, one, other))
+
+
+def _gradient(sizes: HeadSizes, softmax: Tensor, labels: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the logits, in the memory of that of the log-probabilities, and the total weight."""
+    weight = _aten.nll_loss_forward(softmax, labels, None, sizes.reduction, _IGNORED)[1]
+    gradient = _aten.nll_loss_backward(tangent, softmax, labels, None, sizes.reduction, _IGNORED, weight)
+    _aten._log_softmax_backward_data.out(gradient, softmax, 1, sizes.softmax, out=gradient)
+    return gradient, weight
+
+
+def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
+    x, labels, tangent = _made(sizes)
+    whole = _aten._log_softmax(x, 1, False)
+    slices = spans(sizes.rows, rows)
+    if not all(torch.equal(_aten._log_softmax(x[a:b], 1, False), whole[a:b]) for a, b in slices):
+        return False
+    del x
+    gradient, weight = _gradient(sizes, whole, labels, tangent)
+    for a, b in slices:
+        part = _aten.nll_loss_backward(tangent, whole[a:b], labels[a:b], None, sizes.reduction, _IGNORED, weight)
+        if not torch.equal(_aten._log_softmax_backward_data(part, whole[a:b], 1, sizes.softmax), gradient[a:b]):
+            return False
+    return True
+
+
+def _columns_hold(sizes: HeadSizes, columns: int) -> bool:
+    x, labels, tangent = _made(sizes)
+    largest, where = x.max(1)
+    whole = _aten._log_softmax(x, 1, False)
+    log_sum = whole.gather(1, where.unsqueeze(1))
+    slices = spans(sizes.vocabulary, columns)
+    for a, b in slices:
+        if not torch.equal((x[:, a:b] - largest.unsqueeze(1)).add_(log_sum), whole[:, a:b]):
+            return False
+    del x
+    gradient, weight = _gradient(sizes, whole, labels, tangent)
+    target, classes = _column(whole, labels)
+    at_target = _aten.nll_loss_backward(tangent, target, classes, None, sizes.reduction, _IGNORED, weight)
+    for a, b in slices:
+        inside = (labels >= a) & (labels < b)
+        softmax = whole.new_empty((sizes.rows, b - a + 1))
+        softmax[:, :-1] = whole[:, a:b]
+        softmax[:, -1] = torch.where(inside, float("-inf"), target[:, 0])
+        part = torch.zeros_like(softmax)
+        part.scatter_(1, torch.where(inside, labels - a, b - a).unsqueeze(1), at_target)
+        found = _aten._log_softmax_backward_data(part, softmax, 1, sizes.softmax)[:, :-1]
+        if not torch.equal(found, gradient[:, a:b]):
+            return False
+    return True

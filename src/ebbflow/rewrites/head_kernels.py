@@ -1,0 +1,405 @@
+"""A linear layer and the cross-entropy of what it gives, without all of the logits at once: the same bits as eager's.
+
+Eager makes the logits (N x V), their log-softmax and its gradient, of the same size each. Nothing of them is needed
+whole, where slices of a product are the rows or columns of the whole product (``rewrites.facts`` finds out):
+
+1. The log-softmax of a row, and its gradient, are of that row alone. So the loss and the gradient of the hidden states
+   (``dh = dlogits @ W``, sums over V) are made from a few rows at a time.
+2. The loss sums N numbers in the order of its kernel: it is called once, on a column of the N target log-probabilities.
+3. The gradient of the weight sums over N, so rows would split its sums. It is made from a few columns of all rows. The
+   log-softmax there is ``(x - max) - log(sum)``, whose two numbers per row the forward keeps; its gradient is the
+   kernel's, of the columns and one more that has the target's log-probability and gradient where it lies elsewhere.
+4. Where one buffer of N x V may be kept, no product is sliced: the forward keeps the log-softmax (or the logits, where
+   these are half as large), and the backward writes the gradient over it, a few rows at a time.
+5. The gradient of the hidden states needs the gradient of the loss, which the forward does not know. It may guess: it
+   is 1 where the loss is what ``backward()`` is called on. A wrong guess costs another pass over the rows.
+
+``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` N. ``dtype`` is that of the
+softmax; ``reduction`` 1 is the mean, 2 the sum. Sizes of slices are ``rows`` and ``columns``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebbflow.rewrites.spans import spans
+from ebbflow.torch_seams.autograd import in_backward, keeps_graph
+
+__all__ = ["NAMESPACE", "SETTLES", "known_columns"]
+
+NAMESPACE = "ebbflow_rewrites"
+SETTLES = f"{NAMESPACE}.settle_guess.default"
+"""Target of the op that takes more where a guess was wrong than when it is measured alone."""
+
+_aten = torch.ops.aten
+_IGNORED = -100  # in the column of definition 2, where all other targets are 0
+MAX, LOG_SUM, TARGET = 0, 1, 2
+"""Rows of ``statistics``: the largest logit, minus the logarithm of the sum, the target's log-probability."""
+
+
+# -- what several of them do --------------------------------------------------------------------------------------
+
+
+def _logits(h: Tensor, wt: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+
+
+def _softmax_rows(h: Tensor, wt: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The log-softmax of some rows."""
+    return _aten._log_softmax(_logits(h, wt, bias).to(dtype), 1, False)
+
+
+def _column(target: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Target log-probabilities and labels of definition 2."""
+    return target.unsqueeze(1), torch.where(labels == ignore_index, _IGNORED, 0)
+
+
+def _loss(target: Tensor, labels: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    column, classes = _column(target, labels, ignore_index)
+    return _aten.nll_loss_forward(column, classes, None, reduction, _IGNORED)
+
+
+def _gradient_rows(
+    softmax: Tensor, labels: Tensor, tangent: Tensor, total_weight: Tensor, reduction: int, ignore_index: int
+) -> Tensor:
+    """The gradient of the logits of some rows, in the type of the softmax."""
+    gradient = _aten.nll_loss_backward(tangent, softmax, labels, None, reduction, ignore_index, total_weight)
+    return _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
+
+
+def _targets(softmax: Tensor, labels: Tensor) -> Tensor:
+    """Of some rows, the log-probability of each label; of one that is ignored, anything."""
+    return softmax.gather(1, labels.clamp(0, softmax.shape[1] - 1).unsqueeze(1)).squeeze(1)
+
+
+def _statistics(logits: Tensor, softmax: Tensor, labels: Tensor) -> Tensor:
+    largest, where = logits.max(1)
+    log_sum = softmax.gather(1, where.unsqueeze(1)).squeeze(1)
+    return torch.stack([largest, log_sum, _targets(softmax, labels)])
+
+
+def _hidden_gradient(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    rows: int,
+) -> Tensor:
+    gradient = torch.empty_like(h, memory_format=torch.contiguous_format)
+    for a, b in spans(h.shape[0], rows):
+        softmax = _softmax_rows(h[a:b], wt, bias, dtype)
+        part = _gradient_rows(softmax, labels[a:b], tangent, total_weight, reduction, ignore_index)
+        del softmax
+        torch.mm(part.to(h.dtype), wt.t(), out=gradient[a:b])
+        del part
+    return gradient
+
+
+def _gradient_columns(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistics: Tensor,
+    at_target: Tensor,
+    begin: int,
+    end: int,
+) -> Tensor:
+    """Of all rows, the gradient of the logits from ``begin`` to ``end`` (definition 3), in the type of ``h``."""
+    width = end - begin
+    softmax = statistics.new_empty((h.shape[0], width + 1))
+    softmax[:, :width] = _logits(h, wt[:, begin:end], None if bias is None else bias[begin:end])
+    softmax[:, :width].sub_(statistics[MAX].unsqueeze(1)).add_(statistics[LOG_SUM].unsqueeze(1))
+    inside = (labels >= begin) & (labels < end)
+    softmax[:, width] = torch.where(inside, float("-inf"), statistics[TARGET])
+    gradient = torch.zeros_like(softmax)
+    gradient.scatter_(1, torch.where(inside, labels - begin, width).unsqueeze(1), at_target)
+    whole = _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
+    del gradient, softmax
+    return whole[:, :width].to(h.dtype)
+
+
+def _gradients_by_columns(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistics: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    known: Tensor | None,
+    columns: int,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of weight (V x D) and bias; ``known`` are the first columns of the gradient of the logits."""
+    column, classes = _column(statistics[TARGET], labels, ignore_index)
+    at_target = _aten.nll_loss_backward(tangent, column, classes, None, reduction, _IGNORED, total_weight)
+    weight = h.new_empty((wt.shape[1], h.shape[1]))
+    sums = h.new_empty((0 if bias is None else wt.shape[1],))
+    for a, b in spans(wt.shape[1], columns):
+        if known is not None and b <= known.shape[1]:
+            part = known[:, a:b]
+        else:
+            part = _gradient_columns(h, wt, bias, labels, statistics, at_target, a, b)
+        torch.mm(part.t(), h, out=weight[a:b])
+        if bias is not None:
+            torch.sum(part, [0], out=sums[a:b])
+        del part
+    return weight, sums
+
+
+def known_columns(length: int, share: float, columns: int) -> int:
+    """How many of the first columns lie in slices that end within ``share`` of them."""
+    return max((end for _, end in spans(length, columns) if end <= share * length), default=0)
+
+
+# -- the ops ------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(f"{NAMESPACE}::forward_by_rows", mutates_args=())
+def forward_by_rows(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, total weight and statistics (definitions 1 and 2)."""
+    statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
+    for a, b in spans(h.shape[0], rows):
+        logits = _logits(h[a:b], wt, bias).to(dtype)
+        softmax = _aten._log_softmax(logits, 1, False)
+        statistics[:, a:b] = _statistics(logits, softmax, labels[a:b])
+        del logits, softmax
+    loss, total_weight = _loss(statistics[TARGET], labels, reduction, ignore_index)
+    return loss, total_weight, statistics
+
+
+@forward_by_rows.register_fake
+def _(h, wt, bias, labels, reduction, ignore_index, dtype, rows):  # type: ignore[no-untyped-def]
+    scalar = h.new_empty((), dtype=dtype)
+    return scalar, torch.empty_like(scalar), h.new_empty((3, h.shape[0]), dtype=dtype)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::forward_with_guess", mutates_args=())
+def forward_with_guess(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    guess: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    rows: int,
+    known: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss, total weight, statistics; by the guess, the gradient of ``h`` and ``known`` columns of the logits'."""
+    statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
+    hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
+    first = h.new_empty((h.shape[0], known))
+    total_weight = _loss(statistics.new_zeros(h.shape[0]), labels, reduction, ignore_index)[1]
+    for a, b in spans(h.shape[0], rows):
+        logits = _logits(h[a:b], wt, bias).to(dtype)
+        softmax = _aten._log_softmax(logits, 1, False)
+        statistics[:, a:b] = _statistics(logits, softmax, labels[a:b])
+        del logits
+        part = _gradient_rows(softmax, labels[a:b], guess, total_weight, reduction, ignore_index)
+        del softmax
+        part = part.to(h.dtype)
+        torch.mm(part, wt.t(), out=hidden[a:b])
+        first[a:b] = part[:, :known]
+        del part
+    loss, total_weight = _loss(statistics[TARGET], labels, reduction, ignore_index)
+    return loss, total_weight, statistics, hidden, first
+
+
+@forward_with_guess.register_fake
+def _(h, wt, bias, labels, guess, reduction, ignore_index, dtype, rows, known):  # type: ignore[no-untyped-def]
+    scalar = h.new_empty((), dtype=dtype)
+    statistics = h.new_empty((3, h.shape[0]), dtype=dtype)
+    hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
+    return scalar, torch.empty_like(scalar), statistics, hidden, h.new_empty((h.shape[0], known))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::forward_that_keeps", mutates_args=())
+def forward_that_keeps(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, total weight, and the log-softmax, or the logits where these have another type (definition 4)."""
+    kept = _logits(h, wt, bias)
+    target = torch.empty(h.shape[0], dtype=dtype, device=h.device)
+    for a, b in spans(h.shape[0], rows):
+        softmax = _aten._log_softmax(kept[a:b].to(dtype), 1, False)
+        target[a:b] = _targets(softmax, labels[a:b])
+        if kept.dtype == dtype:
+            kept[a:b] = softmax
+        del softmax
+    loss, total_weight = _loss(target, labels, reduction, ignore_index)
+    return loss, total_weight, kept
+
+
+@forward_that_keeps.register_fake
+def _(h, wt, bias, labels, reduction, ignore_index, dtype, rows):  # type: ignore[no-untyped-def]
+    scalar = h.new_empty((), dtype=dtype)
+    return scalar, torch.empty_like(scalar), h.new_empty((h.shape[0], wt.shape[1]))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::backward_over_kept", mutates_args=())  # capture.traits says that it writes
+def backward_over_kept(
+    kept: Tensor,
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    rows: int,
+    trains: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``h``, of the weight (V x D) and of the bias; ``kept`` is written over (definition 4).
+
+    Where the graph is retained, a copy is.
+    """
+    if in_backward() and keeps_graph():
+        kept = kept.clone()
+    for a, b in spans(h.shape[0], rows):
+        softmax = kept[a:b] if kept.dtype == dtype else _aten._log_softmax(kept[a:b].to(dtype), 1, False)
+        kept[a:b] = _gradient_rows(softmax, labels[a:b], tangent, total_weight, reduction, ignore_index)
+        del softmax
+    hidden = torch.mm(kept, wt.t())
+    if not trains:
+        return hidden, h.new_empty((0,)), h.new_empty((0,))
+    sums = h.new_empty((0,)) if bias is None else torch.sum(kept, [0])
+    return hidden, torch.mm(kept.t(), h), sums
+
+
+@backward_over_kept.register_fake
+def _(kept, h, wt, bias, labels, tangent, total_weight, reduction, ignore_index, dtype, rows, trains):  # type: ignore[no-untyped-def]
+    hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
+    if not trains:
+        return hidden, h.new_empty((0,)), h.new_empty((0,))
+    return hidden, h.new_empty((wt.shape[1], h.shape[1])), h.new_empty((0 if bias is None else wt.shape[1],))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::backward_by_rows", mutates_args=())
+def backward_by_rows(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    rows: int,
+) -> Tensor:
+    """The gradient of ``h`` (definition 1)."""
+    return _hidden_gradient(h, wt, bias, labels, tangent, total_weight, reduction, ignore_index, dtype, rows)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::settle_guess", mutates_args=())
+def settle_guess(
+    hidden: Tensor,
+    guess: Tensor,
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    rows: int,
+) -> Tensor:
+    """The gradient of ``h``: ``hidden`` if the guess was right, else made anew (definition 5)."""
+    if torch.equal(guess, tangent):
+        return hidden.clone()
+    return _hidden_gradient(h, wt, bias, labels, tangent, total_weight, reduction, ignore_index, dtype, rows)
+
+
+@backward_by_rows.register_fake
+def _(h, *_: object):  # type: ignore[no-untyped-def]
+    return torch.empty_like(h, memory_format=torch.contiguous_format)
+
+
+@settle_guess.register_fake
+def _(hidden, *_: object):  # type: ignore[no-untyped-def]
+    return torch.empty_like(hidden)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::backward_by_columns", mutates_args=())
+def backward_by_columns(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistics: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    columns: int,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of weight (V x D) and bias (definition 3)."""
+    return _gradients_by_columns(
+        h, wt, bias, labels, statistics, tangent, total_weight, reduction, ignore_index, None, columns
+    )
+
+
+@torch.library.custom_op(f"{NAMESPACE}::backward_by_other_columns", mutates_args=())
+def backward_by_other_columns(
+    known: Tensor,
+    guess: Tensor,
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    statistics: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    columns: int,
+) -> tuple[Tensor, Tensor]:
+    """The same where the first columns of the logits' gradient are known if the guess was right."""
+    first = known if torch.equal(guess, tangent) else None
+    return _gradients_by_columns(
+        h, wt, bias, labels, statistics, tangent, total_weight, reduction, ignore_index, first, columns
+    )
+
+
+def _two(h: Tensor, wt: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return h.new_empty((wt.shape[1], h.shape[1])), h.new_empty((0 if bias is None else wt.shape[1],))
+
+
+@backward_by_columns.register_fake
+def _(h, wt, bias, *_: object):  # type: ignore[no-untyped-def]
+    return _two(h, wt, bias)
+
+
+@backward_by_other_columns.register_fake
+def _(known, guess, h, wt, bias, *_: object):  # type: ignore[no-untyped-def]
+    return _two(h, wt, bias)

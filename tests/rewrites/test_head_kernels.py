@@ -1,0 +1,159 @@
+"""A head in slices has eager's bits wherever the facts hold that it rests on; sizes odd and even, float and half."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ebbflow.rewrites import head_kernels
+from ebbflow.rewrites.head_facts import HeadSizes, column_facts, row_facts, softmax_facts
+from ebbflow.rewrites.spans import LEAST, spans
+
+aten = torch.ops.aten
+ops = getattr(torch.ops, head_kernels.NAMESPACE)
+
+
+def eager(h: Tensor, wt: Tensor, bias: Tensor | None, labels: Tensor, how: tuple[int, int], tangent: Tensor) -> Any:
+    """Loss, total weight and gradients by the kernels that autograd calls."""
+    reduction, ignored = how
+    logits = torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+    softmax = aten._log_softmax(logits.float(), 1, False)
+    loss, weight = aten.nll_loss_forward(softmax, labels, None, reduction, ignored)
+    gradient = aten.nll_loss_backward(tangent, softmax, labels, None, reduction, ignored, weight)
+    gradient = aten._log_softmax_backward_data(gradient, softmax, 1, torch.float32).to(h.dtype)
+    sums = h.new_empty(0) if bias is None else gradient.sum([0], True).view(-1)
+    return loss, weight, torch.mm(gradient, wt.t()), torch.mm(gradient.t(), h), sums
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """Sizes, slices and values of one head."""
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16])
+    n, d = choose.randint(17, 400), choose.choice([32, 48, 64, 100, 128, 257])
+    v = choose.choice([101, 128, 500, 1000, 1777, 2048, 3001])
+    ignored = choose.choice([-100, 0, 5])
+    labels = torch.randint(v, (n,))
+    labels[torch.rand(n) < 0.2] = ignored
+    return {
+        "h": torch.randn(n, d).to(dtype),
+        "wt": (torch.randn(v, d) * 0.1).to(dtype).t(),
+        "bias": torch.randn(v).to(dtype) if choose.random() < 0.3 else None,
+        "labels": labels,
+        "how": (choose.choice([1, 2]), ignored),
+        "tangent": torch.tensor(choose.choice([1.0, 0.37])),
+        "rows": choose.choice([16, 32, 50, 64, 128]),
+        "columns": choose.choice([16, 33, 64, 128, 500]),
+        "threads": choose.choice([1, 2]),
+    }
+
+
+def by_rows(c: dict[str, Any]) -> Any:
+    operands = (c["h"], c["wt"], c["bias"], c["labels"])
+    loss, weight, statistics = ops.forward_by_rows(*operands, *c["how"], torch.float32, c["rows"])
+    hidden = ops.backward_by_rows(*operands, c["tangent"], weight, *c["how"], torch.float32, c["rows"])
+    gradients = ops.backward_by_columns(*operands, statistics, c["tangent"], weight, *c["how"], c["columns"])
+    return loss, weight, hidden, *gradients
+
+
+def guessed(c: dict[str, Any], share: float) -> Any:
+    operands = (c["h"], c["wt"], c["bias"], c["labels"])
+    guess = torch.tensor(1.0)
+    known = head_kernels.known_columns(c["wt"].shape[1], share, c["columns"])
+    last = (*c["how"], torch.float32, c["rows"])
+    loss, weight, statistics, hidden, first = ops.forward_with_guess(*operands, guess, *last, known)
+    hidden = ops.settle_guess(hidden, guess, *operands, c["tangent"], weight, *last)
+    rest = (*operands, statistics, c["tangent"], weight, *c["how"], c["columns"])
+    return loss, weight, hidden, *ops.backward_by_other_columns(first, guess, *rest)
+
+
+def kept(c: dict[str, Any]) -> Any:
+    operands = (c["h"], c["wt"], c["bias"], c["labels"])
+    last = (*c["how"], torch.float32, c["rows"])
+    loss, weight, buffer = ops.forward_that_keeps(*operands, *last)
+    return loss, weight, *ops.backward_over_kept(buffer, *operands, c["tangent"], weight, *last, True)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_slices_have_the_bits_of_the_whole_wherever_the_facts_hold(first: int) -> None:
+    used = 0
+    before = torch.get_num_threads()
+    try:
+        for seed in range(first, first + 10):
+            c = drawn(seed)
+            torch.set_num_threads(c["threads"])
+            expected = eager(c["h"], c["wt"], c["bias"], c["labels"], c["how"], c["tangent"])
+            (n, d), v = c["h"].shape, c["wt"].shape[1]
+            strides = tuple(c["h"].stride()), tuple(c["wt"].stride())
+            sizes = HeadSizes(n, d, v, c["h"].dtype, torch.float32, *strides, c["bias"] is not None, c["how"][0], "cpu")
+            softmax = [fact.holds() for fact in softmax_facts(sizes, c["rows"], [c["columns"]])]
+            if all(softmax[:2]):
+                assert all(map(torch.equal, kept(c), expected)), seed
+            products = [*row_facts(sizes, c["rows"]), *column_facts(sizes, c["columns"])]
+            if all(softmax) and all(fact.holds() for fact in products):
+                used += 1
+                for found in (by_rows(c), guessed(c, 0.0), guessed(c, 0.5), guessed(c, 1.0)):
+                    assert all(map(torch.equal, found, expected)), seed
+    finally:
+        torch.set_num_threads(before)
+    assert used >= 5
+
+
+@pytest.mark.parametrize("labels", ["all ignored", "one left", "ties", "infinite"])
+def test_edges(labels: str) -> None:
+    c = drawn(4) | {"tangent": torch.tensor(1.0)}
+    ignored = c["how"][1]
+    if labels == "all ignored":
+        c["labels"] = torch.full_like(c["labels"], ignored)
+    elif labels == "one left":
+        c["labels"] = torch.full_like(c["labels"], ignored)
+        c["labels"][3] = 7
+    elif labels == "ties":
+        c["h"] = torch.zeros_like(c["h"])
+    else:
+        c["h"][2, 0] = float("inf")
+    expected = eager(c["h"], c["wt"], c["bias"], c["labels"], c["how"], c["tangent"])
+    for found in (kept(c), by_rows(c), guessed(c, 0.5)):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(torch.nan_to_num(mine), torch.nan_to_num(theirs))
+            assert torch.equal(mine.isnan(), theirs.isnan())
+
+
+def test_a_retained_graph_is_not_written_over() -> None:
+    class Head(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
+            loss, weight, buffer = ops.forward_that_keeps(h, wt, None, labels, 1, -100, torch.float32, 32)
+            ctx.save_for_backward(h, wt, labels, weight, buffer)
+            return loss
+
+        @staticmethod
+        def backward(ctx: Any, tangent: Tensor) -> Any:
+            h, wt, labels, weight, buffer = ctx.saved_tensors
+            last = (1, -100, torch.float32, 32, True)
+            hidden, _, _ = ops.backward_over_kept(buffer, h, wt, None, labels, tangent, weight, *last)
+            return hidden, None, None
+
+    h = torch.randn(64, 16, requires_grad=True)
+    loss = Head.apply(h, torch.randn(16, 50), torch.randint(50, (64,)))
+    loss.backward(retain_graph=True)
+    first, h.grad = h.grad, None
+    loss.backward()
+    assert first is not None
+    assert h.grad is not None
+    assert torch.equal(first, h.grad)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 100, 257])
+@pytest.mark.parametrize("size", [1, 16, 17, 30, 64, 1000])
+def test_spans_cover_and_none_is_short(length: int, size: int) -> None:
+    found = spans(length, size)
+    assert [a for a, _ in found] == [0, *(b for _, b in found[:-1])]
+    assert found[-1][1] == length
+    widths = [b - a for a, b in found]
+    assert min(widths) >= min(LEAST, length)
+    assert max(widths) - min(widths) <= 1

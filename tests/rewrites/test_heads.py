@@ -1,0 +1,196 @@
+"""Which linear layers with a cross-entropy are found in a captured step, and the proof of what replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+
+from ebbflow.capture.joint import Captured, reread
+from ebbflow.capture.offline import capture
+from ebbflow.cost.attach import with_measured_costs
+from ebbflow.cost.profile import profile_calls
+from ebbflow.lower.lowering import lower
+from ebbflow.lower.proof import prove
+from ebbflow.rewrites.choices import choice_of
+from ebbflow.rewrites.head_costs import guess_workspace_bytes
+from ebbflow.rewrites.head_forms import forms_of, rewritten
+from ebbflow.rewrites.head_kernels import NAMESPACE
+from ebbflow.rewrites.heads import find_heads
+from ebbflow.rewrites.proof import RewriteError, prove_rewritten
+from ebbflow.step.rewrite import Rewrite
+from ebbflow.step.unplanned import unplanned_schedule
+from ebbflow.torch_seams.trees import tree_leaves
+from head_models import CLASSES, FORMS, LEFT, TOKENS, WIDTH, Tower, arguments
+
+
+def captured_of(model: Tower) -> Captured:
+    return capture(model, arguments(), {}, name="tower", granularity_bytes=64, context={"device": "cpu"})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_are_found_and_every_form_is_proven(form: str) -> None:
+    step = captured_of(FORMS[form]())
+    (head,), left = find_heads(step)
+    assert not left
+    assert (head.sizes.rows, head.sizes.width, head.sizes.vocabulary) == (TOKENS, WIDTH, CLASSES)
+    assert (head.weight_gradient is None) == ("frozen" in form)
+    assert bool(head.returned) == (form == "returned")
+    kinds: set[str] = set()
+    for each in forms_of(head):
+        kinds.add(each.form)
+        other = rewritten(step, each)
+        replaced = prove_rewritten(step, other)
+        assert replaced == sum(op.target.startswith(NAMESPACE) for op in other.program.ops) > 0
+        prove(other, lower(other, unplanned_schedule(other.program)))
+        assert not [op for op in other.program.ops if op.target in ("aten.t.default", "aten.view.default")]
+        assert Rewrite.from_json(each.to_json()) == each
+    assert kinds == {"kept", "guessed", "rows"}
+    assert len(find_heads(step)[0]) == 1  # the captured graph is as it was
+
+
+@pytest.mark.parametrize("form", LEFT)
+def test_what_only_looks_alike_is_left_with_the_reason(form: str) -> None:
+    make, why = LEFT[form]
+    heads, left = find_heads(captured_of(make()))
+    assert not heads
+    assert why in left[0].why
+    assert left[0].source.startswith("head_models.py:")
+
+
+def test_a_rewrite_of_another_step_is_refused() -> None:
+    step = captured_of(FORMS["plain"]())
+    (head,), _ = find_heads(step)
+    rewrite = next(forms_of(head))
+    elsewhere = captured_of(LEFT["capped"][0]())
+    with pytest.raises(LookupError, match="no linear layer"):
+        choice_of(elsewhere, [rewrite])
+
+
+def test_what_a_wrong_guess_takes_is_not_underestimated() -> None:
+    for form in ("plain", "bias", "bfloat16, upcast"):
+        step = captured_of(FORMS[form]())
+        (head,), _ = find_heads(step)
+        for each in forms_of(head):
+            if each.form != "rows":
+                continue
+            other = rewritten(step, each)
+            pairs = zip(other.program.ops, other.calls, strict=True)
+            call = next(call for op, call in pairs if "backward_by_rows" in op.target)
+            (cost,) = profile_calls([call], "cpu").values()
+            assert cost.workspace_bytes <= guess_workspace_bytes(head, each)
+
+
+def test_estimated_costs_are_of_the_same_order_as_measured_ones() -> None:
+    step = captured_of(FORMS["plain"]())
+    program = with_measured_costs(step.program, step.calls, "cpu")
+    (head,), _ = find_heads(step)
+    for each in forms_of(head):
+        choice = choice_of(step, [each])
+        estimated, measured = (
+            choice.estimated(program),
+            with_measured_costs(choice.captured.program, choice.captured.calls, "cpu"),
+        )
+        for mine, theirs in zip(estimated.ops, measured.ops, strict=True):
+            if mine.target.startswith(NAMESPACE) and "settle" not in mine.target:
+                assert mine.seconds > 0
+                assert theirs.workspace_bytes <= 1.01 * mine.workspace_bytes + 4096
+            elif not mine.target.startswith(NAMESPACE):
+                assert mine.seconds == pytest.approx(theirs.seconds, rel=0.5, abs=1e-4)
+
+
+# -- the proof sees what is wrong ---------------------------------------------------------------------------------
+
+
+def _own(graph: fx.Graph, kind: str) -> fx.Node:
+    return next(node for node in graph.nodes if NAMESPACE in str(node.target) and kind in str(node.target))
+
+
+def _set(node: fx.Node, position: int, value: object) -> None:
+    arguments_ = list(node.args)
+    arguments_[position] = value  # type: ignore[call-overload]
+    node.args = tuple(arguments_)
+
+
+def _another_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta["val"]
+    return next(
+        each
+        for each in graph.nodes
+        if each is not node
+        and isinstance(each.meta.get("val"), torch.Tensor)
+        and each.meta["val"].shape == value.shape
+        and each.meta["val"].dtype == value.dtype
+    )
+
+
+def _swap_outputs(graph: fx.Graph) -> None:
+    results = tree_leaves(graph.output_node().args)
+    wanted = [i for i, each in enumerate(results) if isinstance(each, fx.Node) and each.meta["val"].dim() == 2]
+    results[wanted[0]], results[wanted[1]] = results[wanted[1]], results[wanted[0]]
+    graph.output_node().args = (tuple(results),)
+
+
+MUTANTS: dict[str, tuple[str, Callable[[fx.Graph], None]]] = {
+    "another ignored label": ("rows", lambda g: _set(_own(g, "forward"), 5, 3)),
+    "another reduction": ("rows", lambda g: _set(_own(g, "backward_by_rows"), 6, 2)),
+    "other hidden states": (
+        "rows",
+        lambda g: _set(_own(g, "backward_by_columns"), 0, _another_like(g, _own(g, "backward_by_columns").args[0])),  # type: ignore[arg-type]
+    ),
+    "another tangent": (
+        "rows",
+        lambda g: _set(_own(g, "backward_by_rows"), 4, _another_like(g, _own(g, "backward_by_rows").args[4])),  # type: ignore[arg-type]
+    ),
+    "loss and weight": (
+        "kept",
+        lambda g: _set(_own(g, "backward_over_kept"), 6, _own(g, "backward_over_kept").args[5]),
+    ),
+    "the loss for its tangent": (
+        "kept",
+        lambda g: _set(_own(g, "backward_over_kept"), 5, _own(g, "backward_over_kept").args[6]),
+    ),
+    "a frozen weight": ("kept", lambda g: _set(_own(g, "backward_over_kept"), 11, False)),
+    "another type": ("kept", lambda g: _set(_own(g, "forward"), 6, torch.float64)),
+    "the guess for the tangent": (
+        "guessed",
+        lambda g: _set(_own(g, "settle_guess"), 6, _own(g, "settle_guess").args[1]),
+    ),
+    "outputs swapped": ("rows", _swap_outputs),
+    "another guess to settle": (
+        "guessed",
+        lambda g: _set(_own(g, "settle_guess"), 1, _another_like(g, _own(g, "settle_guess").args[1])),  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_proof_sees_mutants(name: str) -> None:
+    form, mutate = MUTANTS[name]
+    step = captured_of(FORMS["scaled"]())
+    (head,), _ = find_heads(step)
+    other = rewritten(step, next(each for each in forms_of(head) if each.form == form))
+    mutate(other.graph)
+    with pytest.raises(RewriteError):
+        prove_rewritten(step, other)
+
+
+def test_the_proof_sees_a_reader_of_what_is_written_over() -> None:
+    step = captured_of(FORMS["plain"]())
+    (head,), _ = find_heads(step)
+    other = rewritten(step, next(each for each in forms_of(head) if each.form == "kept"))
+    graph = other.graph
+    kept = _own(graph, "backward_over_kept").args[0]
+    assert isinstance(kept, fx.Node)
+    with graph.inserting_before(graph.output_node()):
+        extra = graph.call_function(torch.ops.aten.sum.default, (kept,))
+    extra.meta = dict(kept.meta)
+    with pytest.raises(RewriteError, match="writes over"):
+        prove_rewritten(step, other)
+
+
+def test_a_captured_step_is_itself() -> None:
+    step = captured_of(FORMS["tied"]())
+    assert prove_rewritten(step, reread(step, step.graph)) == 0
