@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ebbflow.torch_seams.patches import Attribute, Patch, patched, wrapped
+from ebbflow.torch_seams.storages import buffer_table, parameter_table
 from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "LIMITS",
     "FakeTensor",
     "FakeTensorMode",
+    "conversions_replace",
     "described_by",
     "fake_device",
     "fakes_are_counted",
@@ -151,6 +153,64 @@ def fakes_are_stepped_as_parameters() -> Patch:
     """
     kinds = optimizers._foreach_supported_types
     return patched(Attribute(optimizers, "_foreach_supported_types"), [*kinds, FakeTensor])
+
+
+class _Converted(threading.local):
+    """What one conversion has made so far, by what it was made of; both are kept alive until it ends."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+_converted = _Converted()
+
+
+def conversions_replace() -> Patch:
+    """While open, ``module.to(dtype)``, ``half()`` and their like give modules of fake tensors new parameters.
+
+    Torch swaps the contents of the old ones and the new (``Module._apply``), which it refuses for fake tensors: their
+    mode refers to them weakly. Parameters that are one before are one afterwards.
+    """
+    return wrapped(Attribute(torch.nn.Module, "_apply"), _by_replacing, this_thread=True)
+
+
+def _by_replacing(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    def apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        outermost = _converted.made is None
+        if _converted.made is None:
+            _converted.made = {}
+        try:
+            if recurse:
+                for child in module.children():
+                    child._apply(fn)
+            if not any(isinstance(each, FakeTensor) for each in module.parameters(recurse=False)):
+                return original(module, fn, recurse=False)
+            _replace_own(module, fn, _converted.made)
+            return module
+        finally:
+            if outermost:
+                _converted.made = None
+
+    return apply
+
+
+def _replace_own(
+    module: torch.nn.Module,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Lay what ``fn`` makes of parameters and buffers in their places."""
+    for table in (parameter_table(module), buffer_table(module)):
+        for name, tensor in table.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                with torch.no_grad():
+                    new = fn(tensor)
+                if isinstance(tensor, torch.nn.Parameter) and new is not tensor:
+                    new = torch.nn.Parameter(new, tensor.requires_grad)
+                made[id(tensor)] = (tensor, new)
+            table[name] = made[id(tensor)][1]  # type: ignore[assignment]
 
 
 def quiet_log() -> Patch:

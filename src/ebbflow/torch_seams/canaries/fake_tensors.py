@@ -134,3 +134,12 @@ def optimizers_step_fakes_as_parameters() -> None:
             sizes[device] = counted.peak_bytes
     expect(sizes["cpu"] < 8 * 64 * 4, "on a CPU all parameters are stepped at once")
     expect(sizes["cuda"] >= 8 * 64 * 4, "on a card parameters are stepped one by one")
+
+
+@canary
+def modules_of_fake_tensors_are_converted() -> None:
+    """``Module._apply(fn, recurse)`` is what converts a module, its children first, and is looked up on the class."""
+    with fake_tensors.conversions_replace(), fake_tensors.sizes_only():
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LSTM(2, 2)).to(torch.bfloat16)
+    kinds = {each.dtype for each in layers.parameters()}
+    expect(kinds == {torch.bfloat16}, f"a module converted to bfloat16 has parameters of {kinds}")

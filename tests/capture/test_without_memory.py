@@ -1,0 +1,73 @@
+"""Models that are made without memory may be converted, moved and tied as with memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.capture.without_memory import without_memory
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.middle = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU())
+        self.cells = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.cells(self.words(tokens))
+        return self.head(self.middle(hidden.flatten(0, 1))).float().square().mean()
+
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "to": (lambda model: model.to(torch.bfloat16), torch.bfloat16),
+    "half": (lambda model: model.half(), torch.float16),
+    "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16),
+    "double": (lambda model: model.double(), torch.float64),
+    "there and back": (lambda model: model.half().float(), torch.float32),
+    "nothing to do": (lambda model: model.to(torch.float32), torch.float32),
+    "a part": (lambda model: model.middle.half() and model.float(), torch.float32),
+    "a device": (lambda model: model.to("cpu").cpu(), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions_without_memory(name: str) -> None:
+    convert, dtype = CONVERSIONS[name]
+    with without_memory():
+        model = Tied()
+        model.middle[0].requires_grad_(False)
+        converted = convert(model)
+        tokens = torch.zeros(4, 6, dtype=torch.long)
+    assert converted is model
+    expected = convert(Tied())
+    assert {n: (p.shape, p.dtype) for n, p in model.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in expected.named_parameters()
+    }
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert {n: b.dtype for n, b in model.named_buffers()} == {n: b.dtype for n, b in expected.named_buffers()}
+    assert model.head.weight is model.words.weight
+    assert not any(each.requires_grad for each in model.middle[0].parameters())
+    assert isinstance(model.head.weight, nn.Parameter)
+    assert all(isinstance(each, nn.Parameter) for each in model.cells.parameters())
+    plan = ebbflow.plan(model, (tokens,), budget="100%", machine="h100-80gb", progress=None)
+    sizes = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert plan.resident_bytes >= sizes
+
+
+def test_models_with_memory_are_converted_as_ever() -> None:
+    before = nn.Module._apply
+    real = Tied()
+    weight = real.head.weight
+    with without_memory():
+        pass
+    assert nn.Module._apply is before
+    assert real.half().head.weight is weight
+    assert weight.dtype is torch.float16
