@@ -71,3 +71,35 @@ def test_models_with_memory_are_converted_as_ever() -> None:
     assert nn.Module._apply is before
     assert real.half().head.weight is weight
     assert weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_on_meta_is_traced_as_on_a_device(inside: bool) -> None:
+    """On ``meta`` itself the loss would have no gradient, and the attention before it none either."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+            self.queries = nn.Linear(32, 32)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.words(tokens)
+            heads = self.queries(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            x = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            logits = self.head(x.transpose(1, 2).flatten(2))
+            return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    def made() -> tuple[nn.Module, torch.Tensor]:
+        with torch.device("meta"):
+            return Attends(), torch.zeros(2, 24, dtype=torch.long)
+
+    if inside:
+        with without_memory():
+            model, tokens = made()
+    else:
+        model, tokens = made()
+    plan = ebbflow.plan(model, (tokens,), budget="100%", machine="h100-80gb", progress=None)
+    on_device = ebbflow.plan(Attends(), (torch.zeros(2, 24, dtype=torch.long),), budget="100%", machine="h100-80gb")
+    assert [op.target for op in plan.program.ops] == [op.target for op in on_device.program.ops]
+    assert plan.predicted_peak_bytes == on_device.predicted_peak_bytes

@@ -119,19 +119,21 @@ def capture(
 def _as_fake(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any], contextlib.AbstractContextManager[object]]:
-    """The call as it is if real, in its own mode if fake, moved to fake CPU tensors if on ``meta``."""
+    """The call as it is if real, in its own mode if fake; what is on ``meta``, fake or not, goes to fake CPU tensors.
+
+    Ops take other ways on ``meta`` than where they compute: some have no gradient there.
+    """
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
-    if fake is not None:
-        return model, args, kwargs, mode_of(fake)
-    if not any(t.is_meta for t in tensors):
-        return model, args, kwargs, contextlib.nullcontext()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = None if fake is None else mode_of(fake)
+    if not any(t.device.type == "meta" for t in tensors):
+        return model, args, kwargs, contextlib.nullcontext() if mode is None else mode
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     moved: dict[torch.Tensor, torch.Tensor] = {}
 
     def on_cpu(value: object) -> object:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.device.type != "meta":
             return value
         if value not in moved:
             with mode:
