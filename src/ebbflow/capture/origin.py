@@ -13,6 +13,8 @@ from ebbflow.torch_seams.graphs import module_stack_of, stack_trace_of
 __all__ = ["module_of", "source_of"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_STEP = re.compile(r"L\['\w+'\]\.?|(?:__dict__\['_modules'\]|_modules)\['(\w+)'\]")
+"""What Dynamo writes of one module on the way; of one that its owner looks up itself (PEFT) in ``__dict__``."""
 _TORCH = str(Path(torch.__file__).parent)
 _CAPTURE = str(Path(__file__).parent)
 
@@ -30,4 +32,4 @@ def module_of(node: fx.Node) -> str:
     paths = [path for path, _ in module_stack_of(node).values()]
     if not paths:
         return ""
-    return re.sub(r"L\['\w+'\]\.?|_modules\['(\w+)'\]", lambda m: m[1] or "", paths[-1]).strip(".")
+    return _STEP.sub(lambda m: m[1] or "", paths[-1]).strip(".")

@@ -126,11 +126,13 @@ def _ranked(program: Program, alternatives: Sequence[Alternative], above_budget_
     greedy = planner_named("greedy")
     ranked: list[tuple[float, int, Alternative]] = []
     best = float("inf")
-    for index, each in sorted(enumerate(alternatives), key=lambda pair: pair[1].estimated.seconds):
+    candidates = [(each.estimated.seconds, floor_bytes(each.estimated)[0], i) for i, each in enumerate(alternatives)]
+    for unplanned, floor, index in sorted(candidates):
+        each = alternatives[index]
         candidate = _surrounded(each.estimated, program)
-        if candidate.seconds >= best and len(ranked) >= _MOST_TRIED:
+        if unplanned >= best and len(ranked) >= _MOST_TRIED:
             break
-        if floor_bytes(candidate)[0] > above_budget_bytes:
+        if floor > above_budget_bytes:
             continue
         answer = greedy(Problem(program=candidate, above_budget_bytes=above_budget_bytes, effort=1, seed=0))
         if answer.schedule is None:

@@ -12,8 +12,8 @@ from ebbflow.cost.attach import is_measured, with_measured_costs
 from ebbflow.planning.alternatives import Alternative
 from ebbflow.rewrites.facts import measured
 from ebbflow.rewrites.head_costs import estimates, guess_workspace_bytes
-from ebbflow.rewrites.head_forms import KEPT, facts_of, forms_of, rewritten
-from ebbflow.rewrites.head_kernels import NAMESPACE, SETTLES
+from ebbflow.rewrites.head_forms import facts_of, forms_of, rewritten
+from ebbflow.rewrites.head_kernels import KEPT, NAMESPACE, SETTLES
 from ebbflow.rewrites.heads import Head, find_heads
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite

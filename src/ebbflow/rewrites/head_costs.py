@@ -1,6 +1,7 @@
 """What the ops of ``head_kernels`` take, estimated from the captured ops whose place they take.
 
-1. Seconds are sums of those of eager's own ops: a slice of a product takes its share of the product's.
+1. Seconds are sums of those of eager's own ops. A slice of a product takes its share of the product's, or what reading
+   the other operand takes, which every slice reads whole; how fast memory is read is told by the log-softmax.
 2. Workspace is counted from the kernels' own temporaries, at their longest slice.
 """
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ebbflow.rewrites.head_kernels import known_columns
+from ebbflow.rewrites.head_kernels import KEPT, known_columns
 from ebbflow.rewrites.heads import Head
 from ebbflow.rewrites.spans import spans
 from ebbflow.step.rewrite import Rewrite
@@ -77,19 +78,27 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
     backward = of(_backward_of(head)) + last
     hidden, weight, sums = of(head.hidden_gradient), of(head.weight_gradient), of(head.bias_gradient)
     settings = dict(rewrite.settings)
+    sizes = head.sizes
+    per_byte = softmax / (2 * sizes.softmax_bytes) if sizes.softmax_bytes else 0.0
+    reading = len(spans(sizes.rows, settings["rows"])) * per_byte * sizes.weight_bytes
+    if rewrite.form != KEPT:
+        hidden = max(hidden, reading)
+    in_rows = product if rewrite.form == KEPT else max(product, reading)
     by_rows = _row_bytes(head, settings["rows"])
     found = {
-        "forward_by_rows": Estimate(product + softmax + cast + loss, by_rows),
-        "forward_with_guess": Estimate(product + softmax + 2 * cast + loss + backward + hidden, by_rows),
+        "forward_by_rows": Estimate(in_rows + softmax + cast + loss, by_rows),
+        "forward_with_guess": Estimate(in_rows + softmax + 2 * cast + loss + backward + hidden, by_rows),
         "forward_that_keeps": Estimate(product + softmax + cast + loss, by_rows),
         "backward_over_kept": Estimate(softmax * (cast > 0) + 2 * cast + backward + hidden + weight + sums, by_rows),
-        "backward_by_rows": Estimate(product + softmax + 2 * cast + backward + hidden, by_rows),
+        "backward_by_rows": Estimate(in_rows + softmax + 2 * cast + backward + hidden, by_rows),
         "settle_guess": Estimate(0.0, by_rows),
     }
     if columns := settings.get("columns", 0):
         by_columns = _column_bytes(head, columns)
         vocabulary = head.sizes.vocabulary
-        again = product + softmax + 2 * cast + backward
+        again_reading = len(spans(sizes.vocabulary, columns)) * per_byte * sizes.hidden_bytes
+        again = max(product, again_reading) + softmax + 2 * cast + backward
+        weight = max(weight, again_reading)
         share = known_columns(vocabulary, settings.get("percent", 0) / 100, columns) / vocabulary
         found["backward_by_columns"] = Estimate(again + weight + sums, by_columns)
         found["backward_by_other_columns"] = Estimate((1 - share) * again + weight + sums, by_columns)

@@ -56,9 +56,19 @@ class HeadSizes:
         return self.rows * self.vocabulary * self.softmax.itemsize
 
     @property
+    def weight_bytes(self) -> int:
+        """Of V x D."""
+        return self.vocabulary * self.width * self.dtype.itemsize
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of N x D."""
+        return self.rows * self.width * self.dtype.itemsize
+
+    @property
     def operand_bytes(self) -> int:
         """Of hidden states and weight."""
-        return (self.rows + self.vocabulary) * self.width * self.dtype.itemsize
+        return self.hidden_bytes + self.weight_bytes
 
     def __str__(self) -> str:
         kind = f"{str(self.dtype).removeprefix('torch.')}>{str(self.softmax).removeprefix('torch.')}"

@@ -20,6 +20,7 @@ from ebbflow.errors import InternalError
 from ebbflow.rewrites import head_kernels
 from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.head_facts import column_facts, row_facts, softmax_facts
+from ebbflow.rewrites.head_kernels import GUESSED, KEPT, ROWS
 from ebbflow.rewrites.heads import VIEWS, Head, find_heads
 from ebbflow.rewrites.spans import LEAST
 from ebbflow.step.rewrite import Rewrite
@@ -27,10 +28,9 @@ from ebbflow.torch_seams.aot import is_tangent
 from ebbflow.torch_seams.fake_tensors import mode_of
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["GUESSED", "KEPT", "ROWS", "RULE", "facts_of", "forms_of", "rewritten"]
+__all__ = ["RULE", "facts_of", "forms_of", "rewritten"]
 
 RULE = "linear-cross-entropy"
-KEPT, GUESSED, ROWS = "kept", "guessed", "rows"
 _ops = getattr(torch.ops, head_kernels.NAMESPACE)
 _PARTS = (4, 16, 64)
 """Of N x V, what slices take at a time."""

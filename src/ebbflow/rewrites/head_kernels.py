@@ -26,9 +26,11 @@ from torch import Tensor
 from ebbflow.rewrites.spans import spans
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
 
-__all__ = ["NAMESPACE", "SETTLES", "known_columns"]
+__all__ = ["GUESSED", "KEPT", "NAMESPACE", "ROWS", "SETTLES", "known_columns"]
 
 NAMESPACE = "ebbflow_rewrites"
+KEPT, GUESSED, ROWS = "kept", "guessed", "rows"
+"""Forms: definitions 4, 5, and neither of them."""
 SETTLES = f"{NAMESPACE}.settle_guess.default"
 """Target of the op that takes more where a guess was wrong than when it is measured alone."""
 
