@@ -127,7 +127,7 @@ def _ranked(program: Program, alternatives: Sequence[Alternative], above_budget_
     ranked: list[tuple[float, int, Alternative]] = []
     best = float("inf")
     candidates = [(each.estimated.seconds, floor_bytes(each.estimated)[0], i) for i, each in enumerate(alternatives)]
-    for unplanned, floor, index in sorted(candidates):
+    for position, (unplanned, floor, index) in enumerate(sorted(candidates)):
         each = alternatives[index]
         candidate = _surrounded(each.estimated, program)
         if unplanned >= best and len(ranked) >= _MOST_TRIED:
@@ -136,9 +136,9 @@ def _ranked(program: Program, alternatives: Sequence[Alternative], above_budget_
             continue
         answer = greedy(Problem(program=candidate, above_budget_bytes=above_budget_bytes, effort=1, seed=0))
         if answer.schedule is None:
-            ranked.append((float("inf"), index, each))
+            ranked.append((float("inf"), position, each))
             continue
         seconds = simulate(candidate, answer.schedule).seconds
         best = min(best, seconds)
-        ranked.append((seconds, index, each))
+        ranked.append((seconds, position, each))
     return [each for _, _, each in sorted(ranked, key=lambda entry: entry[:2])]
