@@ -35,7 +35,7 @@ from ebbflow.planners.search.smallest import smallest_of
 
 BLOCKS = all_blocks()
 PYTHON = [block for block in BLOCKS if block.language == "python"]
-LONG = ("finetune.py", "frontier.py", "through_the_disk.py")
+LONG = ("finetune.py", "finetune_lora.py", "frontier.py", "through_the_disk.py")
 CONSOLE = [block for block in BLOCKS if block.language == "console"]
 
 
