@@ -121,7 +121,10 @@ def _wanted(only: list[str]) -> list[Situation]:
         return any(word in _PLACES[name] if word in exact else word in name for word in only)
 
     # Situations that share an imported torch come one after the other.
-    return [each for name, each in known.items() if name in _PLACES and (not only or is_named(name))]
+    found = [each for name, each in known.items() if name in _PLACES and (not only or is_named(name))]
+    if not found:
+        sys.exit(f"there is no cell {' '.join(only)}; --list prints them")
+    return found
 
 
 def _cell(row: Row) -> Row:

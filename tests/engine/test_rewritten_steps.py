@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import ebbflow
+from ebbflow.cost.call import call_with
+from ebbflow.cost.room import NoRoom, Room, arguments_for, within
 from ebbflow.errors import BudgetError, PlanFileError, PlanMismatch, UsageError
 from ebbflow.rewrites import choices, facts
-from head_models import FORMS, LEFT, Tower, arguments
+from head_models import CLASSES, FORMS, LEFT, Tower, arguments
 
 SHARE = {"returned": 0.93}
 """Of the least budget that the captured step has; logits that are returned stay."""
@@ -237,3 +239,40 @@ def test_planners_that_stand_for_papers_plan_what_they_are_given(planner: str) -
 def test_other_rewrites_are_refused(value: Any) -> None:
     with pytest.raises(UsageError, match='rewrites takes "exact" or None'):
         ebbflow.fit(FORMS["plain"](), "90%", rewrites=value)
+
+
+@pytest.mark.parametrize("label", [-1, CLASSES])
+def test_labels_that_are_no_class_are_refused_in_the_forward(label: int) -> None:
+    model = ebbflow.fit(FORMS["plain"](), below("plain"), rewrites="exact", progress=None)
+    tokens, labels = arguments()
+    model(tokens, labels).backward()
+    labels[0, 1] = label
+    with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+        model(tokens, labels)
+
+
+def test_two_forwards_before_a_backward() -> None:
+    def both(model: Tower) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for i in range(3):
+            torch.manual_seed(i)
+            model.zero_grad()
+            (model(*arguments(i)) + 2 * model(*arguments(i + 7))).backward()
+            found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        return found
+
+    model = FORMS["plain"]()
+    expected = both(copy.deepcopy(model))
+    ebbflow.fit(model, below("plain"), rewrites="exact", progress=None)
+    with pytest.warns(UserWarning, match="another forward of this model is in flight"):
+        found = both(model)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_nothing_is_tried_out_that_the_budget_has_no_room_for() -> None:
+    """Ops of the captured step take more than a budget below its least: they are priced without running them."""
+    large = call_with(torch.ops.aten.relu.default, (torch.empty(1000),), {}, [torch.empty(1000)])
+    with within(Room(7_999, strict=True)), pytest.raises(NoRoom):
+        arguments_for(large)
+    with within(Room(8_000, strict=True)):
+        arguments_for(large)

@@ -24,6 +24,7 @@ from ebbflow.faults import own_faults
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_parts, tensors_in
+from ebbflow.measurement.together import class_of
 from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients, require_text
 from ebbflow.planners import Interrupt, Progress, planner_named
@@ -349,7 +350,7 @@ def capture_ahead(
         reserve_bytes(program, device, verify=options.verify),
         planned_for,
         tiers,
-        replace(provenance, optimizer="" if optimizer is None else type(optimizer).__name__, offloaded=state.note),
+        replace(provenance, optimizer="" if optimizer is None else class_of(optimizer), offloaded=state.note),
         state.end,
         {**resident, "cuBLAS workspace": held},
         _classes_in(model),

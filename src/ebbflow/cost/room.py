@@ -6,6 +6,7 @@
    first, lie in the memory of resident tensors of the same type, which a kernel only reads. With as many borrowed as
    can be, what it takes besides is no more than it takes in the step itself, so a budget under which there is any
    plan is kept; where there is none, the refusal has to name what the op takes, so it is tried out all the same.
+   Where another program may have a plan (*strict*), it is not tried out.
 3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
    neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
 """
@@ -52,10 +53,12 @@ class Room:
     Attributes:
         free_bytes: of the budget; 0 if it is not known yet, so that all borrow what they can.
         lenders: tensors that are resident.
+        strict: by definition 2.
     """
 
     free_bytes: float = float("inf")
     lenders: Sequence[torch.Tensor] = field(default=(), repr=False)
+    strict: bool = False
 
 
 class _Current(threading.local):
@@ -91,7 +94,7 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
         borrowed = _borrowed(specs, able, room.lenders)
         needs -= sum(_bytes(specs[position]) for position in borrowed)
         unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
-        if needs - unable <= room.free_bytes < needs:
+        if room.free_bytes < needs and (room.strict or needs - unable <= room.free_bytes):
             raise NoRoom(f"{call.signature} takes {needs} bytes, {room.free_bytes} are free")
     made = iter([_made(spec, borrowed.get(position)) for position, spec in enumerate(specs)])
 

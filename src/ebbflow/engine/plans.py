@@ -33,7 +33,7 @@ from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.faults import users_level
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import gradients_to_come
-from ebbflow.measurement.together import parts_of
+from ebbflow.measurement.together import class_of, parts_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import StepEnd, most_of
 from ebbflow.rewrites.choices import alternatives_here
@@ -216,7 +216,7 @@ def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool)
         machine=now.device,
         costs=costs,
         estimate=estimated,
-        optimizer="" if model.optimizer is None else " and ".join(type(e).__name__ for e in parts_of(model.optimizer)),
+        optimizer="" if model.optimizer is None else class_of(model.optimizer),
         offloaded="" if model.offloaded is None else model.offloaded.note,
         loss=LossPlace.OUTSIDE if guess else None,
     )
@@ -274,11 +274,13 @@ def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, gu
 def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> Plan:
     """A plan that leaves room for what a backward keeps that retains its graph; ``plan`` itself where there is none."""
     budget = Budget(bytes=plan.budget_bytes)
-    as_planned = replace(wanted.options, alternatives=(), rewritten=plan.rewritten)
-    planned = replace(wanted, program=plan.program, options=as_planned)
+    between, held = plan.program.between_bytes, plan.program.held_bytes
+    options = replace(wanted.options, known=[*wanted.options.known, plan])
+    planned = replace(wanted, program=replace(wanted.program, between_bytes=between, held_bytes=held), options=options)
+    seeds = [plan.schedule] if plan.rewritten is None else []
 
     def with_aside(aside_bytes: int) -> Plan:
-        return planned.plan(None, budget, aside_bytes=aside_bytes, seeds=[plan.schedule])
+        return planned.plan(None, budget, aside_bytes=aside_bytes, seeds=seeds)
 
     roomy = plan_retained(plan, with_aside, retained)
     if roomy is None:

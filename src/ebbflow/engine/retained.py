@@ -1,7 +1,7 @@
 """Room for backwards that retain their graph (``retain_graph=True``).
 
-1. Such a backward gives nothing back of what crosses the boundary: whatever the plan frees of it stays. One that
-   comes *again* meets the gradients of the one before as well.
+1. Such a backward gives nothing back of what crosses the boundary: whatever the plan frees of it stays, and what an op
+   would write over it copies. One that comes *again* meets the gradients of the one before as well.
 2. Autograd tells only when the backward starts, so the first one of a slot runs as it was planned, without that room.
    It is learned from there, and later steps of the slot are planned with it.
 3. Planners know nothing of this: a plan's *excess* over its budget is put aside and planned around, until there is
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbflow.errors import BudgetError
+from ebbflow.rewrites.head_kernels import OVERWRITES
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free, Schedule
@@ -56,6 +57,9 @@ def retained_above_bytes(program: Program, schedule: Schedule, timeline: Timelin
         if isinstance(action, Free) and action.buffer in crossing:
             crossing.remove(action.buffer)
             staying[index:] += program.buffers[action.buffer].bytes
+    for index, action in enumerate(schedule.actions):
+        if isinstance(action, Compute) and program.ops[action.op].target == OVERWRITES:
+            staying[index] += max(program.buffers[each].bytes for each in program.ops[action.op].inputs)
     again = sum(program.buffers[b].bytes for b in program.gradients) if retained.again else 0
     backward = (timeline.peak_bytes + staying)[boundary:].max(initial=0)
     return max(timeline.above_bytes, int(backward) + again)

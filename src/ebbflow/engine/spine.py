@@ -148,7 +148,8 @@ def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Roo
     else:
         above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
         free = model.budget.resolve(resident + above) - resident
-    return Room(free, list(tensors_in([call.module, call.args, call.kwargs, step.hidden_inputs])))
+    lenders = list(tensors_in([call.module, call.args, call.kwargs, step.hidden_inputs]))
+    return Room(free, lenders, strict=model.rewrites and step.captured is not None)
 
 
 def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Together", "parts_of"]
+__all__ = ["Together", "class_of", "parts_of"]
 
 
 class Together(torch.optim.Optimizer):
@@ -37,3 +37,9 @@ class Together(torch.optim.Optimizer):
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers that it stands for: itself, or those that are together."""
     return optimizer.parts if isinstance(optimizer, Together) else (optimizer,)
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Names of the classes that it stands for; of a wrapper that holds one (accelerate's), that one's."""
+    inner = (getattr(each, "optimizer", each) for each in parts_of(optimizer))
+    return " and ".join(type(each).__name__ for each in inner)

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured, with_measured_costs
+from ebbflow.errors import CaptureError
 from ebbflow.planning.alternatives import Alternative
 from ebbflow.rewrites.facts import measured
 from ebbflow.rewrites.head_costs import estimates, guess_workspace_bytes
@@ -85,7 +86,10 @@ class Choice:
         """
         if self.not_held(device):
             return None
-        measured = with_measured_costs(self.captured.program, self.captured.calls, device)
+        try:
+            measured = with_measured_costs(self.captured.program, self.captured.calls, device)
+        except CaptureError:  # a profiler runs, ours or somebody's: what is new cannot be measured now
+            return None
         # When costs are measured a guess is right: there has to be room for one that is not.
         needs = max(guess_workspace_bytes(head, each) for head, each in self._pairs)
         ops: list[Op] = []

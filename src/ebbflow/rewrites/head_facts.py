@@ -158,7 +158,7 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
     part = -(-sizes.logits_bytes * (columns + 1) // max(sizes.vocabulary, 1))
     needs = sizes.logits_bytes + sizes.operand_bytes + part
     yield Fact(f"columns of logits {sizes} by {columns}", f"{columns} columns of the logits", needs, logits_hold)
-    weight = sizes.logits_bytes + 2 * sizes.operand_bytes + part
+    weight = sizes.logits_bytes + 2 * sizes.operand_bytes + sizes.weight_bytes + part
     yield Fact(
         f"columns of weight {sizes} by {columns}", f"{columns} rows of the weight's gradient", weight, weight_hold
     )

@@ -25,12 +25,15 @@ from torch import Tensor
 
 from ebbflow.rewrites.spans import spans
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
+from ebbflow.torch_seams.graphs import ASSERTS_TRUE
 
-__all__ = ["GUESSED", "KEPT", "NAMESPACE", "ROWS", "SETTLES", "known_columns"]
+__all__ = ["GUESSED", "KEPT", "NAMESPACE", "OVERWRITES", "ROWS", "SETTLES", "known_columns"]
 
 NAMESPACE = "ebbflow_rewrites"
 KEPT, GUESSED, ROWS = "kept", "guessed", "rows"
 """Forms: definitions 4, 5, and neither of them."""
+OVERWRITES = f"{NAMESPACE}.backward_over_kept.default"
+"""Target of the op that writes over its first argument, or over a copy where the graph is retained."""
 SETTLES = f"{NAMESPACE}.settle_guess.default"
 """Target of the op that takes more where a guess was wrong than when it is measured alone."""
 
@@ -68,6 +71,20 @@ def _gradient_rows(
     """The gradient of the logits of some rows, in the type of the softmax."""
     gradient = _aten.nll_loss_backward(tangent, softmax, labels, None, reduction, ignore_index, total_weight)
     return _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
+
+
+def _refuse_other_labels(labels: Tensor, classes: int, ignore_index: int) -> None:
+    """Refuse labels that are no class, as the loss does on all of the logits.
+
+    Raises:
+        IndexError: on a CPU; on a card an assertion fails there.
+    """
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
+    if labels.device.type == "cpu":
+        if wrong.any():
+            raise IndexError(f"Target {int(labels[wrong][0])} is out of bounds.")
+    else:
+        ASSERTS_TRUE(~wrong.any())
 
 
 def _targets(softmax: Tensor, labels: Tensor) -> Tensor:
@@ -177,6 +194,7 @@ def forward_by_rows(
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, total weight and statistics (definitions 1 and 2)."""
+    _refuse_other_labels(labels, wt.shape[1], ignore_index)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
         logits = _logits(h[a:b], wt, bias).to(dtype)
@@ -207,6 +225,7 @@ def forward_with_guess(
     known: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, total weight, statistics; by the guess, the gradient of ``h`` and ``known`` columns of the logits'."""
+    _refuse_other_labels(labels, wt.shape[1], ignore_index)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     first = h.new_empty((h.shape[0], known))
@@ -246,6 +265,7 @@ def forward_that_keeps(
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, total weight, and the log-softmax, or the logits where these have another type (definition 4)."""
+    _refuse_other_labels(labels, wt.shape[1], ignore_index)
     kept = _logits(h, wt, bias)
     target = torch.empty(h.shape[0], dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):

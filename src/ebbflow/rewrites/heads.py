@@ -184,6 +184,7 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     _require(arguments_of(seeds[0])[3] == value.dtype, "the softmax changes the type by itself")
     hidden, weights, sums = _products(seeds[0], cast, h, wt)
     _require(isinstance(labels, fx.Node) and labels.meta["val"].dim() == 1, "labels are no vector")
+    _require(labels.meta["val"].dtype is torch.int64, "labels are not of type int64")
     h_value, wt_value = h.meta["val"], wt.meta["val"]
     sizes = HeadSizes(
         rows=logits.shape[0],
