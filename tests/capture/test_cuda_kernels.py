@@ -443,7 +443,7 @@ def test_a_step_for_this_machine_is_not_touched() -> None:
         return capture(case.model, case.args, case.kwargs, name="gpt", granularity_bytes=1, context=context).program
 
     before = here()
-    mapped, _ = capture_program(case.model, case.args, case.kwargs, machine=machine_named("a100-80gb"))
+    _, mapped, _ = capture_program(case.model, case.args, case.kwargs, machine=machine_named("a100-80gb"))
     assert here().fingerprint == before.fingerprint != mapped.fingerprint
     assert len(attention_ops(mapped)) == 2 * LAYERS
     assert (dict(attention.py_kernels), FakeTensorMode._dispatch_impl) == (kernels, dispatch)

@@ -258,12 +258,16 @@ def executable_numbered(number: int) -> Executable:
 
 
 def _unseen_bytes(program: Program) -> int:
-    """What lies between the two windows of a measurement: tangents, a loss outside, outputs that user code drops."""
+    """What lies between the two windows of a measurement: tangents, a loss outside, outputs that user code drops.
+
+    At the least a few scalars: whether one of them is still there when a window begins is up to the caller's frames.
+    """
     unseen = max(program.between_bytes, program.late_bytes)
     if unseen > SCALARS_BYTES:
         unseen += sum(program.buffers[b].bytes for b in program.forward_outputs)
     # Room for a guess that turns out wrong, which a right one does not take.
-    return unseen + max((op.workspace_bytes for op in program.ops if op.target == SETTLES), default=0)
+    guessed = max((op.workspace_bytes for op in program.ops if op.target == SETTLES), default=0)
+    return max(unseen + guessed, SCALARS_BYTES)
 
 
 def _graphs(lowered: Lowered) -> tuple[fx.GraphModule, fx.GraphModule]:
