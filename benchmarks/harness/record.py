@@ -142,7 +142,12 @@ class Record:
     def take(self, other: Record) -> None:
         """Add another run's cases; those that this one has too are replaced."""
         again = {(row.question, _where(row)) for row in other.rows}
-        self.rows = [row for row in self.rows if (row.question, _where(row)) not in again] + other.rows
+
+        def is_new(row: Row) -> bool:
+            ran = f"{row.question}:{row.columns.get('case')}" in other.case_seconds
+            return ran or (row.question, _where(row)) in again
+
+        self.rows = [row for row in self.rows if not is_new(row)] + other.rows
         self.failures = [each for each in self.failures if each["case"] not in other.case_seconds] + other.failures
         self.case_seconds = {**self.case_seconds, **other.case_seconds}
 

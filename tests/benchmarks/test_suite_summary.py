@@ -53,3 +53,17 @@ def test_a_mean_that_bounds_forbid_is_no_miss() -> None:
     (found,) = echo_networks.summary([row(case, 1.5, None) for case in echo_networks.CASES])
     assert [check.passed for check in found.checks] == [False, False]
     assert not list(echo_networks.summary(rows[:2]))
+
+
+def test_a_case_that_ran_again_loses_all_its_old_rows() -> None:
+    """What was refused before, in one row, is measured now, in others."""
+    before, after = (Record("sums", {"q": "Sums"}, {}) for _ in range(2))
+    before.rows = [Row("q", {"case": "one", "method": "ours"}), Row("q", {"case": "two", "method": "ours"})]
+    before.case_seconds = {"q:one": 1.0, "q:two": 1.0}
+    after.rows = [Row("q", {"case": "one", "method": "ours 50%"})]
+    after.case_seconds = {"q:one": 2.0}
+    before.take(after)
+    assert [(row.columns["case"], row.columns["method"]) for row in before.rows] == [
+        ("two", "ours"),
+        ("one", "ours 50%"),
+    ]
