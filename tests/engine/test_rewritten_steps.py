@@ -276,3 +276,27 @@ def test_nothing_is_tried_out_that_the_budget_has_no_room_for() -> None:
         arguments_for(large)
     with within(Room(8_000, strict=True)):
         arguments_for(large)
+
+
+def test_another_precision_of_products_is_another_step() -> None:
+    """Facts about products in float32 say nothing of products in bfloat16, which a CPU may take for them."""
+
+    def trained(model: Tower) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for i, precision in enumerate(("highest", "medium", "medium", "highest")):
+            torch.set_float32_matmul_precision(precision)
+            torch.manual_seed(i)
+            model.zero_grad()
+            model(*arguments(i)).backward()
+            found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        return found
+
+    model = FORMS["plain"]()
+    try:
+        expected = trained(copy.deepcopy(model))
+        torch.set_float32_matmul_precision("highest")
+        ebbflow.fit(model, int(0.9 * least(FORMS["plain"]())), rewrites="exact", progress=None)
+        assert all(map(torch.equal, trained(model), expected))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert ebbflow.calls_of(model).planned == 4

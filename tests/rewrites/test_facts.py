@@ -8,10 +8,9 @@ import json
 import pytest
 import torch
 
-from ebbflow.cost.cache import device_context
 from ebbflow.cost.room import Room, within
 from ebbflow.rewrites import facts
-from ebbflow.rewrites.facts import Fact, FactCache, measured, normal
+from ebbflow.rewrites.facts import Fact, measured, normal
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +60,7 @@ def test_without_room_a_smaller_one_will_do() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema": "other"}', '{"facts": 3}', '{"facts": {"f": "yes"}}'])
 def test_a_damaged_file_is_not_believed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = FactCache(device_context("cpu"))
+    cache = facts._cache("cpu")
     fact, calls = counted(False)
     cache.add({fact.signature: True})
     assert cache.load()[fact.signature]

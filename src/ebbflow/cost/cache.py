@@ -16,7 +16,7 @@ import torch
 from ebbflow.cost.profile import Cost
 from ebbflow.files import cache_directory, keep, kept
 
-__all__ = ["CostCache", "device_context"]
+__all__ = ["CostCache", "device_context", "product_precisions"]
 
 _SCHEMA = "ebbflow-costs/3"
 _MOST_BYTES, _MOST_SECONDS = 2**50, 1e6  # of one op: a pebibyte, eleven days
@@ -39,6 +39,16 @@ def device_context(device: str) -> dict[str, str]:
         context["name"] = torch.backends.cpu.get_cpu_capability()
         context["mkldnn"] = str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
     return context
+
+
+def product_precisions() -> tuple[str, str]:
+    """In what products of float32 may be computed, on a CPU and on a card: ``torch.set_float32_matmul_precision``.
+
+    Read per backend: torch's own question for all raises where these differ.
+    """
+    backends = torch.backends.mkldnn, torch.backends.cuda
+    cpu, card = (str(each.matmul.fp32_precision).replace("none", "ieee") for each in backends)  # none is said: ieee
+    return cpu, card
 
 
 def _is_sound(cost: Cost) -> bool:

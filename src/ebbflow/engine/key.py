@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from ebbflow.cost.cache import product_precisions
 from ebbflow.torch_seams.hooks import global_hooks
 from ebbflow.torch_seams.trees import tree_flatten
 
@@ -99,7 +100,7 @@ def modes_of(module: torch.nn.Module, device: str, trained: bytes) -> object:
     return (module.training, *autocast, torch.get_num_threads(), trained, global_hooks(), _kernels_allowed())
 
 
-def _kernels_allowed() -> tuple[bool, ...]:
+def _kernels_allowed() -> tuple[bool | str, ...]:
     """Settings by which torch chooses kernels, of which a capture keeps the choice and its costs the workspace."""
     cuda = torch.backends.cuda
     return (
@@ -109,6 +110,7 @@ def _kernels_allowed() -> tuple[bool, ...]:
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        *product_precisions(),
     )
 
 

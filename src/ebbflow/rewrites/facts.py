@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow.cost.cache import device_context
+from ebbflow.cost.cache import device_context, product_precisions
 from ebbflow.cost.room import free_bytes
 from ebbflow.files import cache_directory, keep, kept
 from ebbflow.torch_seams.fake_tensors import without_modes
@@ -54,7 +54,7 @@ class FactCache:
     """Facts of one device context on disk.
 
     Args:
-        context: from :func:`~ebbflow.cost.cache.device_context`.
+        context: all that a fact depends on besides its signature.
         directory: of the cache; the user's if ``None``.
     """
 
@@ -87,9 +87,13 @@ def _are_bools(values: Iterable[object]) -> bool:
     return all(isinstance(each, bool) for each in values)
 
 
+def _cache(device: str) -> FactCache:
+    return FactCache({**device_context(device), "products": " ".join(product_precisions())})
+
+
 def known_facts(device: str) -> dict[str, bool]:
     """What is known on ``device``, ``"cpu"`` or ``"cuda"``, by signature."""
-    cache = FactCache(device_context(device))
+    cache = _cache(device)
     key = str(cache.path)
     if key not in _KNOWN:
         _KNOWN[key] = cache.load()
@@ -111,7 +115,7 @@ def _measured(fact: Fact, device: str) -> bool | None:
             return None if fact.smaller is None else _measured(fact.smaller, device)
         with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
             known[fact.signature] = fact.holds()
-        FactCache(device_context(device)).add({fact.signature: known[fact.signature]})
+        _cache(device).add({fact.signature: known[fact.signature]})
     return known[fact.signature]
 
 
