@@ -21,8 +21,7 @@ from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable, Phase
 from ebbflow.measurement.reserved import Reserved
 from ebbflow.measurement.resident import hidden_in, storages_in
-from ebbflow.rewrites.choices import apply
-from ebbflow.rewrites.proof import prove_rewritten
+from ebbflow.rewrites.choices import apply_proven
 from ebbflow.step.plan import Plan
 from ebbflow.transfers.traffic import Traffic
 from ebbflow.transfers.ways import Way
@@ -158,8 +157,7 @@ class Step:
                 return each
         step = captured
         if plan.rewritten is not None:
-            step = apply(captured, plan.rewritten.rewrites)
-            prove_rewritten(captured, step)
+            step = apply_proven(captured, plan.rewritten.rewrites)
         executable = Executable(step, plan, device=self.capture.device, verify=self._verify, tiers=self._tiers)
         executable.accumulates = captured is self._accumulating
         return executable

@@ -1,9 +1,11 @@
 """Other programs for the same step, with the same bits: which of them is planned.
 
-1. The captured program is planned first. If it fits without added time, that is the plan.
-2. The others are ranked by what a quick plan of their estimated costs takes. One that takes more unplanned than the
-   best plan so far cannot win, and one whose floor is above the budget cannot fit.
-3. The best of them get their costs measured, and what they take for granted, and are planned in earnest. The plan of
+1. Where the captured program fits as it is, it is planned, and that is all.
+2. Else the *free* ones, which take no time, are held against it: all are ranked by what a quick plan takes, and the
+   first that can be planned in earnest is. If that adds no time, it is the plan.
+3. The others are ranked likewise, by estimated costs. One that takes more unplanned than the best plan so far cannot
+   win, and one whose floor is above the budget cannot fit.
+4. The best of them get their costs measured, and what they take for granted, and are planned in earnest. The plan of
    least predicted time wins.
 """
 
@@ -21,7 +23,7 @@ from ebbflow.step.rewrite import Rewrite, Rewritten
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes
 
-__all__ = ["Alternative", "best_of"]
+__all__ = ["Alternative", "Costed", "best_of"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
@@ -32,19 +34,34 @@ _MOST_REFUSED = 2
 
 
 @dataclass(frozen=True)
+class Costed:
+    """An alternative in earnest.
+
+    Attributes:
+        rewrites: from the captured program to it.
+        program: it, with costs as good as the captured program's.
+    """
+
+    rewrites: tuple[Rewrite, ...]
+    program: Program
+
+
+@dataclass(frozen=True)
 class Alternative:
     """One of them.
 
     Attributes:
         rewrites: from the captured program to it.
         estimated: it, with estimated costs.
-        costed: gives it with costs as good as the captured program's; ``None`` where something that it takes for
-            granted does not hold, or nobody knows.
+        costed: gives it in earnest, less what it can do without and does not hold; ``None`` where something that it
+            takes for granted does not hold, or nobody knows.
+        free: whether nothing in it takes time.
     """
 
     rewrites: tuple[Rewrite, ...]
     estimated: Program
-    costed: Callable[[], Program | None] = field(repr=False)
+    costed: Callable[[], Costed | None] = field(repr=False)
+    free: bool = False
 
 
 def best_of(
@@ -64,56 +81,75 @@ def best_of(
     Raises:
         BudgetError: if none fits; it tells the least budget of all of them.
     """
-    refusals: list[BudgetError] = []
-
-    def attempt(candidate: Program, rewritten: Rewritten | None) -> Plan | None:
-        try:
-            return plan_one(candidate, rewritten)
-        except BudgetError as error:
-            refusals.append(error)
-            return None
-
-    best = attempt(program, None)
+    tries = _Tries(program, plan_one)
+    captured = Alternative((), program, lambda: Costed((), program), free=True)
+    if unplanned_bytes(program) <= above_budget_bytes:
+        free = [captured]
+    else:
+        free = [captured, *(each for each in alternatives if each.free)]
+    for each in free if len(free) == 1 else _ranked(program, free, above_budget_bytes):
+        if tries.plan(each):
+            break
+    best = tries.best
     if best is not None and best.overhead <= _ENOUGH:
         return best
-    captured = (program.seconds, unplanned_bytes(program))
+    others = [each for each in alternatives if not each.free]
     tried = 0
-    for each in _ranked(program, alternatives, above_budget_bytes):
-        if best is not None and each.estimated.seconds >= best.step_seconds:
+    for each in _ranked(program, others, above_budget_bytes):
+        if tries.best is not None and each.estimated.seconds >= tries.best.step_seconds:
             continue
-        if (costed := each.costed()) is None:
-            continue
-        plan = attempt(_surrounded(costed, program), Rewritten(each.rewrites, *captured))
-        if plan is None:
-            continue
-        tried += 1
-        if best is None or plan.step_seconds < best.step_seconds:
-            best = replace(plan, smallest_bytes=min(plan.smallest_bytes, best.smallest_bytes if best else 2**62))
+        tried += tries.plan(each)
         if tried == _MOST_TRIED:
             break
-    best = best or _the_smallest(program, alternatives, captured, attempt)
-    if best is not None:
-        return best
-    raise min(refusals, key=lambda each: each.smallest_bytes or 0)
+    if tries.best is None:
+        _try_the_smallest([captured, *alternatives], tries)
+    if tries.best is not None:
+        return tries.best
+    if captured.rewrites not in tries.tried:
+        tries.plan(captured)
+    raise min(tries.refusals, key=lambda each: each.smallest_bytes or 0)
 
 
-def _the_smallest(
-    program: Program,
-    alternatives: Sequence[Alternative],
-    captured: tuple[float, int],
-    attempt: Callable[[Program, Rewritten | None], Plan | None],
-) -> Plan | None:
+class _Tries:
+    """Plans in earnest, and what refused to be one.
+
+    Args:
+        program: as captured, with costs.
+        plan_one: as for :func:`best_of`.
+    """
+
+    def __init__(self, program: Program, plan_one: Callable[[Program, Rewritten | None], Plan]) -> None:
+        self.program = program
+        self.best: Plan | None = None
+        self.refusals: list[BudgetError] = []
+        self.tried: set[tuple[Rewrite, ...]] = set()
+        self._plan_one = plan_one
+        self._captured = (program.seconds, unplanned_bytes(program))
+
+    def plan(self, each: Alternative) -> bool:
+        """Whether there is a plan of it; the best one so far is kept."""
+        if (costed := each.costed()) is None or costed.rewrites in self.tried:
+            return False
+        self.tried.add(costed.rewrites)
+        rewritten = Rewritten(costed.rewrites, *self._captured) if costed.rewrites else None
+        try:
+            plan = self._plan_one(_surrounded(costed.program, self.program), rewritten)
+        except BudgetError as error:
+            self.refusals.append(error)
+            return False
+        best = self.best
+        if best is None or plan.step_seconds < best.step_seconds:
+            least = plan.smallest_bytes if best is None else min(plan.smallest_bytes, best.smallest_bytes)
+            self.best = replace(plan, smallest_bytes=least)
+        return True
+
+
+def _try_the_smallest(alternatives: Sequence[Alternative], tries: _Tries) -> None:
     """A plan of one of the least floors after all, for these are estimates; or let them say what they would need."""
-    asked = 0
+    refused = len(tries.refusals)
     for each in sorted(alternatives, key=lambda each: floor_bytes(each.estimated)[0]):
-        if asked == _MOST_REFUSED:
-            break
-        if (costed := each.costed()) is not None:
-            plan = attempt(_surrounded(costed, program), Rewritten(each.rewrites, *captured))
-            if plan is not None:
-                return plan
-            asked += 1
-    return None
+        if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(each):
+            return
 
 
 def _surrounded(candidate: Program, program: Program) -> Program:

@@ -1,106 +1,182 @@
-"""All rewrites of a captured step, as alternatives to its program, and the step with the ones that were chosen."""
+"""All rewrites of a captured step, as alternatives to its program, and the step with the ones that were chosen.
+
+Rules compose: an alternative is one way of each of some rules (``rewrites.rule``). How many there are is the sum of
+the rules' ways and no product: every way of a rule that takes time is tried with the ways of the free rules, which take
+none, and free ways are tried alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import zip_longest
 
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured, with_measured_costs
 from ebbflow.errors import CaptureError
-from ebbflow.planning.alternatives import Alternative
+from ebbflow.planning.alternatives import Alternative, Costed
 from ebbflow.rewrites.facts import measured
-from ebbflow.rewrites.head_costs import estimates, guess_workspace_bytes
-from ebbflow.rewrites.head_forms import facts_of, forms_of, rewritten
-from ebbflow.rewrites.head_kernels import KEPT, NAMESPACE, SETTLES
-from ebbflow.rewrites.heads import Head, find_heads
+from ebbflow.rewrites.head_kernels import KEPT
+from ebbflow.rewrites.head_rule import HeadRule
+from ebbflow.rewrites.rule import Estimate, Rule
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
 
-__all__ = ["Choice", "alternatives_elsewhere", "alternatives_here", "apply", "choice_of"]
+__all__ = ["RULES", "Choice", "alternatives_elsewhere", "alternatives_here", "apply", "apply_proven", "choice_of"]
+
+RULES: tuple[Rule, ...] = (HeadRule(),)
+"""In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 
 
 def apply(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
     """``captured`` with all of ``rewrites`` in it."""
-    for each in rewrites:
-        captured = rewritten(captured, each)
-    return captured
+    return Choice(captured, tuple(rewrites)).captured
+
+
+def apply_proven(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
+    """The same, with the proof of every rule that it is ``captured`` otherwise.
+
+    Raises:
+        RewriteError: if it is not.
+    """
+    choice = Choice(captured, tuple(rewrites))
+    for each in choice.stages:
+        each.rule.prove(each.before, each.after)
+    return choice.captured
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One rule's part of a choice."""
+
+    rule: Rule
+    before: Captured
+    rewrites: tuple[Rewrite, ...]
+
+    @cached_property
+    def after(self) -> Captured:
+        return self.rule.rewritten(self.before, self.rewrites)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A form for every head of a step.
+    """One way of each of some rules.
 
     Attributes:
         source: the step as captured.
-        heads: of it.
-        rewrites: one for each.
+        rewrites: in the order in which rules are applied.
+        known: the stages of the first rules, where they are at hand.
     """
 
     source: Captured
-    heads: tuple[Head, ...]
     rewrites: tuple[Rewrite, ...]
+    known: tuple[_Stage, ...] = ()
 
     @cached_property
-    def captured(self) -> Captured:
-        """The step with the rewrites in it."""
-        return apply(self.source, self.rewrites)
+    def stages(self) -> tuple[_Stage, ...]:
+        """What each rule does, one after the other."""
+        stages = [*self.known]
+        done = {each.rule.name for each in stages}
+        for rule in RULES:
+            own = tuple(each for each in self.rewrites if each.rule == rule.name)
+            if own and rule.name not in done:
+                stages.append(_Stage(rule, stages[-1].after if stages else self.source, own))
+        if sum(len(each.rewrites) for each in stages) != len(self.rewrites):
+            names = sorted({each.rule for each in self.rewrites} - {rule.name for rule in RULES})
+            raise LookupError(f"no rule of these names is known here: {', '.join(names)}")
+        return tuple(stages)
 
     @property
-    def _pairs(self) -> Iterator[tuple[Head, Rewrite]]:
-        return zip(self.heads, self.rewrites, strict=True)
+    def captured(self) -> Captured:
+        """The step with the rewrites in it."""
+        return self.stages[-1].after if self.stages else self.source
+
+    def with_rewrites(self, rule: Rule, rewrites: Sequence[Rewrite]) -> Choice:
+        """The same with a way of one rule more, which comes after all of these."""
+        return Choice(self.source, (*self.rewrites, *rewrites), self.stages)
 
     def not_held(self, device: str) -> str:
-        """The first fact that does not hold on ``device``, or of which nobody knows; empty if all hold."""
-        for head, each in self._pairs:
-            facts = facts_of(head, each)
-            found = measured(facts, device)
-            if (missing := next((fact for fact in facts if not found[fact.signature]), None)) is not None:
-                return missing.says
+        """The first fact that does not hold on ``device``, or of which nobody knows; empty if all hold.
+
+        Raises:
+            LookupError: if the step has not what the rewrites replace.
+        """
+        for stage in self.stages:
+            for each in stage.rewrites:
+                if missing := _not_held(stage, each, device):
+                    return missing
         return ""
+
+    def holding(self, device: str) -> Choice | None:
+        """It, less the rewrites of free rules whose facts do not hold; ``None`` where another's does not."""
+        known: list[_Stage] = []
+        for stage in self.stages:
+            before = known[-1].after if known else self.source
+            kept = tuple(each for each in stage.rewrites if not _not_held(stage, each, device))
+            if kept == stage.rewrites and before is stage.before:
+                known.append(stage)
+            elif not stage.rule.free:
+                return None
+            elif kept:
+                known.append(_Stage(stage.rule, before, kept))
+        if not known:
+            return None
+        return Choice(self.source, tuple(each for stage in known for each in stage.rewrites), tuple(known))
 
     def estimated(self, program: Program) -> Program:
         """The program with the costs of ``program``, as captured, where an op is in both, else estimated ones."""
+        return self._estimates(program)[0]
+
+    def _estimates(self, program: Program) -> tuple[Program, dict[str, Estimate]]:
+        """The same, and what was estimated by the names of ops."""
         known = {op.signature: (op.seconds, op.workspace_bytes) for op in program.ops}
-        seconds = {op.name: op.seconds for op in program.ops}
-        ours = self.captured.program
-        costs = [known.get(op.signature) or self._estimate(op, seconds) for op in ours.ops]
-        return ours.with_costs([each for each, _ in costs], [each for _, each in costs])
+        own: dict[str, Estimate] = {}
+        for stage in self.stages:
+            own |= stage.rule.estimates(stage.before, stage.rewrites, program, stage.after)
+            ours = stage.after.program
+            estimates = {name: (each.seconds, each.workspace_bytes) for name, each in own.items()}
+            costs = [estimates.get(op.name) or known.get(op.signature) or (0.0, 0) for op in ours.ops]
+            program = ours.with_costs([each for each, _ in costs], [each for _, each in costs])
+        return program, own
 
-    def _estimate(self, op: Op, seconds: Mapping[str, float]) -> tuple[float, int]:
-        """The most that the op takes of any head: they are of one size but in odd models."""
-        if not op.target.startswith(NAMESPACE):
-            return 0.0, 0
-        kind = op.target.removeprefix(f"{NAMESPACE}.").partition(".")[0]
-        found = [estimates(head, each, seconds)[kind] for head, each in self._pairs]
-        return max(each.seconds for each in found), max(each.workspace_bytes for each in found)
-
-    def costed(self, device: str, program: Program) -> Program | None:
-        """The program with costs as measured on ``device``; ``None`` if not all facts are known to hold there.
+    def costed(self, device: str, program: Program) -> Costed | None:
+        """With costs as measured on ``device``; ``None`` if not all facts are known to hold there.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
             program: as captured, with costs, from which those of ops are estimated that had no room to be measured.
         """
-        if self.not_held(device):
-            return None
+        holding = self.holding(device)
+        return None if holding is None else holding._measured(device, program)
+
+    def _measured(self, device: str, program: Program) -> Costed | None:
         try:
             measured = with_measured_costs(self.captured.program, self.captured.calls, device)
         except CaptureError:  # a profiler runs, ours or somebody's: what is new cannot be measured now
             return None
-        # When costs are measured a guess is right: there has to be room for one that is not.
-        needs = max(guess_workspace_bytes(head, each) for head, each in self._pairs)
-        ops: list[Op] = []
-        for op, call, estimate in zip(measured.ops, self.captured.calls, self.estimated(program).ops, strict=True):
-            if op.target == SETTLES:
-                ops.append(replace(op, workspace_bytes=max(op.workspace_bytes, needs)))
-            elif op.target.startswith(NAMESPACE) and not is_measured(call, device):
-                ops.append(replace(op, workspace_bytes=estimate.workspace_bytes, seconds=estimate.seconds))
-            else:
-                ops.append(op)
-        return replace(measured, ops=tuple(ops))
+        estimates = self._estimates(program)[1]
+
+        def priced(op: Op, *, known: bool) -> Op:
+            if (estimate := estimates.get(op.name)) is None:
+                return op
+            if not known:
+                return replace(op, workspace_bytes=estimate.workspace_bytes, seconds=estimate.seconds)
+            needs = estimate.workspace_bytes if estimate.at_least else 0
+            return replace(op, workspace_bytes=max(op.workspace_bytes, needs))
+
+        calls = (is_measured(call, device) for call in self.captured.calls)
+        ops = tuple(priced(op, known=known) for op, known in zip(measured.ops, calls, strict=True))
+        return Costed(self.rewrites, replace(measured, ops=ops))
+
+    def assumed(self, program: Program) -> Costed:
+        """With estimated costs, for a machine that is not at hand."""
+        return Costed(self.rewrites, self.estimated(program))
+
+
+def _not_held(stage: _Stage, rewrite: Rewrite, device: str) -> str:
+    facts = stage.rule.facts(stage.before, rewrite)
+    found = measured(facts, device)
+    return next((fact.says for fact in facts if not found[fact.signature]), "")
 
 
 def choice_of(captured: Captured, rewrites: Sequence[Rewrite]) -> Choice:
@@ -109,11 +185,11 @@ def choice_of(captured: Captured, rewrites: Sequence[Rewrite]) -> Choice:
     Raises:
         LookupError: if the step has not what they replace.
     """
-    by_name = {head.loss.name: head for head in find_heads(captured)[0]}
-    for each in rewrites:
-        if each.at not in by_name:
-            raise LookupError(f"it has no linear layer with a cross-entropy at {each.at}")
-    return Choice(captured, tuple(by_name[each.at] for each in rewrites), tuple(rewrites))
+    choice = Choice(captured, tuple(rewrites))
+    for stage in choice.stages:
+        for each in stage.rewrites:
+            stage.rule.facts(stage.before, each)
+    return choice
 
 
 def alternatives_here(
@@ -127,27 +203,39 @@ def alternatives_here(
         device: ``"cpu"`` or ``"cuda"``.
         retained: whether its backwards retain their graph: then nothing may be written over.
     """
-    return [
-        Alternative(each.rewrites, each.estimated(program), partial(each.costed, device, program))
-        for each in _choices(captured)
-        if not (retained and any(rewrite.form == KEPT for rewrite in each.rewrites))
-    ]
+    choices = (each for each in _choices(captured) if not (retained and any(one.form == KEPT for one in each.rewrites)))
+    return _alternatives(choices, program, lambda each: partial(each.costed, device, program))
 
 
 def alternatives_elsewhere(captured: Captured, program: Program) -> list[Alternative]:
     """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
+    return _alternatives(_choices(captured), program, lambda each: partial(each.assumed, program))
+
+
+def _alternatives(
+    choices: Iterable[Choice], program: Program, costed: Callable[[Choice], Callable[[], Costed | None]]
+) -> list[Alternative]:
     return [
-        Alternative(each.rewrites, each.estimated(program), partial(each.estimated, program))
-        for each in _choices(captured)
+        Alternative(
+            each.rewrites, each.estimated(program), costed(each), free=all(stage.rule.free for stage in each.stages)
+        )
+        for each in choices
     ]
 
 
 def _choices(captured: Captured) -> Iterator[Choice]:
-    heads, _ = find_heads(captured)
-    if not heads:
-        return
-    seen: set[tuple[Rewrite, ...]] = set()
-    for rewrites in zip_longest(*(forms_of(head) for head in heads)):
-        if None not in rewrites and rewrites not in seen:
-            seen.add(rewrites)
-            yield Choice(captured, tuple(heads), rewrites)
+    """Free ways first, alone; then every way of each other rule, with the free ways of what it leaves."""
+    nothing = Choice(captured, ())
+    yield from _with_free_ways(nothing)
+    for rule in RULES:
+        if not rule.free:
+            for way in rule.ways(captured):
+                choice = nothing.with_rewrites(rule, way)
+                yield from list(_with_free_ways(choice)) or [choice]
+
+
+def _with_free_ways(choice: Choice) -> Iterator[Choice]:
+    for rule in RULES:
+        if rule.free:
+            for way in rule.ways(choice.captured):
+                yield choice.with_rewrites(rule, way)
