@@ -16,6 +16,9 @@ from harness.graphs import take_graphs_option
 from harness.suite import main
 from questions import max_batch, published, ratios
 
+MEASURED = ("step", "planners")
+SEEDS = {"planners": 0}
+
 QUESTIONS: dict[str, ModuleType] = {"max_batch": max_batch, "published": published, "ratios": ratios}
 MOST_SECONDS = 3600.0
 """For one case; a child that takes longer is ended and reported."""

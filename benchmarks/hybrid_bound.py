@@ -13,6 +13,9 @@ from types import ModuleType
 from harness.suite import main
 from questions import lane_gap, lane_violations
 
+MEASURED = ("step", "planners")
+SEEDS = {"random programs": "their number", "planners": 0}
+
 QUESTIONS: dict[str, ModuleType] = {"lane_violations": lane_violations, "lane_gap": lane_gap}
 MOST_SECONDS = 3600.0
 """For one case; a child that takes longer is ended and reported."""

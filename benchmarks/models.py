@@ -14,6 +14,9 @@ from types import ModuleType
 from harness.suite import main
 from questions import keep_all, known_failures, random_cases, zoo
 
+MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "zoo")
+SEEDS = {"weights and inputs": 0, "steps of known failures": 7, "random models": "0 to 199", "planners": 0}
+
 QUESTIONS: dict[str, ModuleType] = {
     "zoo": zoo,
     "known": known_failures,

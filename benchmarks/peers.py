@@ -1,137 +1,27 @@
-"""What PyTorch itself offers to train with less memory: eager, per-block checkpoint, activation_memory_budget.
+"""At the peaks that PyTorch's own means reach, who is faster? And who comes lower?
 
-The models are those of the peers' comparison: deep and narrow, so that activations and not parameters decide. Our
-own zoo builds them; eager's peaks above the step's start are 16.5, 399.5 and 436.6 MiB, as published there.
+    python benchmarks/peers.py [--quick] [--only MODEL ...] [--resume] [--out benchmarks/results/peers.json]
+
+Eager, ``torch.utils.checkpoint`` per block, selective policies, ``activation_memory_budget`` (op by op and through
+Inductor), ``save_on_cpu``, Inductor's own reordering, the published planners and Ebbflow train the same model in one
+process, in turns. Every model runs in a process of its own. Inductor needs a C++ compiler; where there is none, its
+rows say so.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from harness.suite import main
+from questions import peer_frontier
 
-from ebbflow import Case
-from ebbflow.zoo import GPT, GPTConfig, MLPChain, gpt, mlp_chain
-from harness.measuring import above_bytes, interleaved, step
+MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "transfers", "zoo")
+SEEDS = {"weights and inputs": 0, "step": 1, "order of turns": "number of the round", "planners": 0}
 
-__all__ = ["CASES", "MEMORY_BUDGETS", "Method", "build", "checkpointed", "eager", "memory_budget"]
-
-GPT_24L = GPTConfig(vocabulary=512, length=256, layers=24, width=128, heads=4)
-GPT_12L = GPTConfig(vocabulary=4096, length=256, layers=12, width=512, heads=8)
-
-CASES: dict[str, Callable[[], Case]] = {
-    "chain-64": lambda: mlp_chain(512, layers=64, width=64),
-    "gpt-24L-d128-b8": lambda: gpt(8, GPT_24L),
-    "gpt-12L-d512-v4096": lambda: gpt(4, GPT_12L),
-}
-
-# Below these PyTorch's peaks rise again on our models (a saved tensor less, a recomputed chain more).
-MEMORY_BUDGETS: dict[str, tuple[float, ...]] = {
-    "chain-64": (0.9, 0.5, 0.3, 0.1),
-    "gpt-24L-d128-b8": (0.5, 0.2, 0.15, 0.1, 0.07, 0.05),
-    "gpt-12L-d512-v4096": (0.5, 0.3, 0.2, 0.1),
-}
-
-
-def build(name: str) -> Case:
-    """The case ``name``, with the same weights and inputs at every call."""
-    torch.manual_seed(0)
-    return CASES[name]()
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to run a step: the model whose parameters take gradients, and what is called."""
-
-    model: nn.Module
-    run: Callable[..., Any]
-
-
-def eager(name: str) -> Method:
-    """The step as PyTorch runs it."""
-    model = build(name).model
-    return Method(model, model)
-
-
-class _CheckpointedChain(MLPChain):
-    """Each linear with its GELU under one checkpoint."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(lambda h, layer=layer: F.gelu(layer(h)), x, use_reentrant=False)  # type: ignore[assignment]
-        return x.square().mean()
-
-
-class _CheckpointedBlock(nn.Module):
-    """A block under one checkpoint."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-def checkpointed(name: str) -> Method:
-    """``torch.utils.checkpoint`` around every block, as its users place it."""
-    model = build(name).model
-    if isinstance(model, GPT):
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = _CheckpointedBlock(block)
-    else:
-        assert isinstance(model, MLPChain)
-        model.__class__ = _CheckpointedChain
-    return Method(model, model)
-
-
-def memory_budget(name: str, share: float) -> Method:
-    """``torch.compile`` with the min-cut partitioner under ``activation_memory_budget=share``; ATen as captured.
-
-    The partitioner reads its budget at the first call, which is made here.
-    """
-    from torch._dynamo import config as dynamo_config
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    case = build(name)
-    backend = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition
-    )
-    compiled = torch.compile(case.model, backend=backend, fullgraph=True, dynamic=False)
-    # Methods live side by side: each is one entry in the cache of the same forward's code.
-    limit = dynamo_config.patch(recompile_limit=64)
-    with limit, config.patch(activation_memory_budget=share, enable_autograd_cache=False):
-        step(compiled, case.args)
-    return Method(case.model, compiled)
-
-
-def main(names: Sequence[str]) -> None:
-    """Print every peer's peak and CPU time on the named cases."""
-    torch.set_num_threads(1)
-    for name in names or CASES:
-        methods = {"eager": eager(name), "checkpoint per block": checkpointed(name)}
-        for share in MEMORY_BUDGETS[name]:
-            methods[f"activation_memory_budget {share:g}"] = memory_budget(name, share)
-        args = build(name).args
-        peaks = {key: above_bytes(m.model, m.run, args) for key, m in methods.items()}
-        times = interleaved({key: (m.model, m.run) for key, m in methods.items()}, args, rounds=5)
-        print(f"{name}: peak above the step's start, share of eager's, CPU seconds, times eager's")
-        for key, peak in peaks.items():
-            print(
-                f"  {key:30s} {peak / 2**20:8.2f} MiB {peak / peaks['eager']:7.1%} {times[key].best:7.3f} s "
-                f"{times[key].best_ratio(times['eager']):5.2f}x",
-                flush=True,
-            )
-
+QUESTIONS: dict[str, ModuleType] = {"frontier": peer_frontier}
+MOST_SECONDS = 7200.0
+"""For one model; a child that takes longer is ended and reported."""
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(__file__, str(__doc__), QUESTIONS, MOST_SECONDS))

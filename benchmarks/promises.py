@@ -23,6 +23,22 @@ from situations.registry import GROUPS, all_situations
 from situations.run import MOVING
 from situations.runner import counted, listed, named, run_all
 
+MEASURED = (
+    "step",
+    "planners",
+    "planning",
+    "capture",
+    "cost",
+    "lower",
+    "engine",
+    "measurement",
+    "transfers",
+    "rewrites",
+    "integrations",
+    "_api",
+)
+SEEDS = {"weights and inputs": 0, "planners": 0}
+
 OUT = Path(__file__).resolve().parent / "results" / "promises.json"
 
 

@@ -14,6 +14,9 @@ from types import ModuleType
 from harness.suite import main
 from questions import never_worse
 
+MEASURED = ("step", "planners", "planning", "capture", "cost", "zoo")
+SEEDS = {"planners": 0}
+
 QUESTIONS: dict[str, ModuleType] = {"never_worse": never_worse}
 MOST_SECONDS = 3600.0
 """For one model; a child that takes longer is ended and reported."""

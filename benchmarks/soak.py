@@ -12,5 +12,8 @@ import sys
 from harness.suite import main
 from questions import soak
 
+MEASURED = (".",)
+SEEDS = {"weights and inputs": 0, "kinds and moments of what is done": 0, "planners": 0}
+
 if __name__ == "__main__":
     sys.exit(main(__file__, str(__doc__), {"soak": soak}, most_seconds=3000.0))

@@ -23,6 +23,9 @@ from pathlib import Path
 from harness.children import emit, run_child
 from harness.record import Record, Row, at_most, table
 
+MEASURED = (".",)
+SEEDS = {"weights and inputs": 0, "order of turns": 0}
+
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 OUT = BENCHMARKS / "results" / "structure.json"

@@ -20,6 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+MEASURED = (".",)
+SEEDS = {"tests": 0}
+
 ROOT = Path(__file__).parent.parent
 SUITES = {
     "canaries": ["tests/torch_seams"],

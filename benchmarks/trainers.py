@@ -22,6 +22,9 @@ from situations.oracle import SLACK_BYTES
 from situations.registry import Situation, all_situations
 from situations.runner import KINDS, listed, misses, run_all, why
 
+MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "integrations", "_api")
+SEEDS = {"weights and inputs": 0, "planners": 0}
+
 OUT = Path(__file__).resolve().parent / "results" / "trainers.json"
 VERSIONS = ("transformers", "accelerate", "peft", "trl", "lightning")
 TITLES = {

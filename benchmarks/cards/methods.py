@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbflow
 from cards.subjects import loss_of
 from ebbflow import Case
+from harness.min_cut import budget_of, min_cut_compiled
 
 __all__ = ["Running", "checkpointed", "eager", "fitted", "memory_budget"]
 
@@ -83,21 +85,7 @@ def checkpointed(case: Case, lists: tuple[str, ...]) -> Running:
 
 def memory_budget(case: Case, share: float) -> Running:
     """``torch.compile``'s min-cut partitioner under ``activation_memory_budget=share``; ops as captured, one by one."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    backend = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition
-    )
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        with config.patch(activation_memory_budget=share, enable_autograd_cache=False):
-            yield
-
-    return Running(case, torch.compile(case.model, backend=backend, dynamic=False), context)
+    return Running(case, min_cut_compiled(case.model), partial(budget_of, share))
 
 
 def fitted(case: Case, budget: int | str, effort: int | None = None, planner: str = "auto") -> Running:

@@ -11,9 +11,13 @@ import json
 import os
 import platform
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from harness.origin import Origin, origin_now
 
 __all__ = ["Check", "Record", "Row", "above", "at_least", "at_most", "holds", "machine_description"]
 
@@ -77,6 +81,9 @@ class Row:
         return Row(data["question"], data["columns"], tuple(Check(**c) for c in data["checks"]))
 
 
+VERSIONS = ("numpy", "highspy", "numba", "ortools", "transformers")
+
+
 def machine_description() -> dict[str, Any]:
     """CPU, cores, memory, versions and date; nothing that names the machine."""
     import torch
@@ -89,6 +96,7 @@ def machine_description() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        **{name: metadata.version(name) for name in VERSIONS if find_spec(name) is not None},
         "date": datetime.date.today().isoformat(),
     }
 
@@ -111,6 +119,7 @@ class Record:
         name: of the benchmark.
         titles: heading of each question's table.
         settings: how it was run.
+        origins: of the cases that other runs gave; those of this run have the origin of its start.
     """
 
     name: str
@@ -120,6 +129,10 @@ class Record:
     rows: list[Row] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
     case_seconds: dict[str, float] = field(default_factory=dict)
+    origins: list[Origin] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start = origin_now(self.name, self.machine)
 
     @property
     def passed(self) -> bool:
@@ -137,7 +150,14 @@ class Record:
             [Row.from_json(row) for row in data["rows"]],
             data["failures"],
             data["case_seconds"],
+            [Origin.from_json(each) for each in data.get("origins", ())],
         )
+
+    def every_origin(self) -> list[Origin]:
+        """The origins of all cases, those of this run with them; only origins that some case still has."""
+        known = {case for each in self.origins for case in each.cases}
+        own = replace(self._start, cases=tuple(case for case in self.case_seconds if case not in known))
+        return [each for each in (*self.origins, own) if each.cases]
 
     def take(self, other: Record) -> None:
         """Add another run's cases; those that this one has too are replaced."""
@@ -147,6 +167,9 @@ class Record:
             ran = f"{row.question}:{row.columns.get('case')}" in other.case_seconds
             return ran or (row.question, _where(row)) in again
 
+        theirs = other.every_origin()
+        mine = [replace(o, cases=tuple(c for c in o.cases if c not in other.case_seconds)) for o in self.every_origin()]
+        self.origins = _joined([*mine, *theirs])
         self.rows = [row for row in self.rows if not is_new(row)] + other.rows
         self.failures = [each for each in self.failures if each["case"] not in other.case_seconds] + other.failures
         self.case_seconds = {**self.case_seconds, **other.case_seconds}
@@ -158,6 +181,7 @@ class Record:
             "machine": self.machine,
             "settings": self.settings,
             "passed": self.passed,
+            "origins": [each.to_json() for each in self.every_origin()],
             "case_seconds": self.case_seconds,
             "failures": self.failures,
             "rows": [row.to_json() for row in self.rows],
@@ -180,6 +204,16 @@ class Record:
             if rows:
                 parts.append(f"## {title}\n\n{table(rows)}")
         return "\n\n".join(parts) + "\n"
+
+
+def _joined(origins: Iterable[Origin]) -> list[Origin]:
+    """Those that differ in nothing but their cases as one."""
+    found: dict[str, Origin] = {}
+    for each in origins:
+        key = json.dumps(replace(each, cases=()).to_json(), sort_keys=True)
+        known = found.get(key)
+        found[key] = each if known is None else replace(known, cases=(*known.cases, *each.cases))
+    return [each for each in found.values() if each.cases]
 
 
 def _where(row: Row) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-import peers
+from harness import path_models as peers
 from harness.grid import captured
 from harness.record import Row, at_least
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import ebbflow
-import peers
+from harness import path_models as peers
 from harness.grid import captured
 from harness.measuring import above_bytes, interleaved, step
 from harness.record import Row, at_most

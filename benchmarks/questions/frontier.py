@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 
 import ebbflow
-import peers
 from ebbflow.measurement.resident import resident_bytes
+from harness import path_models as peers
 from harness.measuring import Times, above_bytes, interleaved, step
 from harness.record import Check, Row, at_most, holds
 

@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional as F
 
 import ebbflow
 from ebbflow.zoo import GPTConfig, gpt
 from ebbflow.zoo.small import SMALL
 from harness.grid import captured
+from harness.min_cut import budget_of, min_cut_compiled
 from harness.record import Row, at_most, holds
 
 TITLE = "PyTorch's known failures"
@@ -45,14 +42,10 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
 
 def _peer(model: nn.Module, share: float = 1.0) -> Step:
     """``torch.compile`` with PyTorch's min-cut partitioner under ``activation_memory_budget``."""
-    backend = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition
-    )
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    compiled = min_cut_compiled(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        settings = dynamo_config.patch(recompile_limit=64)
-        with settings, functorch_config.patch(activation_memory_budget=share, enable_autograd_cache=False):
+        with budget_of(share):
             return compiled(*args, **kwargs)
 
     return run

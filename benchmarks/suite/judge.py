@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ebbflow
 from ebbflow._api.verify import Verifier
 from ebbflow.errors import CaptureError
-from harness.children import short_error
 from harness.measuring import Times
 from harness.record import Check, Row, at_most, holds
+from suite.bits import differences, measured, off_by, told, without_paths
 from suite.clock import CPUClock, OutOfTime
 from suite.methods import Build, Fitted, Method, built, checkpointed, eager, fitted, memory_budget
 from suite.subject import NotSupported
@@ -67,11 +66,11 @@ def judged(question: str, name: str, build: Build, *, quick: bool = False) -> It
     planned_seconds = clock.spent
     peers, errors = _peers(build, () if quick else MEMORY_BUDGETS, clock)
     methods = {EAGER: base, **{f"{OURS} {each.label}": each.method for each in ours}, **peers}
-    measured = {label: _measured(method) for label, method in methods.items()}
+    seen = {label: measured(method) for label, method in methods.items()}
     times = _interleaved(methods, 1 if quick else _ROUNDS, clock)
     resident = ours[0].plan.resident_bytes
     for label, method in methods.items():
-        columns = {"case": name, "method": label, **_compared(label, measured, times, resident)}
+        columns = {"case": name, "method": label, **_compared(label, seen, times, resident)}
         mine = next((each for each in ours if each.method is method), None)
         checks: Sequence[Check] = ()
         if label == EAGER:
@@ -94,22 +93,10 @@ def _refused(question: str, name: str, refusal: Exception) -> Row:
         "case": name,
         "method": OURS,
         "refused": type(refusal).__name__,
-        "source": _without_paths(getattr(refusal, "source", "")),
-        "error": _told(refusal),
+        "source": without_paths(getattr(refusal, "source", "")),
+        "error": told(refusal),
     }
     return Row(question, columns, (holds("refused by name, with the line", by_name),))
-
-
-def _told(error: BaseException) -> str:
-    """Kind and first line."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return _without_paths(short_error([f"{type(error).__name__}: {(lines or [''])[0]}"]))[:300]
-
-
-def _without_paths(text: str) -> str:
-    """Files of installed packages by their path in the package."""
-    head, found, tail = text.rpartition("site-packages/")
-    return (head.rpartition(" ")[0] + " " + tail).strip() if found else text
 
 
 def _peers(build: Build, shares: Sequence[float], clock: CPUClock) -> tuple[dict[str, Method], dict[str, str]]:
@@ -128,25 +115,8 @@ def _peers(build: Build, shares: Sequence[float], clock: CPUClock) -> tuple[dict
         except NotSupported as reason:
             errors[label] = f"not supported: {reason}"
         except Exception as error:
-            errors[label] = _told(error)
+            errors[label] = told(error)
     return peers, errors
-
-
-def _measured(method: Method) -> tuple[int, dict[str, Tensor]]:
-    """Peak above the start of a step, and all that the step leaves."""
-    model = method.subject.model
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(method.subject.buffers[name])
-    model.zero_grad()
-    torch.manual_seed(1)
-    with ebbflow.measure(model) as gauge:
-        loss = method.step()
-    left = {"loss": loss, "random state": torch.get_rng_state()}
-    left |= {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    left |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
-    model.zero_grad()
-    return gauge.above_bytes, left
 
 
 def _interleaved(methods: Mapping[str, Method], most_rounds: int, clock: CPUClock) -> dict[str, Times]:
@@ -168,16 +138,16 @@ def _interleaved(methods: Mapping[str, Method], most_rounds: int, clock: CPUCloc
 
 
 def _compared(
-    label: str, measured: Mapping[str, tuple[int, dict[str, Tensor]]], times: Mapping[str, Times], resident: int
+    label: str, seen: Mapping[str, tuple[int, dict[str, Tensor]]], times: Mapping[str, Times], resident: int
 ) -> dict[str, Any]:
     """A method beside eager."""
-    (peak, left), (eager_peak, eager_left) = measured[label], measured[EAGER]
-    differences = _differences(left, eager_left)
+    (peak, left), (eager_peak, eager_left) = seen[label], seen[EAGER]
+    found = differences(left, eager_left)
     return {
-        "bits": OTHER if differences else AS_EAGER,
-        "tensors_that_differ": len(differences),
-        "first_difference": differences[0] if differences else "",
-        "off_by": max((_off_by(left.get(name), eager_left.get(name)) for name in differences), default=0.0),
+        "bits": OTHER if found else AS_EAGER,
+        "tensors_that_differ": len(found),
+        "first_difference": found[0] if found else "",
+        "off_by": max((off_by(left.get(name), eager_left.get(name)) for name in found), default=0.0),
         "peak_bytes": peak,
         "of_eager_peak": peak / eager_peak,
         "compression_ratio": (resident + eager_peak) / (resident + peak),
@@ -185,29 +155,6 @@ def _compared(
         "over_eager": times[label].best_ratio(times[EAGER]),
         "over_eager_median": times[label].median_ratio(times[EAGER]),
     }
-
-
-def _differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """What has other bits, or is there in one alone."""
-    names = dict.fromkeys([*theirs, *ours])
-    return [name for name in names if not _same_bits(ours.get(name), theirs.get(name))]
-
-
-def _same_bits(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    left, right = (each.contiguous().reshape(-1).view(torch.uint8) for each in (ours, theirs))
-    return torch.equal(left, right)
-
-
-def _off_by(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """The largest difference over the largest value of eager's."""
-    if ours is None or theirs is None or ours.shape != theirs.shape:
-        return float("inf")
-    if not theirs.is_floating_point():
-        return 0.0  # random states and counters: they differ, by no amount that says anything
-    off = (ours - theirs).abs().max() / theirs.abs().max().clamp_min(torch.finfo(theirs.dtype).tiny)
-    return float(off)
 
 
 def _captured_bits(build: Build, mine: Fitted) -> str:

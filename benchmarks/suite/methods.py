@@ -11,6 +11,7 @@ import torch
 import ebbflow
 from ebbflow import Case, Plan
 from harness.grid import captured
+from harness.min_cut import budget_of, min_cut_compiled
 from suite.subject import SEED, Subject, loss_of
 
 __all__ = ["Fitted", "Method", "checkpointed", "eager", "fitted", "memory_budget"]
@@ -103,20 +104,8 @@ def memory_budget(build: Build, share: float) -> Method:
 
     The partitioner reads its budget at the first call, which is made here. No compiler is needed.
     """
-    from torch._dynamo import config as dynamo_config
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
     subject = built(build)
-    backend = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition
-    )
-    compiled: Any = torch.compile(subject.model, backend=backend, fullgraph=True, dynamic=False)
-    method = Method(subject, compiled)
-    # Methods live side by side: each is one entry in the cache of the same forward's code.
-    limit = dynamo_config.patch(recompile_limit=64)
-    with limit, config.patch(activation_memory_budget=share, enable_autograd_cache=False):
+    method = Method(subject, min_cut_compiled(subject.model))
+    with budget_of(share):
         method.step()
     return method

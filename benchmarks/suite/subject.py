@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["NotSupported", "Subject", "WithLoss", "checkpoint_blocks", "loss_of"]
+__all__ = ["NotSupported", "Subject", "WithLoss", "checkpoint_blocks", "checkpoint_lists", "loss_of"]
 
 SEED = 0
 
@@ -32,19 +32,19 @@ class Subject:
 
     model: nn.Module
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    checkpoint: Callable[[nn.Module], None] | None = None
+    checkpoint: Callable[..., None] | None = None
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the model's buffers, as they are when this is first asked for."""
         return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
-    def enable_checkpoints(self) -> None:
-        """Every block under ``torch.utils.checkpoint`` from here on."""
+    def enable_checkpoints(self, **options: Any) -> None:
+        """Every block under ``torch.utils.checkpoint`` from here on, with ``options`` where the model takes them."""
         if self.checkpoint is None:
             checkpoint_blocks(self.model)
         else:
-            self.checkpoint(self.model)
+            self.checkpoint(self.model, **options)
 
 
 def loss_of(outputs: Any) -> Tensor:
@@ -91,6 +91,22 @@ def checkpoint_blocks(model: nn.Module) -> None:
                 _wrap(block)
 
 
+def checkpoint_lists(model: nn.Module, names: Sequence[str], **options: Any) -> None:
+    """``torch.utils.checkpoint`` around every module of several parts in the lists that are named so.
+
+    Args:
+        model: changed in place.
+        names: of attributes, wherever in the model.
+        options: of ``torch.utils.checkpoint.checkpoint``.
+    """
+    lists = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
+    blocks = [each for found in lists for each in found.children() if next(each.children(), None) is not None]
+    if not blocks:
+        raise NotSupported(f"no blocks in {' or '.join(names)}")
+    for block in blocks:
+        _wrap(block, **options)
+
+
 def _lists(module: nn.Module) -> list[nn.Module]:
     """Outermost ``Sequential`` and ``ModuleList`` of at least two modules, not below one another."""
     found: list[nn.Module] = []
@@ -102,10 +118,10 @@ def _lists(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _wrap(block: nn.Module) -> None:
+def _wrap(block: nn.Module, **options: Any) -> None:
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **options, **kwargs)
 
     block.forward = forward

@@ -1,0 +1,65 @@
+"""The models on which PyTorch's means are compared: a step of some tenths of a second on one core, random weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ebbflow import Case, zoo
+from ebbflow.zoo import GPTConfig, TransformerConfig
+from suite.subject import Subject, checkpoint_lists
+
+__all__ = ["MODELS"]
+
+
+class _Chain(nn.Module):
+    """Linear layers with GELUs, each pair a block."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _chain() -> Case:
+    return Case(_Chain(64, 96), (torch.randn(1024, 96),), name="chain-64")
+
+
+def _gpt(layers: int, dropout: float) -> Case:
+    return zoo.gpt(4, GPTConfig(vocabulary=512, length=256, layers=layers, width=128, heads=4, dropout=dropout))
+
+
+def _subject(make: Callable[[], Case], lists: tuple[str, ...]) -> Subject:
+    """The case called by keywords, the blocks of its ``lists`` being what its users put under a checkpoint each."""
+    case = make()
+    names = inspect.signature(case.model.forward).parameters
+    kwargs = dict(zip(names, case.args, strict=False)) | dict(case.kwargs or {})
+    return Subject(case.model.train(), kwargs, partial(checkpoint_lists, names=lists))
+
+
+_TRANSFORMER = TransformerConfig(vocabulary=512, layers=4, width=128, hidden=512, heads=4)
+_HUGGING = {"vocabulary": 1024, "length": 128, "width": 128, "heads": 4}
+
+MODELS: dict[str, Callable[[], Subject]] = {
+    "chain-64": partial(_subject, _chain, ("layers",)),
+    "gpt-24L": partial(_subject, partial(_gpt, 24, 0.0), ("blocks",)),
+    "gpt-12L dropout": partial(_subject, partial(_gpt, 12, 0.1), ("blocks",)),
+    "bert-8L": partial(_subject, partial(zoo.hf_bert, 8, layers=8, **_HUGGING), ("layer",)),
+    "llama-8L": partial(_subject, partial(zoo.hf_llama, 8, layers=8, **_HUGGING), ("layers",)),
+    "t5-4L": partial(_subject, partial(zoo.hf_t5, 8, layers=4, **_HUGGING), ("block",)),
+    "transformer-4L": partial(
+        _subject, partial(zoo.transformer_base, 16, length=64, config=_TRANSFORMER), ("encoder", "decoder")
+    ),
+    "resnet50": partial(_subject, partial(zoo.resnet50, 8, image=64, width=24, classes=10), ("stages",)),
+    "mobilenet": partial(_subject, partial(zoo.mobilenet, 16, image=64, width=24, classes=10), ("features",)),
+    "unet": partial(_subject, partial(zoo.unet, 2, image=96, width=16), ("down", "merge")),
+}
+"""By name; with batch norm and dropout where the models of the papers and libraries have them."""
