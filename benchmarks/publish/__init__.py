@@ -1,0 +1,1 @@
+"""Pages and plots made of the result files, and of nothing else: ``python -m publish``."""
