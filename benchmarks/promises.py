@@ -17,6 +17,7 @@ import os
 import sys
 from pathlib import Path
 
+from harness.origin import current_cases
 from harness.record import Record
 from situations.oracle import SLACK_BYTES
 from situations.registry import GROUPS, all_situations
@@ -44,14 +45,17 @@ OUT = Path(__file__).resolve().parent / "results" / "promises.json"
 
 def main() -> int:
     options = _options()
-    wanted = named(options.only)
+    known = current_cases("promises", options.out) if options.stale else set[str]()
+    wanted = [each for each in named(options.only) if each.name not in known]
     if options.list:
         for each in wanted:
             print(listed(each))
         print(f"{len(wanted)} situations")
         return 0
     record = Record("promises", {"counts": "Counts", "oracle": "The oracle", **GROUPS}, {"slack_bytes": SLACK_BYTES})
-    before = Record.read(options.out, record.titles) if options.out.exists() and options.only else None
+    before = (
+        Record.read(options.out, record.titles) if options.out.exists() and (options.only or options.stale) else None
+    )
     run_all(record, wanted, options.jobs, lambda: _joined(before, record).write(options.out))
     record = _joined(before, record)
     record.write(options.out)
@@ -75,6 +79,7 @@ def _joined(before: Record | None, record: Record) -> Record:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="groups or parts of situations' names")
+    parser.add_argument("--stale", action="store_true", help="run what has no figures of today's sources")
     parser.add_argument("--list", action="store_true", help="print the situations and run nothing")
     parser.add_argument("--moving", type=Path, default=None, metavar="DIRECTORY", help="let tensors move there")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: 1)")

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.children import emit, run_child
+from harness.origin import current_cases
 from harness.record import Record, Row, at_most, table
 
 MEASURED = (".",)
@@ -42,7 +43,8 @@ def main() -> int:
         return 0
     titles = {"tests": "Seconds of the tests", **{name: _title(name) for name in QUESTIONS if name != "tests"}}
     record = Record("structure", titles, {"old": options.old})
-    for question in options.only or QUESTIONS:
+    current = current_cases("structure", options.out) if options.stale else set[str]()
+    for question in [each for each in options.only or QUESTIONS if each not in current]:
         begin = time.monotonic()
         try:
             for row in _rows(question, options):
@@ -65,6 +67,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, help="questions (default: all)")
+    parser.add_argument("--stale", action="store_true", help="leave out what has figures of today's sources")
     parser.add_argument("--old", default=OLD, metavar="COMMIT", help=f"to compare the executor with (default: {OLD})")
     parser.add_argument("--cases", nargs="+", default=None, metavar="NAME", help="models of the question executor")
     parser.add_argument("--rounds", type=int, default=None, help="of the question executor")

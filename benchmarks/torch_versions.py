@@ -16,9 +16,12 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from harness.origin import Origin, origin_now
 
 MEASURED = (".",)
 SEEDS = {"tests": 0}
@@ -43,8 +46,13 @@ def main() -> int:
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     record |= {"versions": {"python": platform.python_version(), **versions}}
     record["parts"] = {name: part for name, part in record.get("parts", {}).items() if name not in options.only}
+    known = [Origin.from_json(each) for each in record.get("origins", ())]
+    start = origin_now(Path(__file__).stem, record["versions"])
     for name in options.only:
         record["parts"][name] = _demo() if name == DEMO else _suite(SUITES[name])
+        known = [replace(each, cases=tuple(case for case in each.cases if case != name)) for each in known]
+        known.append(replace(start, cases=(name,)))
+        record["origins"] = [each.to_json() for each in known if each.cases]
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(_rendering(release, record), encoding="utf-8")
     print(path.with_suffix(".md").read_text(encoding="utf-8"))

@@ -2,7 +2,8 @@
 
 1. A benchmark names in ``MEASURED`` the folders and modules of ``src/ebbflow`` that its claims depend on, and in
    ``SEEDS`` what it draws random numbers from. Both are literals, so that they can be read without running it.
-2. The hash of a part is over the names and bytes of its sources, in order of their names; no git is needed for it.
+2. The hash of a part is over the names and the code of its sources, in order of their names. Comments, docstrings and
+   empty lines are no code. No git is needed for it.
 3. An origin is of cases, as a result may be put together from several runs. Where a run did not write its origin down,
    the hashes are those of the commit that added its figures, and ``recorded`` says so.
 4. A case is *stale* where a part that its benchmark measures has another hash today, or none was recorded.
@@ -13,13 +14,16 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import io
+import json
 import subprocess
+import tokenize
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AFTERWARDS", "AT_RUN", "Origin", "declared", "digest", "module_hashes", "origin_now"]
+__all__ = ["AFTERWARDS", "AT_RUN", "Origin", "current_cases", "declared", "digest", "module_hashes", "origin_now"]
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 SOURCE = BENCHMARKS.parent / "src" / "ebbflow"
@@ -81,8 +85,28 @@ def digest(sources: Iterable[tuple[str, bytes]]) -> str:
     found = hashlib.sha256()
     ordered = sorted(sources)
     for name, content in ordered:
-        found.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+        found.update(name.encode() + b"\0" + hashlib.sha256(_code(content)).digest())
     return found.hexdigest()[:16] if ordered else ""
+
+
+@functools.cache
+def _code(content: bytes) -> bytes:
+    """What of a source is code; of what is no Python, all."""
+    text = content.decode()
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return content
+    lines: list[str] = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(each.value.value, str):
+            last = each.end_lineno or each.lineno
+            lines[each.lineno - 1 : last] = [""] * (last - each.lineno + 1)
+    return "\n".join(stripped for line in lines if (stripped := line.rstrip())).encode()
 
 
 def module_hashes(name: str, source: Path = SOURCE) -> dict[str, str]:
@@ -106,6 +130,15 @@ def origin_now(name: str, machine: Mapping[str, Any]) -> Origin:
     _, seeds = declared(name)
     changed = bool(_git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results"))
     return Origin(_git("rev-parse", "HEAD"), changed, module_hashes(name), dict(machine), dict(seeds))
+
+
+def current_cases(name: str, path: Path) -> set[str]:
+    """Cases of the result at ``path`` that are not stale; none where there is no such file."""
+    if not path.exists():
+        return set()
+    today = module_hashes(name)
+    known = [Origin.from_json(each) for each in json.loads(path.read_text(encoding="utf-8")).get("origins", ())]
+    return {case for each in known if not each.differing(today) for case in each.cases}
 
 
 def _git(*arguments: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from harness.children import emit, run_child
+from harness.origin import current_cases
 from harness.record import Record, Row, table
 
 __all__ = ["main"]
@@ -41,6 +42,9 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
         "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="run nothing: join runs; later ones replace"
     )
     parser.add_argument("--resume", action="store_true", help="keep what the result file has; run the other cases")
+    parser.add_argument(
+        "--stale", action="store_true", help="run what has no figures of today's sources; keep the rest"
+    )
     parser.add_argument("--child", nargs=2, metavar=("QUESTION", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -53,8 +57,9 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
         {key: module.TITLE for key, module in questions.items()},
         {"quick": options.quick, "only": options.only or "all"},
     )
-    if options.resume and out.exists():
+    if (options.resume or options.stale) and out.exists():
         record.take(Record.read(out, record.titles))
+    kept = current_cases(name, out) if options.stale else set(record.case_seconds)
     if options.merge:
         for path in options.merge:
             record.take(Record.read(path, record.titles))
@@ -63,28 +68,32 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
         _summarise(record, questions)
         record.write(out)
     else:
-        _run(record, script, questions, out, most_seconds)
+        _run(record, script, questions, out, most_seconds, kept)
     print(f"\n{record.markdown()}")
     return 0 if record.passed else 1
 
 
-def _run(record: Record, script: str, questions: Mapping[str, ModuleType], out: Path, most_seconds: float) -> None:
-    """All wanted cases, one after the other; the record is written after each."""
+def _run(
+    record: Record, script: str, questions: Mapping[str, ModuleType], out: Path, most_seconds: float, kept: set[str]
+) -> None:
+    """All wanted cases but those that are ``kept``, one after the other; the record is written after each."""
     quick = bool(record.settings["quick"])
     with tempfile.TemporaryDirectory() as caches:
         # Costs are measured in this run, not taken from an earlier one; numba's compiled planners are shared.
         paths = [BENCHMARKS, BENCHMARKS.parent / "src", BENCHMARKS.parent / "tests"]
         environment = {"XDG_CACHE_HOME": caches, "PYTHONPATH": os.pathsep.join(map(str, paths))}
         for question, case in _wanted(questions, quick, record.settings["only"]):
-            if f"{question}:{case}" in record.case_seconds:
-                continue  # of the run that is resumed
+            if f"{question}:{case}" in kept:
+                continue
+            fresh = Record(record.name, record.titles, record.settings, record.machine)
             begin = time.monotonic()
             arguments = [script, "--child", question, case, *(["--quick"] if quick else [])]
-            error = run_child(arguments, lambda row: _keep(record, row), environment, most_seconds)
-            seconds = record.case_seconds[f"{question}:{case}"] = round(time.monotonic() - begin, 1)
+            error = run_child(arguments, lambda row, fresh=fresh: _keep(fresh, row), environment, most_seconds)
+            seconds = fresh.case_seconds[f"{question}:{case}"] = round(time.monotonic() - begin, 1)
             if error is not None:
-                record.failures.append({"case": f"{question}:{case}", "error": error})
+                fresh.failures.append({"case": f"{question}:{case}", "error": error})
                 print(f"{question}:{case} FAILED: {error}", flush=True)
+            record.take(fresh)
             print(f"-- {question}:{case}: {seconds} s", flush=True)
             _summarise(record, questions)
             record.write(out)

@@ -1,14 +1,15 @@
 """``docs/benchmarks.md``: every result in one layout, with its plots; figures come from the result files alone.
 
-1. A result has a line in the overview: what is asked, how many targets are met, when and from which commit it was made,
-   and whether it is current or stale.
-2. Its section says what it ran on, every target that was missed, what has changed since where it is stale, and the tables
-   and plots that are made of its rows here (``SECTIONS``).
+1. A result has a line in the overview: what is asked, how many targets are met, when it was made, and whether it is
+   current or stale.
+2. Its section says what it ran on, which targets were missed, what has changed since where it is stale, and shows the
+   tables and plots that are made of its rows (``SECTIONS``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from publish import figures, markdown
 from publish.markdown import listed, table
@@ -129,10 +130,10 @@ def _image(name: str, text: str) -> str:
 def _peers(result: Result) -> Iterator[str]:
     rows = result.of("frontier")
     yield (
-        "Peaks are bytes above the step's start; times are CPU time of the process at one thread over eager's, the median "
-        "over rounds in which every method runs once. *Recompute peers* run eager's kernels: checkpoints, selective "
-        "policies and `activation_memory_budget` run op by op. Inductor's kernels are its own. `forbidden` counts "
-        "comparisons in which a proven bound allows no faster plan."
+        "Peaks are bytes above the step's start; times are CPU time of the process at one thread over eager's, the "
+        "median over rounds in which every method runs once. *Recompute peers* run eager's kernels: checkpoints, "
+        "selective policies and `activation_memory_budget` run op by op. Inductor's kernels are its own. Where a "
+        "proven bound allows no plan that meets the target, the bound stands beside."
     )
     yield table(
         ("model", "lowest recompute or other peer", "Ebbflow's lowest", "of that peer's", "floor", "capture adds"),
@@ -158,7 +159,7 @@ def _peers(result: Result) -> Iterator[str]:
         (
             row["case"],
             row["method"],
-            row.get("error") or f"{row['bits']}: {row['first_difference']}, off by {row['off_by']:.2g}",
+            row.get("error") or _difference(row),
         )
         for row in rows
         if "error" in row or row.get("bits") == "other than eager"
@@ -166,9 +167,13 @@ def _peers(result: Result) -> Iterator[str]:
     if wrong:
         yield "Methods that fail, find no plan, or give other bits than eager:"
         yield table(("model", "method", "what"), wrong)
-    yield "\n\n".join(
-        _image(name, f"peak against time of every method on {case}") for case, name in figures.peer_cases(rows)
-    )
+    for case, name in figures.peer_cases(rows):
+        yield _image(name, f"peak against time of every method on {case}")
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    count, first = row["tensors_that_differ"], row["first_difference"]
+    return f"{row['bits']} in {count} tensors, {first} among them, by up to {row['off_by']:.2g} of the largest value"
 
 
 def _path(result: Result) -> Iterator[str]:

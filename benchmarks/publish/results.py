@@ -1,6 +1,6 @@
 """Result files as data, and whether they are of today's sources.
 
-A result is *current* if every part of ``src/ebbflow`` that its benchmark measures has the hash that the result file has;
+A result is *current* if all parts of ``src/ebbflow`` that its benchmark measures have the hashes that its file has,
 *stale* if one differs for some of its cases. Only sources are compared, so that the answer needs no git.
 """
 
@@ -94,4 +94,4 @@ def all_results(folder: Path = RESULTS) -> list[Result]:
 def question_of(benchmark: str) -> str:
     """The first line of a benchmark's text: what it asks."""
     tree = ast.parse((BENCHMARKS / f"{benchmark}.py").read_text(encoding="utf-8"))
-    return (ast.get_docstring(tree) or "").splitlines()[0]
+    return (ast.get_docstring(tree) or "").splitlines()[0].replace("``", "`")

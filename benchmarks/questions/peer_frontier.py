@@ -54,7 +54,7 @@ DEAR, MOST_OF_DEAR = 1.10, 0.95
 MOST_OF_LOWEST = 0.7
 AGAIN = 1.005
 """Peaks as near as this are served by one plan, the lower one's."""
-PLANNING_SECONDS = 60.0
+PLANNING_SECONDS = 20.0
 EAGER, KEEP_ALL, CHECKPOINT = "eager", "ebbflow, keep all", "checkpoint per block"
 OURS, LOWEST = "ebbflow", "ebbflow, lowest"
 MEMORY_BUDGETS = (0.5, 0.2, 0.05)

@@ -1,4 +1,4 @@
-"""The models on which PyTorch's means are compared: a step of some tenths of a second on one core, random weights."""
+"""The models on which PyTorch's means are compared: a step of a tenth of a second on one core, random weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _chain() -> Case:
 
 
 def _gpt(layers: int, dropout: float) -> Case:
-    return zoo.gpt(4, GPTConfig(vocabulary=512, length=256, layers=layers, width=128, heads=4, dropout=dropout))
+    return zoo.gpt(4, GPTConfig(vocabulary=512, length=128, layers=layers, width=128, heads=4, dropout=dropout))
 
 
 def _subject(make: Callable[[], Case], lists: tuple[str, ...]) -> Subject:
@@ -45,21 +45,21 @@ def _subject(make: Callable[[], Case], lists: tuple[str, ...]) -> Subject:
     return Subject(case.model.train(), kwargs, partial(checkpoint_lists, names=lists))
 
 
-_TRANSFORMER = TransformerConfig(vocabulary=512, layers=4, width=128, hidden=512, heads=4)
+_TRANSFORMER = TransformerConfig(vocabulary=512, layers=3, width=128, hidden=512, heads=4)
 _HUGGING = {"vocabulary": 1024, "length": 128, "width": 128, "heads": 4}
 
 MODELS: dict[str, Callable[[], Subject]] = {
     "chain-64": partial(_subject, _chain, ("layers",)),
-    "gpt-24L": partial(_subject, partial(_gpt, 24, 0.0), ("blocks",)),
-    "gpt-12L dropout": partial(_subject, partial(_gpt, 12, 0.1), ("blocks",)),
-    "bert-8L": partial(_subject, partial(zoo.hf_bert, 8, layers=8, **_HUGGING), ("layer",)),
-    "llama-8L": partial(_subject, partial(zoo.hf_llama, 8, layers=8, **_HUGGING), ("layers",)),
-    "t5-4L": partial(_subject, partial(zoo.hf_t5, 8, layers=4, **_HUGGING), ("block",)),
-    "transformer-4L": partial(
-        _subject, partial(zoo.transformer_base, 16, length=64, config=_TRANSFORMER), ("encoder", "decoder")
+    "gpt-12L": partial(_subject, partial(_gpt, 12, 0.0), ("blocks",)),
+    "gpt-8L dropout": partial(_subject, partial(_gpt, 8, 0.1), ("blocks",)),
+    "bert-6L": partial(_subject, partial(zoo.hf_bert, 4, layers=6, **_HUGGING), ("layer",)),
+    "llama-6L": partial(_subject, partial(zoo.hf_llama, 4, layers=6, **_HUGGING), ("layers",)),
+    "t5-3L": partial(_subject, partial(zoo.hf_t5, 4, layers=3, **_HUGGING), ("block",)),
+    "transformer-3L": partial(
+        _subject, partial(zoo.transformer_base, 8, length=64, config=_TRANSFORMER), ("encoder", "decoder")
     ),
-    "resnet50": partial(_subject, partial(zoo.resnet50, 8, image=64, width=24, classes=10), ("stages",)),
-    "mobilenet": partial(_subject, partial(zoo.mobilenet, 16, image=64, width=24, classes=10), ("features",)),
+    "resnet50": partial(_subject, partial(zoo.resnet50, 4, image=64, width=16, classes=10), ("stages",)),
+    "mobilenet": partial(_subject, partial(zoo.mobilenet, 8, image=64, width=24, classes=10), ("features",)),
     "unet": partial(_subject, partial(zoo.unet, 2, image=96, width=16), ("down", "merge")),
 }
 """By name; with batch norm and dropout where the models of the papers and libraries have them."""
