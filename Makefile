@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all lint types unit unit-all quick gpu benchmarks suite-vision test-torch clean
+.PHONY: help setup demo test test-all lint types unit unit-all quick gpu bench bench-full benchmarks pages \
+	release-check suite-vision test-torch clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,7 +18,11 @@ help:
 	@echo "make setup       .venv with everything that the others need; some minutes the first time"
 	@echo "make lint        one part of make test; make types and make unit are the others (unit-all: of make test-all)"
 	@echo "make gpu         with a card: tests/gpu, then benchmarks/gpu.py in steps; 30 minutes, can be cut off and goes on"
-	@echo "make benchmarks  list the benchmarks and how to run them"
+	@echo "make bench       a case of every benchmark against its targets and the committed figures, in an hour; CPU"
+	@echo "make bench-full  all cases whose figures are not of today's sources; days, can be cut off and goes on"
+	@echo "make benchmarks  list the benchmarks and how to run one"
+	@echo "make pages       write docs/benchmarks.md, docs/papers.md and their plots from benchmarks/results"
+	@echo "make release-check  what a release must pass besides make test-all: no stale result, pages as results give them"
 	@echo "make suite-vision  benchmarks/public_suite.py on diffusers, torchvision and timm; hours, can be cut off and goes on"
 	@echo "make test-torch  the canaries, the numerics tier and the demo on another torch: make test-torch TORCH=2.12.0"
 	@echo "make clean       remove .venv and all caches"
@@ -70,6 +75,21 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 	@if $(GPU_RUN) -c 'import pytest, hypothesis' 2>/dev/null; then $(GPU_RUN) -m pytest -p no:cacheprovider tests/gpu; \
 		else echo "pytest or hypothesis is not installed for $(GPU_PYTHON): tests/gpu are left out"; fi
 	$(GPU_RUN) benchmarks/gpu.py $(GPU_OPTIONS)
+
+# Both go on where they were cut off. GRAPHS names the folder of the published graphs, if it is there.
+BENCH = PYTHONPATH=src:benchmarks $(BIN)/python -m harness.bench $(if $(GRAPHS),--graphs $(GRAPHS))
+
+bench: $(STAMP)
+	$(BENCH)
+
+bench-full: $(STAMP)
+	$(BENCH) --full
+
+pages: $(STAMP)
+	PYTHONPATH=benchmarks $(BIN)/python -m publish
+
+release-check: $(STAMP)
+	PYTHONPATH=benchmarks $(BIN)/python -m publish --release
 
 benchmarks: $(STAMP)
 	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :

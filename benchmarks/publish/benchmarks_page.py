@@ -100,7 +100,7 @@ def _origin(result: Result) -> str:
     lines = [
         f"Made at {', '.join(dict.fromkeys(result.commits)) or 'a commit that is not recorded'}{dirty}; {how}.",
         f"Machine: {facts}. Seeds: {', '.join(f'{name} {value}' for name, value in seeds.items()) or 'none'}.",
-        f"All rows: [{result.name}.md](../benchmarks/results/{result.name}.md).",
+        f"All rows: [{result.shown_as}](../benchmarks/results/{result.shown_as}).",
     ]
     if result.is_stale:
         changed = dict.fromkeys(part for parts in result.stale_cases.values() for part in parts)

@@ -64,6 +64,11 @@ class Result:
         }
 
     @property
+    def shown_as(self) -> str:
+        """The file with its rows as a person reads them: as tables where it has been rendered."""
+        return f"{self.name}.md" if (RESULTS / f"{self.name}.md").exists() else f"{self.name}.json"
+
+    @property
     def is_stale(self) -> bool:
         return bool(self.stale_cases) or not self.origins
 
