@@ -79,6 +79,12 @@ BREAKS: dict[str, tuple[str, str, object]] = {
         classmethod(lambda _: None),
     ),
     "comparisons_with_draws_are_decided": ("ebbflow.torch_seams.tracing", "_is_drawn", lambda _: False),
+    "checks_of_values_are_traced": ("ebbflow.torch_seams.checks", "_raised", lambda *_: None),
+    "context_variables_have_values_in_traces": (
+        "ebbflow.torch_seams.context_variables",
+        "_of_context_variables",
+        lambda below: below,
+    ),
     "sequences_of_checkpoints_are_their_loop": ("torch.utils.checkpoint", "checkpoint", lambda function, x, **_: x),
     "functions_of_torch_can_be_traced_otherwise": (
         "torch._dynamo.variables.torch.TorchInGraphFunctionVariable",

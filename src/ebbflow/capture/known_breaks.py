@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbflow.torch_seams.context_variables import STAYS_SET
 from ebbflow.torch_seams.tracing import PYTHON_DRAWS
 
 __all__ = ["known_break"]
@@ -49,6 +50,16 @@ _BREAKS = (
         line=r"num_batches_tracked",
     ),
     _Break(
+        STAYS_SET,
+        "It sets a context variable that is still set when the call returns.",
+        "Reset it before (token = variable.set(...); variable.reset(token)), or set it outside of the call",
+    ),
+    _Break(
+        r"class `ContextVar`|ContextVar\(",
+        "It reads a context variable that has no value.",
+        "Give the variable a default where it is made (ContextVar(name, default=None)), or a value before the call",
+    ),
+    _Break(
         r"kl_divergence|'generator'",
         "torch.distributions looks for the formula of two kinds of distributions when it first meets them, in a way "
         "that cannot be traced, and remembers it from then on.",
@@ -60,6 +71,12 @@ _BREAKS = (
         "It seeds torch's random numbers while it runs.",
         "Seed before the call of the model (torch.manual_seed), which draws what it would have drawn",
         line=r"torch\.(random\.)?(manual_seed|seed)\(|torch\.cuda\.(manual_seed|seed)",
+    ),
+    _Break(
+        r"",
+        "It changes settings of one of torch's backends while it runs.",
+        "Change them around the call of the model; each setting is a step of its own",
+        line=r"backends\.(\w+\.)+(flags|set_flags)\(",
     ),
     _Break(
         r"",

@@ -14,11 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from ebbflow.capture.known_breaks import known_break
+from ebbflow.capture.origin import Place, place_of
 from ebbflow.errors import CaptureError, EbbflowError
 from ebbflow.faults import in_own_frames, innermost, internal, is_own
 from ebbflow.torch_seams.dynamo import inner_exception
@@ -63,13 +63,6 @@ _INSIDE_TORCH = (
 )
 
 
-class _Place(NamedTuple):
-    """A line of the user's: ``file:line``, and in words with its code."""
-
-    source: str
-    text: str
-
-
 def ours_inside(error: BaseException) -> EbbflowError | None:
     """The error of ours that Dynamo wrapped, if it did; its traceback has our own frames alone."""
     for each in _chain(error):
@@ -106,7 +99,7 @@ def refusal(error: BaseException, module: torch.nn.Module, ours: str | None = No
         fault.__cause__ = cause
         return fault
     if (theirs := innermost(cause)) is not None:
-        at = _Place(f"{Path(theirs[0]).name}:{theirs[1]}", f'File "{theirs[0]}", line {theirs[1]}')
+        at = Place(f"{Path(theirs[0]).name}:{theirs[1]}", f'File "{theirs[0]}", line {theirs[1]}')
         return _capture_error(at, _what(error), _TRACED)
     return _capture_error(place, _what(error), _INSIDE_TORCH)
 
@@ -127,7 +120,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         each = inner_exception(each) or each.__cause__
 
 
-def _capture_error(place: _Place | None, why: str, remedy: str) -> CaptureError:
+def _capture_error(place: Place | None, why: str, remedy: str) -> CaptureError:
     reason = f"{place.text}. {why}" if place is not None else why
     where = f" at {place.text}" if place is not None else ""
     return CaptureError(
@@ -138,7 +131,7 @@ def _capture_error(place: _Place | None, why: str, remedy: str) -> CaptureError:
     )
 
 
-def _place(error: BaseException) -> _Place | None:
+def _place(error: BaseException) -> Place | None:
     """The innermost line of the user's that torch names, or of any code if it names none of the user's."""
     for each in _chain(error):
         text = str(each)
@@ -149,15 +142,8 @@ def _place(error: BaseException) -> _Place | None:
         frames = [frame for frame in frames if not frame[1].startswith(_OURS)] or frames
         mine = [frame for frame in frames if not frame[1].startswith(_TORCH)] or frames
         if mine:
-            return _place_of(text, mine[-1])
+            return place_of(text, mine[-1])
     return None
-
-
-def _place_of(text: str, frame: re.Match[str]) -> _Place:
-    line, _, rest = text[frame.end() :].partition("\n")
-    code = rest.partition("\n")[0].strip()
-    words = frame[0] + line.strip()
-    return _Place(f"{Path(frame[1]).name}:{frame[2]}", f"{words}: {code}" if code else words)
 
 
 def _what(error: BaseException) -> str:

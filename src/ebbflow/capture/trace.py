@@ -24,7 +24,7 @@ from torch import fx
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only, marks_in_graphs, settle_roles
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
-from ebbflow.capture.rules.checks import assertions_as_ops, factorisation_checks_as_ops
+from ebbflow.capture.rules.checks import CHECK_TRUE, assertions_as_ops, factorisation_checks_as_ops
 from ebbflow.capture.rules.ctc import ctc_with_sizes
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.eager_kernels import eager_kernels
@@ -35,6 +35,7 @@ from ebbflow.errors import CaptureError
 from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
+from ebbflow.torch_seams.checks import checks_as
 from ebbflow.torch_seams.dynamo import (
     capture_error_type,
     forget_compiled,
@@ -180,6 +181,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         joint_graph_settings(),
         one_graph_settings(),
         corrected_tracing(),
+        checks_as(CHECK_TRUE),
         ctc_with_sizes(),
         true_layouts() if here else nullcontext(),
         eager_kernels(),

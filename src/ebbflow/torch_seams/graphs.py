@@ -22,6 +22,7 @@ __all__ = [
     "expression_of",
     "hint_of",
     "module_stack_of",
+    "number_read",
     "own_names_of",
     "stack_trace_of",
 ]
@@ -47,6 +48,18 @@ def asserts_on_numbers(graph: fx.Graph) -> bool:
     values = (node.meta.get("example_value") for node in graph.nodes)
     sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     return not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def number_read(graph: fx.Graph) -> fx.Node | None:
+    """What reads a number from a tensor in Dynamo's ``graph``, or the tensor of one element that has no reader left."""
+    numbers: list[fx.Node] = []
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return node
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not node.users and node.op != "placeholder":
+            numbers.append(node)
+    return next(iter(numbers), None)
 
 
 def boxed_codegen(module: fx.GraphModule) -> None:

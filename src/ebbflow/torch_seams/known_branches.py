@@ -29,7 +29,7 @@ from ebbflow.torch_seams.graphs import expression_of, hint_of
 from ebbflow.torch_seams.patches import Attribute, patched
 from ebbflow.torch_seams.storages import storage_key
 
-__all__ = ["Condition", "known_branches"]
+__all__ = ["Condition", "codes_that_branch", "known_branches", "tables_of_codes"]
 
 _MOST_BYTES = 2**26  # computed for one condition; what it is computed from exists in the step as well
 _MODULES = ("torch", "_operator", "math", "builtins")
@@ -58,23 +58,28 @@ class Condition:
 @contextmanager
 def known_branches() -> Iterator[list[Condition]]:
     """While open, captures of this thread take branches on known tensors; gives the conditions that have symbols."""
-    from torch._dynamo import symbolic_convert
-
     conditions: list[Condition] = []
     thread = threading.get_ident()
     with ExitStack() as stack:
-        for kind in (symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator):
-            for each in (kind, *kind.__subclasses__()):
-                table: list[Any] = list(each.dispatch_table)
-                for code, name in enumerate(_names()):
-                    if name is not None and table[code] is not None:
-                        table[code] = functools.partial(_decide, table[code], name, thread, conditions)
-                stack.enter_context(patched(Attribute(each, "dispatch_table"), table))
+        for kind, table in tables_of_codes():
+            for code, name in enumerate(codes_that_branch()):
+                if name is not None and table[code] is not None:
+                    table[code] = functools.partial(_decide, table[code], name, thread, conditions)
+            stack.enter_context(patched(Attribute(kind, "dispatch_table"), table))
         yield conditions
 
 
+def tables_of_codes() -> Iterator[tuple[type, list[Any]]]:
+    """Dynamo's translators of code, each with a copy of its table: per code of Python's instructions what traces it."""
+    from torch._dynamo import symbolic_convert
+
+    for kind in (symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator):
+        for each in (kind, *kind.__subclasses__()):
+            yield each, list(each.dispatch_table)
+
+
 @functools.cache
-def _names() -> list[str | None]:
+def codes_that_branch() -> list[str | None]:
     """Per code of Python's instructions its name, if it asks for the truth of a value."""
     import dis
 

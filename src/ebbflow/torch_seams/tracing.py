@@ -9,6 +9,7 @@
    nothing of the user's could catch it or end before it does, it is made for real: the trace ends in it.
 6. Dynamo tells in words which exception nobody caught. Its 2.11 tells the arguments in words of its own, which cannot
    be read back: there they are taken from the exception that it keeps.
+7. A context variable is traced (``context_variables.py``).
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import torch
 from torch.utils import checkpoint as checkpoints
 
 from ebbflow.signals import raised_by_a_handler
+from ebbflow.torch_seams.context_variables import context_variables_traced
 from ebbflow.torch_seams.leaves import leaves_traced
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
 
-__all__ = ["PYTHON_DRAWS", "corrected_tracing", "made_anew", "raised_in_trace", "traced_by_dynamo_as"]
+__all__ = ["PYTHON_DRAWS", "corrected_tracing", "made_anew", "only_withs", "raised_in_trace", "traced_by_dynamo_as"]
 
 PYTHON_DRAWS = "a number is drawn by Python's random module"
 """The text of the refusal of definition 1."""
@@ -70,7 +72,7 @@ def _example(value: Any) -> Any:
 
 @contextmanager
 def corrected_tracing() -> Iterator[None]:
-    """While open, captures of this thread trace definitions 1 to 6 so."""
+    """While open, captures of this thread trace definitions 1 to 7 so."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import misc, user_defined
 
@@ -80,6 +82,7 @@ def corrected_tracing() -> Iterator[None]:
             if hasattr(module, "call_random_fn"):
                 stack.enter_context(wrapped(Attribute(module, "call_random_fn"), _refuse_draw, this_thread=True))
         stack.enter_context(leaves_traced())
+        stack.enter_context(context_variables_traced())
         if hasattr(user_defined, "UserDefinedExceptionClassVariable"):
             kind = user_defined.UserDefinedExceptionClassVariable  # which in 2.11 inherits the method
             place, inherited = Attribute(kind, "call_function"), kind.call_function
@@ -181,13 +184,13 @@ def _leaves_all_frames(tx: Any) -> bool:
         return False
     while tx is not None:
         # Context managers of torch's, which Dynamo knows, hold no exception back; others are "generic".
-        if tx.active_generic_context_managers or not _only_withs(tx, tx.current_instruction):
+        if tx.active_generic_context_managers or not only_withs(tx, tx.current_instruction):
             return False
         tx = tx.parent
     return True
 
 
-def _only_withs(tx: Any, instruction: Any) -> bool:
+def only_withs(tx: Any, instruction: Any) -> bool:
     """Whether nothing but ``with`` handles an exception at ``instruction``, by the table of Python's own."""
     while (entry := instruction.exn_tab_entry) is not None:
         instruction = entry.target

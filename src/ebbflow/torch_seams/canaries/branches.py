@@ -1,12 +1,15 @@
-"""The canaries of ``eager_answers`` and ``known_branches``: what Dynamo is relied on for at branches."""
+"""The canaries of ``eager_answers``, ``known_branches``, ``checks`` and ``context_variables``: what decides a way."""
 
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
+from typing import Any
 
 import torch
+from torch.fx.node import has_side_effect
 
-from ebbflow.torch_seams import dynamo, eager_answers, known_branches
+from ebbflow.torch_seams import checks, context_variables, dynamo, eager_answers, known_branches
 from ebbflow.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -60,3 +63,74 @@ def _integer(value: int) -> object:
     import sympy
 
     return sympy.Integer(value)
+
+
+@torch.library.custom_op("ebbflow_canaries::check_true", mutates_args=())
+def _check_true(condition: torch.Tensor, kind: str, message: str, told: list[torch.Tensor]) -> torch.Tensor:
+    if not condition:
+        raise checks.Raised(kind, message).error(told)
+    return condition.new_empty(0)
+
+
+@_check_true.register_fake
+def _(condition: torch.Tensor, *_: object) -> torch.Tensor:
+    return condition.new_empty(0)
+
+
+has_side_effect(torch.ops.ebbflow_canaries.check_true.default)
+
+
+@canary
+def checks_of_values_are_traced() -> None:
+    """A branch that does nothing but raise, and a check of all values, are calls of an op that raises their words."""
+
+    def raises(x: torch.Tensor) -> torch.Tensor:
+        largest = x.max()
+        if largest > 9:
+            raise ValueError(f"{largest:.1f} of {x.shape[0]}")
+        return x * 2
+
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        largest = x.max()
+        torch._check_tensor_all_with(ValueError, largest <= 9, lambda: f"{largest:.1f} of {x.shape[0]}")  # type: ignore[attr-defined]
+        return x * 2
+
+    for function in (raises, checked):
+        step = torch.compile(function, backend="eager", fullgraph=True, dynamic=False)
+        with checks.checks_as(torch.ops.ebbflow_canaries.check_true.default):
+            expect(step(torch.ones(3)).tolist() == [2.0] * 3, f"{function.__name__} gives something else")
+        expect(_said(step, torch.full((3,), 10.0)) == "ValueError('10.0 of 3')", f"{function.__name__} says otherwise")
+        dynamo.forget_compiled(step)
+
+
+def _said(step: Any, x: torch.Tensor) -> str:
+    try:
+        step(x)
+    except Exception as error:
+        return repr(error)
+    return "nothing"
+
+
+_SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+
+
+@canary
+def context_variables_have_values_in_traces() -> None:
+    """A context variable that the traced code sets and resets has its values there, and a guard outside of it."""
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        outer = _SCALE.get()
+        token = _SCALE.set(4.0)
+        inner = _SCALE.get()
+        _SCALE.reset(token)
+        return x * inner * outer * _SCALE.get()
+
+    step = torch.compile(scaled, backend="eager", fullgraph=True, dynamic=False)
+    found: list[float] = []
+    with context_variables.context_variables_traced():
+        for scale in (1.0, 3.0, 1.0):
+            token = _SCALE.set(scale)
+            found.append(step(torch.ones(())).item())
+            _SCALE.reset(token)
+    dynamo.forget_compiled(step)
+    expect(found == [4.0, 36.0, 4.0], f"it gives {found}")
