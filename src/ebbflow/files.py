@@ -22,7 +22,7 @@ from typing import Any, cast
 import filelock
 import platformdirs
 
-__all__ = ["cache_directory", "keep", "kept", "locked", "write_json"]
+__all__ = ["cache_directory", "keep", "kept", "locked", "write_bytes", "write_json", "write_text"]
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _DRAFT = ".tmp"
@@ -45,14 +45,28 @@ def write_json(path: Path, data: object) -> None:
     Raises:
         OSError: if the file cannot be written.
     """
-    _write(path, json.dumps(data, separators=(",", ":")))
+    write_text(path, json.dumps(data, separators=(",", ":")))
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as UTF-8, in the same way.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, in the same way.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_DRAFT}")
     try:
-        with os.fdopen(os.open(draft, _NEW_FILE, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(os.open(draft, _NEW_FILE, 0o666), "wb") as file:
+            file.write(data)
         os.replace(draft, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -95,7 +109,7 @@ def keep(path: Path, lock: Path, data: Callable[[], dict[str, Any]], then: Calla
         with locked(lock):
             _forget_drafts(path.parent)
             text = json.dumps(data(), separators=(",", ":"))
-            _write(path, f'{text[:-1]}{_SEAL}{_digest(text[:-1])}"}}')
+            write_text(path, f'{text[:-1]}{_SEAL}{_digest(text[:-1])}"}}')
             if then is not None:
                 then()
     except OSError:

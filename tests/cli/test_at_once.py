@@ -23,7 +23,13 @@ AT_ONCE: list[tuple[list[str], int, str]] = [
     (["--help"], 0, "max-batch"),
     (["-h"], 0, "max-batch"),
     (["--version"], 0, "ebbflow "),
-    *(([command, "-h"], 0, "--help") for command in ("demo", "plan", "compare", "max-batch", "doctor")),
+    *(
+        ([command, "-h"], 0, "--help")
+        for command in ("demo", "plan", "compare", "max-batch", "doctor", "report", "show")
+    ),
+    (["show", "nobody.json"], 2, "there is no file nobody.json"),
+    (["report", "nobody.json"], 2, "ebbflow plan"),
+    (["report", "nobody.json", "--out", "nowhere/page.html"], 2, "no folder nowhere"),
     (["plan", "zoo:gpt", "--bugdet", "1GB"], 2, "--budget"),
     (["plna", "zoo:gpt"], 2, "plna"),
     (["plan", "zoo:gpt", "--budget", "lots"], 2, "12GiB"),

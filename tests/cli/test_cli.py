@@ -85,11 +85,11 @@ def test_version() -> None:
     assert result.stdout == f"ebbflow {ebbflow.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", "demo", "plan", "compare", "max-batch", "doctor"])
+@pytest.mark.parametrize("command", ["", "demo", "plan", "compare", "max-batch", "doctor", "report", "show"])
 @pytest.mark.parametrize("columns", [60, 80])
 def test_no_help_is_cut_off(command: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    shown = run(*command.split(), "--help").stdout.replace("[ARGS]...", "")
+    shown = run(*command.split(), "--help").stdout.replace("[ARGS]...", "").replace("[OTHERS]...", "")
     assert "Options:" in shown
     assert "..." not in shown
     assert "…" not in shown

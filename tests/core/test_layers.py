@@ -41,6 +41,8 @@ LATE = {
     ("step/plan.py", "ebbflow.report.text.explain"): "a plan's text belongs to the renderers; it is asked for by name",
     ("step/plan.py", "ebbflow.report.text.plan"): "likewise",
     ("step/plan.py", "ebbflow.report.html.plan"): "likewise",
+    ("step/plan.py", "ebbflow.report.html.page"): "likewise",
+    ("step/plan.py", "ebbflow.report.records.page"): "likewise",
 }
 """Imports inside functions that go up on purpose."""
 

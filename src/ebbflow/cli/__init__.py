@@ -21,6 +21,8 @@ from ebbflow.cli.demo import demo
 from ebbflow.cli.doctor import doctor
 from ebbflow.cli.max_batch import max_batch
 from ebbflow.cli.plan import plan
+from ebbflow.cli.report import report
+from ebbflow.cli.show import show
 from ebbflow.errors import BudgetExceeded, EbbflowError, InternalError, VerificationError
 from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.planners.narration import INTERRUPTED
@@ -67,6 +69,8 @@ app.command(short_help="Plan a training step under a budget, without running it.
 app.command(short_help="Hold several planners' plans of one step against each other.")(compare)
 app.command(short_help="Find the largest batch whose training step fits a budget.")(max_batch)
 app.command(short_help="Tell what takes a step's memory, and what would lower it.")(doctor)
+app.command(short_help="Print a saved plan, or what it does with one tensor.")(show)
+app.command(short_help="Write a report of a saved plan: one HTML page.")(report)
 app.command(short_help="Measure this machine and its disks, for later plans.")(calibrate)
 
 

@@ -6,6 +6,7 @@ Nothing here imports torch: whoever asks for help or mistypes an option does not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +29,9 @@ __all__ = [
     "MachineName",
     "OffloadOptimizer",
     "OptimizerName",
+    "PlanFile",
     "PlannerName",
+    "ReportFile",
     "Rewrites",
     "Seed",
     "Size",
@@ -128,6 +131,8 @@ Gradients = Annotated[
         autocompletion=_beginning(lambda: ("loss", "all")),
     ),
 ]
+PlanFile = Annotated[str, typer.Argument(help="a plan that was saved: plan.json")]
+ReportFile = Annotated[Path | None, typer.Option("--report", help="write a report to this file: page.html")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 

@@ -21,6 +21,7 @@ from ebbflow.cli.arguments import (
     MachineName,
     OffloadOptimizer,
     OptimizerName,
+    ReportFile,
     Seed,
     Size,
     Tiers,
@@ -30,7 +31,7 @@ from ebbflow.cli.arguments import (
     several_tiers,
 )
 from ebbflow.cli.interruption import KeepBest
-from ebbflow.cli.output import write_json
+from ebbflow.cli.output import check_writable, save_report, write_json
 from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.errors import UsageError
 from ebbflow.options import DEFAULT_EFFORT, Options
@@ -42,6 +43,7 @@ from ebbflow.units import Budget
 if TYPE_CHECKING:
     from ebbflow.case import Case
     from ebbflow.planning.frontier import Refusal
+    from ebbflow.report.records.page import Page
     from ebbflow.report.text.compare import Row
     from ebbflow.report.text.progress import ProgressDisplay
     from ebbflow.step.plan import Plan
@@ -63,6 +65,7 @@ def compare(
     time_limit: TimeLimit = 60.0,
     seed: Seed = 0,
     run: Annotated[bool, typer.Option("--run", help="run every plan here and measure it")] = False,
+    report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
 ) -> None:
     """Plan one training step with several planners and hold them against each other.
@@ -70,6 +73,7 @@ def compare(
     Ctrl-C ends the plan that is being made with the best found so far, and the comparison after it. Exit code 2 and the
     reason if no planner has a plan for any of the budgets.
     """
+    check_writable(report, "--report")
     asked = Options(
         machine=machine,
         tiers=several_tiers(tiers),
@@ -108,6 +112,8 @@ def compare(
         if run:
             assert loaded is not None
             rows = _tried(loaded, outcomes, rows, display)
+    if report is not None and (page := _page(outcomes, rows)) is not None:
+        save_report(page, report)
     if as_json:
         write_json([row.to_json() for row in rows])
     else:
@@ -148,3 +154,21 @@ def _tried(case: Case, outcomes: list[Plan | Refusal], rows: list[Row], display:
             row = row.measured(trial.measured_peak_bytes, trial.measured_overhead)
         found.append(row)
     return found
+
+
+def _page(outcomes: list[Plan | Refusal], rows: list[Row]) -> Page | None:
+    """The page of all plans, in detail of that within the smallest budget, of ``auto`` if it has one there."""
+    from ebbflow.report.records.page import page_of
+    from ebbflow.report.records.points import Measured
+    from ebbflow.step.plan import Plan
+
+    plans = [each for each in outcomes if isinstance(each, Plan)]
+    if not plans:
+        return None
+    shown = min(plans, key=lambda plan: (plan.budget_bytes, plan.planner != "auto", plan.overhead))
+    runs = [
+        (plan, Measured("planned", row.measured_peak_bytes, row.measured_overhead))
+        for plan, row in zip(outcomes, rows, strict=True)
+        if isinstance(plan, Plan) and row.measured_peak_bytes is not None
+    ]
+    return page_of(shown, [plan for plan in plans if plan is not shown], runs=runs)

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ebbflow.cli.output import check_writable, save_plan, write_json
+from ebbflow.cli.arguments import ReportFile
+from ebbflow.cli.output import check_writable, save_plan, save_report, write_json
 from ebbflow.units import Budget
 
 __all__ = ["demo"]
@@ -20,6 +21,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 20,
     budget: Annotated[str, typer.Option(help="of the planned copy: 300MiB, or 50% of the unplanned peak")] = "50%",
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
+    report: ReportFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     layers: Annotated[int, _SIZE] = 6,
     width: Annotated[int, _SIZE] = 256,
@@ -32,9 +34,11 @@ def demo(
     within the budget; 1 says that something of this is not so.
     """
     check_writable(out)
+    check_writable(report, "--report")
     Budget.parse(budget)
 
     from ebbflow.demo.training import DemoConfig, run_demo
+    from ebbflow.report.records.page import page_of
     from ebbflow.report.text.demo import write_demo
     from ebbflow.report.text.progress import ProgressDisplay
 
@@ -42,6 +46,7 @@ def demo(
     with ProgressDisplay(sys.stderr) as display:
         record, plan = run_demo(config, display.stage)
     save_plan(plan, out)
+    save_report(page_of(plan, measured=record.measured), report)
     if as_json:
         write_json(record.to_json())
     else:

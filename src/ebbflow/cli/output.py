@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbflow.errors import UsageError
 
 if TYPE_CHECKING:
+    from ebbflow.report.records.page import Page
     from ebbflow.step.plan import Plan
 
-__all__ = ["check_writable", "save_plan", "write_json"]
+__all__ = ["check_writable", "save_plan", "save_report", "write_json", "written"]
 
 
 def write_json(data: Mapping[str, object] | Sequence[object]) -> None:
@@ -22,8 +24,12 @@ def write_json(data: Mapping[str, object] | Sequence[object]) -> None:
     print(json.dumps(data), file=sys.stdout, flush=True)
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, option: str = "--out") -> None:
     """Refuse an output file that cannot be written, before any work is done.
+
+    Args:
+        path: of the file; ``None`` if none was asked for.
+        option: that names it.
 
     Raises:
         UsageError: if ``path`` is a folder, or its folder does not exist or is read-only.
@@ -31,12 +37,12 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise UsageError(f"--out {path} is a folder; name a file in it")
+        raise UsageError(f"{option} {path} is a folder; name a file in it")
     folder = path.parent
     if not folder.is_dir():
-        raise UsageError(f"--out {path}: there is no folder {folder}; make it first")
+        raise UsageError(f"{option} {path}: there is no folder {folder}; make it first")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"--out {path}: the folder {folder} cannot be written to; name another")
+        raise UsageError(f"{option} {path}: the folder {folder} cannot be written to; name another")
 
 
 def save_plan(plan: Plan, path: Path | None) -> None:
@@ -47,8 +53,34 @@ def save_plan(plan: Plan, path: Path | None) -> None:
     """
     if path is None:
         return
-    try:
+    with written(path, "--out"):
         plan.save(path)
-    except OSError as error:
-        raise UsageError(f"--out {path} cannot be written ({error.strerror}); name another file") from error
     print(f"plan written to {path}", file=sys.stderr)
+
+
+def save_report(page: Page, path: Path | None) -> None:
+    """Write ``page`` to ``path``, if one is given, and say so on standard error.
+
+    Raises:
+        UsageError: if the file cannot be written.
+    """
+    if path is None:
+        return
+    from ebbflow.report.html.page import save_page
+
+    with written(path, "--report"):
+        save_page(page, path)
+    print(f"report written to {path}", file=sys.stderr)
+
+
+@contextmanager
+def written(path: Path, option: str) -> Generator[None]:
+    """Tells of a file that cannot be written after all.
+
+    Raises:
+        UsageError: in place of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written ({error.strerror}); name another file") from error

@@ -18,6 +18,7 @@ from ebbflow.cli.arguments import (
     OffloadOptimizer,
     OptimizerName,
     PlannerName,
+    ReportFile,
     Rewrites,
     Seed,
     Size,
@@ -28,7 +29,7 @@ from ebbflow.cli.arguments import (
     several_tiers,
 )
 from ebbflow.cli.interruption import KeepBest
-from ebbflow.cli.output import check_writable, save_plan, write_json
+from ebbflow.cli.output import check_writable, save_plan, save_report, write_json
 from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.options import DEFAULT_EFFORT, Options
 from ebbflow.units import Budget
@@ -48,6 +49,7 @@ def plan(
     offload_optimizer: OffloadOptimizer = False,
     gradients: Gradients = None,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
+    report: ReportFile = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = None,
     seed: Seed = 0,
@@ -58,6 +60,7 @@ def plan(
     Ctrl-C ends planning with the best plan found so far; a second one aborts.
     """
     check_writable(out)
+    check_writable(report, "--report")
     asked = Options(
         planner=planner,
         machine=machine,
@@ -74,6 +77,7 @@ def plan(
     check_request(case, size, asked)
 
     from ebbflow.planning.pipeline import PlanningOptions
+    from ebbflow.report.records.page import page_of
     from ebbflow.report.text.plan import write_plan
     from ebbflow.report.text.progress import ProgressDisplay
 
@@ -85,6 +89,7 @@ def plan(
     if keeper.interrupt.interrupted:
         print("stopped by Ctrl-C; this is the best plan found until then", file=sys.stderr)
     save_plan(made, out)
+    save_report(page_of(made), report)
     if as_json:
         write_json(made.summary())
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -183,6 +184,24 @@ class Plan:
         from ebbflow.report.text.explain import explain
 
         return explain(self.program, self.schedule, self.timeline, tensor)
+
+    def save_html(self, path: str | Path, others: Sequence[Plan] = ()) -> Path:
+        """Write a report of the plan to ``path``: one HTML page that needs no network and no other file.
+
+        Args:
+            path: of the file.
+            others: plans of the same step, such as those of :func:`ebbflow.sweep`, for the frontier on the page.
+
+        Raises:
+            UsageError: for what is not a path, and for plans of another step.
+            OSError: if the file cannot be written.
+        """
+        from ebbflow.report.html.page import save_page
+        from ebbflow.report.records.page import page_of
+
+        path = _path(path, "Plan.save_html")
+        save_page(page_of(self, others), path)
+        return path
 
     # -- files ----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from ebbflow.report.records.points import Measured
 from ebbflow.step.plan import Plan
 from ebbflow.units import format_allowed, format_bytes, format_count, format_gap, format_percent, format_seconds
 
@@ -49,6 +50,16 @@ class DemoRecord:
     def measured_overhead(self) -> float:
         """Planned over unplanned CPU seconds, minus one."""
         return self.measured_step_seconds / self.unplanned_step_seconds - 1
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """What the three copies took, for a report."""
+        eager_overhead = self.eager_step_seconds / self.unplanned_step_seconds - 1
+        return (
+            Measured("planned", self.measured_peak_bytes, self.measured_overhead),
+            Measured("unplanned", self.unplanned_peak_bytes),
+            Measured("eager", self.eager_peak_bytes, eager_overhead),
+        )
 
     @property
     def recomputed(self) -> int:

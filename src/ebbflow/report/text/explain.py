@@ -4,8 +4,7 @@ Definitions:
 1. A word names a buffer if it is the buffer's or its op's name, its op's module or its source line; else if it
    begins such a module or line at a dot or colon; else if it is part of one of them. The first that finds anything
    holds.
-2. A *copy* of a buffer lives from the action that makes it to the one that frees it, or to the step's end. Runs
-   that make it only to drop it at once (for a sibling's sake) make no copy.
+2. A *copy* of a buffer is what ``report.records.copies`` calls so.
 3. The *chain* of a rerun is every other rerun whose results it needed, directly or not; others may use them too.
 """
 
@@ -13,12 +12,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 from ebbflow.errors import UsageError
+from ebbflow.report.records.copies import Copy, copies_of
+from ebbflow.report.records.decisions import why_of
 from ebbflow.step.program import Op, Program
-from ebbflow.step.schedule import Compute, Free, Offload, Reload, Schedule, kept_outputs
+from ebbflow.step.schedule import Compute, Free, Offload, Reload, Schedule
 from ebbflow.step.simulate import Timeline
 from ebbflow.units import format_bytes, format_count, format_seconds
 
@@ -90,45 +90,6 @@ def _matches(program: Program, tensor: str) -> list[int]:
 # -- what the schedule does with them -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Definition 2: indices of actions; ``end`` is the number of actions for the step's end."""
-
-    start: int
-    end: int
-
-
-def _copies(program: Program, schedule: Schedule) -> list[list[_Copy]]:
-    """Per buffer, its copies in order."""
-    copies: list[list[_Copy]] = [[] for _ in program.buffers]
-    since: dict[int, int] = {}
-    kept = kept_outputs(program, schedule)
-
-    def end(buffer: int, index: int) -> None:
-        if buffer in since:
-            copies[buffer].append(_Copy(since.pop(buffer), index))
-
-    for index, action in enumerate(schedule.actions):
-        match action:
-            case Compute(_):
-                for b in kept[index]:
-                    since.setdefault(b, index)
-            case Free(buffer):
-                end(buffer, index)
-            case Reload(buffer):
-                since.setdefault(buffer, index)
-            case Offload():
-                pass
-            case _:  # the boundary
-                for b in program.mutations:
-                    end(b, index)
-                for b in program.tangents:
-                    since[b] = index
-    for b in list(since):
-        end(b, len(schedule.actions))
-    return copies
-
-
 class _Story:
     """Tells what a schedule does with one buffer at a time."""
 
@@ -136,7 +97,7 @@ class _Story:
         self._program = program
         self._actions = schedule.actions
         self._timeline = timeline
-        self._copies = _copies(program, schedule)
+        self._copies = copies_of(program, schedule)
         self._tier = {each.buffer: each.tier for each in schedule.actions if isinstance(each, Offload)}
 
     def of(self, buffer: int) -> Iterator[str]:
@@ -197,7 +158,7 @@ class _Story:
         ops = (a.op for a in reversed(self._actions[:index]) if isinstance(a, Compute))
         return next((self._program.ops[o].name for o in ops), "the start")
 
-    def _next_reader(self, buffer: int, copy: _Copy) -> str:
+    def _next_reader(self, buffer: int, copy: Copy) -> str:
         for action in self._actions[copy.start + 1 : copy.end]:
             if isinstance(action, Compute) and buffer in self._program.ops[action.op].inputs:
                 return self._program.ops[action.op].name
@@ -220,26 +181,11 @@ class _Story:
 
     def _reasons(self, buffer: int) -> Iterator[str]:
         """Why the buffer stays, or what making it again takes besides time."""
-        program = self._program
-        producer = program.buffers[buffer].producer
-        if producer is None:
-            yield "a tangent is held from the boundary to the end of the step"
-            return
-        op = program.ops[producer]
-        if buffer in program.forward_outputs:
-            yield "an output of the forward is held to the end of the step"
-        if buffer in program.gradients:
-            yield "a gradient exists at the end of the step"
-        if buffer in program.mutations:
-            yield "the boundary copies it into a parameter or input"
-        if not op.rerunnable:
-            yield f"{op.name} may not run again, so it is kept until its last reader"
-        elif buffer not in program.made_by_rerun(producer):
-            yield f"a rerun of {op.name} does not make it"
-        elif op.reads_mutated:
-            yield f"{op.name} may not run after the boundary, which changes what it reads"
-        elif op.random:
-            yield f"a rerun of {op.name} replays {format_bytes(op.state_bytes)} of generator state"
+        producer = self._program.buffers[buffer].producer
+        op = None if producer is None else self._program.ops[producer]
+        for why in why_of(self._program, buffer):
+            state = "" if op is None else format_bytes(op.state_bytes)
+            yield why.value.format(op="" if op is None else op.name, state=state)
 
     # -- what reruns cost -----------------------------------------------------------------------------------
 
