@@ -36,6 +36,11 @@ def wrong(files: dict[Path, str], docs: Path = DOCS) -> list[str]:
     return found + [path.relative_to(docs).as_posix() for path in (docs / "plots").glob("*.svg") if path not in files]
 
 
+def _changed(result: Result) -> str:
+    parts = dict.fromkeys(part for changed in result.stale_cases.values() for part in changed)
+    return f"changed since: {', '.join(parts)}" if parts else "its sources were not recorded"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
@@ -52,7 +57,9 @@ def main() -> int:
         return 0
     problems = [f"docs/{name} is not what the result files give: run make pages" for name in wrong(files)]
     if options.release:
-        problems += [f"{each.name} is stale: run its benchmark again" for each in results if each.is_stale]
+        problems += [
+            f"{each.name} is stale, run its benchmark again: {_changed(each)}" for each in results if each.is_stale
+        ]
     print("\n".join(problems) or "all pages are those of the result files")
     return 1 if problems else 0
 

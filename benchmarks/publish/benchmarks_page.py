@@ -2,8 +2,9 @@
 
 1. A result has a line in the overview: what is asked, how many targets are met, when it was made, and whether it is
    current or stale.
-2. Its section says what it ran on, which targets were missed, what has changed since where it is stale, and shows the
-   tables and plots that are made of its rows (``SECTIONS``).
+2. Its section says what it ran on, what it measures and which targets were missed, and shows the tables and plots that
+   are made of its rows (``SECTIONS``).
+3. Which parts have changed since is not on the page: it would be another page after every change of a stale part.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ holds against what, is in [benchmarks/README.md](../benchmarks/README.md).
 A result is **current** while all parts of `src/ebbflow` that its benchmark lists as measured are what they were when it
 was made, by their hashes; else it is **stale**: its figures were measured, but not with today's sources. Runs before
 hashes were recorded have those of the commit that added their figures. No release is made with a stale result
-(`make release-check`).
+(`make release-check`, which also says what has changed).
 """
 
 
@@ -102,10 +103,10 @@ def _origin(result: Result) -> str:
         f"Machine: {facts}. Seeds: {', '.join(f'{name} {value}' for name, value in seeds.items()) or 'none'}.",
         f"All rows: [{result.shown_as}](../benchmarks/results/{result.shown_as}).",
     ]
-    if result.is_stale:
-        changed = dict.fromkeys(part for parts in result.stale_cases.values() for part in parts)
-        what = "all of `src/ebbflow`" if "." in changed else ", ".join(f"`{each}`" for each in changed)
-        lines.append(f"**Stale**: changed since: {what or 'not recorded'}.")
+    parts = ", ".join(f"`{part}`" for part in result.today).replace("`.`", "all of it")
+    lines.append(
+        f"Measured parts of `src/ebbflow`: {parts}{'; **stale**: some have changed since' if result.is_stale else ''}."
+    )
     return "  \n".join(lines)
 
 
