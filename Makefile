@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all lint types unit unit-all quick gpu bench bench-full benchmarks pages \
+.PHONY: help setup demo test test-all lint types unit unit-all quick gpu bench bench-full benchmarks docs pages \
 	release-check suite-vision test-torch clean
 .DEFAULT_GOAL := help
 
@@ -21,6 +21,7 @@ help:
 	@echo "make bench       a case of every benchmark against its targets and the committed figures, in an hour; CPU"
 	@echo "make bench-full  all cases whose figures are not of today's sources; days, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run one"
+	@echo "make docs        the site of these pages, build/site; a minute the first time"
 	@echo "make pages       write docs/benchmarks.md, docs/papers.md and their plots from benchmarks/results"
 	@echo "make release-check  what a release must pass besides make test-all: no stale result, pages as results give them"
 	@echo "make suite-vision  benchmarks/public_suite.py on diffusers, torchvision and timm; hours, can be cut off and goes on"
@@ -91,6 +92,19 @@ pages: $(STAMP)
 release-check: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python -m publish --release
 
+# The site: pages of docs as HTML, links and all, in an environment of its own that needs nothing of .venv.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+
+docs: $(DOCS_STAMP)
+	$(DOCS_VENV)/bin/python -m sphinx --fail-on-warning --quiet --conf-dir docs/site . build/site
+	@echo "build/site/index.html"
+
+$(DOCS_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -c constraints.txt sphinx myst-parser furo
+	@touch $(DOCS_STAMP)
+
 benchmarks: $(STAMP)
 	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :
 
@@ -122,5 +136,5 @@ test-torch:
 	$(TORCH_PYTHON) benchmarks/torch_versions.py
 
 clean:
-	rm -rf $(VENV) $(VISION_VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VISION_VENV) $(DOCS_VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,7 +47,7 @@ from suite.pytorch_means import inductor, saved_on_cpu, selective
 TITLE = "PyTorch's means, published planners and Ebbflow: peak above the start, and CPU time at one thread"
 CASES = tuple(MODELS)
 QUICK = ("chain-64",)
-ROUNDS = 11
+ROUNDS = 9
 MOST_OF_PEER = 1.02
 DEAR, MOST_OF_DEAR = 1.10, 0.95
 """A peer that costs this much over eager is beaten by this much."""

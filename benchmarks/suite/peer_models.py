@@ -45,21 +45,22 @@ def _subject(make: Callable[[], Case], lists: tuple[str, ...]) -> Subject:
     return Subject(case.model.train(), kwargs, partial(checkpoint_lists, names=lists))
 
 
-_TRANSFORMER = TransformerConfig(vocabulary=512, layers=3, width=128, hidden=512, heads=4)
+_TRANSFORMER = TransformerConfig(vocabulary=512, layers=2, width=128, hidden=512, heads=4)
 _HUGGING = {"vocabulary": 1024, "length": 128, "width": 128, "heads": 4}
 
 MODELS: dict[str, Callable[[], Subject]] = {
     "chain-64": partial(_subject, _chain, ("layers",)),
     "gpt-12L": partial(_subject, partial(_gpt, 12, 0.0), ("blocks",)),
     "gpt-8L dropout": partial(_subject, partial(_gpt, 8, 0.1), ("blocks",)),
-    "bert-6L": partial(_subject, partial(zoo.hf_bert, 4, layers=6, **_HUGGING), ("layer",)),
-    "llama-6L": partial(_subject, partial(zoo.hf_llama, 4, layers=6, **_HUGGING), ("layers",)),
-    "t5-3L": partial(_subject, partial(zoo.hf_t5, 4, layers=3, **_HUGGING), ("block",)),
-    "transformer-3L": partial(
+    "mobilenet": partial(_subject, partial(zoo.mobilenet, 8, image=64, width=24, classes=10), ("features",)),
+    "unet": partial(_subject, partial(zoo.unet, 2, image=96, width=16), ("down", "merge")),
+    "bert-4L": partial(_subject, partial(zoo.hf_bert, 4, layers=4, **_HUGGING), ("layer",)),
+    "llama-4L": partial(_subject, partial(zoo.hf_llama, 4, layers=4, **_HUGGING), ("layers",)),
+    "fcn8": partial(_subject, partial(zoo.fcn8, 2, image=128, width=16, hidden=64), ("stages",)),
+    "transformer-2L": partial(
         _subject, partial(zoo.transformer_base, 8, length=64, config=_TRANSFORMER), ("encoder", "decoder")
     ),
     "resnet50": partial(_subject, partial(zoo.resnet50, 4, image=64, width=16, classes=10), ("stages",)),
-    "mobilenet": partial(_subject, partial(zoo.mobilenet, 8, image=64, width=24, classes=10), ("features",)),
-    "unet": partial(_subject, partial(zoo.unet, 2, image=96, width=16), ("down", "merge")),
+    "t5-2L": partial(_subject, partial(zoo.hf_t5, 4, layers=2, **_HUGGING), ("block",)),
 }
 """By name; with batch norm and dropout where the models of the papers and libraries have them."""

@@ -1,0 +1,59 @@
+"""The documentation site: ``make docs``. Its source is the repository, so that links between pages work as they are.
+
+Result files, the licence and sources that pages link to become downloads; they are no pages of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[2]
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+project = "Ebbflow"
+author = "The Ebbflow developers"
+copyright = "the Ebbflow developers"
+release = _PROJECT["version"]
+
+extensions = ["myst_parser"]
+root_doc = "docs/site/index"
+include_patterns = [
+    "docs/**",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    "benchmarks/notes/*.md",
+]
+exclude_patterns = [".*", "src", "tests", "build", "dist", "benchmarks/results"]
+source_suffix = {".md": "markdown"}
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_inline"]
+
+html_theme = "furo"
+html_title = f"Ebbflow {release}"
+html_show_sourcelink = False
+html_copy_source = False
+html_extra_path = ["root"]
+pygments_style = "default"
+pygments_dark_style = "monokai"
+nitpicky = True
+
+# A result file in Markdown is shown as it is, not built: hundreds of rows that have a table in docs/benchmarks.md.
+_RESULT = re.compile(r"\]\(((?:\.\./)*(?:benchmarks/)?results/[^)#]+\.md)\)")
+
+
+def _download_results(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Links to result files lead to the files."""
+    source[0] = _RESULT.sub(r"](path:\1)", source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _download_results)
