@@ -51,6 +51,11 @@ def test_every_requirement_has_its_exact_version_in_the_constraints() -> None:
     assert missing <= {"ebbflow"}, f"constraints.txt lacks {missing}"
 
 
+def test_the_site_is_built_with_what_its_extra_names() -> None:
+    [line] = re.findall(r"pip install .* sphinx.*", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert line.split()[-3:] == PROJECT["optional-dependencies"]["docs"]
+
+
 def test_what_is_imported_is_declared() -> None:
     extras = PROJECT["optional-dependencies"]
     declared = {_name(each) for each in [*PROJECT["dependencies"], *(r for rs in extras.values() for r in rs)]}
