@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     AnyOptimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 
-__all__ = ["DEFAULT_EFFORT", "Options", "no_optimizer", "require_flag", "require_gradients", "require_text"]
+__all__ = ["DEFAULT_EFFORT", "REWRITES", "Options", "no_optimizer", "require_flag", "require_gradients", "require_text"]
 
 GRADIENTS = ("loss", "all")
+REWRITES = ("exact", "none")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
 
 
@@ -62,9 +63,9 @@ class Options:
     tiers: str | Sequence[str] | None = None
     """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
     preferred one first; ``None`` moves nothing."""
-    rewrites: Literal["exact"] | None = None
-    """What may take the place of parts of the step: ``"exact"``, what gives the same bits in less memory, where the
-    budget asks for it; ``None``, nothing."""
+    rewrites: Literal["exact", "none"] | None = None
+    """What may take the place of parts of the step. ``"exact"``, also meant by ``None``: what gives the same bits in
+    less memory, where the budget asks for it; ``"none"``: nothing."""
     offload_optimizer: bool = False
     """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
     start: Plan | None = None
@@ -89,8 +90,8 @@ class Options:
         _check_start(self.start)
         self.require_tiers_for(self.planner)
         require_flag("offload_optimizer", self.offload_optimizer)
-        if self.rewrites not in (None, "exact"):
-            raise _refusal("rewrites", self.rewrites, '"exact"', "None")
+        if self.rewrites is not None and self.rewrites not in REWRITES:
+            raise _refusal("rewrites", self.rewrites, *(f'"{each}"' for each in REWRITES))
         if not isinstance(self.verify, bool) and self.verify != "always":  # pyright: ignore[reportUnnecessaryComparison]
             raise _refusal("verify", self.verify, "True", "False", "'always'")
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -119,6 +120,11 @@ class Options:
         from ebbflow.step.machine import machine_named
 
         return machine_named(self.machine) if isinstance(self.machine, str) else self.machine
+
+    @property
+    def may_rewrite(self) -> bool:
+        """Whether something may take the place of parts of the step."""
+        return self.rewrites != "none"
 
     @property
     def every_output(self) -> bool:

@@ -50,7 +50,7 @@ def once(loss: torch.Tensor, i: int) -> None:
 
 def least(model: Tower) -> int:
     """The smallest budget of the captured step."""
-    ebbflow.fit(model, 1, progress=None)
+    ebbflow.fit(model, 1, rewrites="none", progress=None)
     with pytest.raises(BudgetError) as refused:
         model(*arguments())
     ebbflow.unfit(model)
@@ -68,7 +68,7 @@ def test_a_rewritten_step_trains_as_eager_below_the_captured_ones_least(form: st
     model = FORMS[form]()
     expected = history(copy.deepcopy(model), once)
     budget = below(form)
-    ebbflow.fit(model, budget, rewrites="exact", progress=None)
+    ebbflow.fit(model, budget, progress=None)
     found = history(model, once)
     assert all(map(torch.equal, found, expected))
     assert ebbflow.calls_of(model).planned == 4
@@ -92,7 +92,7 @@ def test_each_form_trains_as_eager(form: str, kind: str, monkeypatch: pytest.Mon
         return [each for each in every(*args, **options) if each.rewrites[0].form == kind]
 
     monkeypatch.setattr("ebbflow.engine.plans.alternatives_here", of_one_kind)
-    ebbflow.fit(model, int(0.95 * least(FORMS[form]())), rewrites="exact", progress=None)
+    ebbflow.fit(model, int(0.95 * least(FORMS[form]())), progress=None)
     assert all(map(torch.equal, history(model, once), expected))
     plan = ebbflow.plan_of(model)
     assert plan is not None
@@ -107,7 +107,7 @@ def test_graphs_that_are_retained() -> None:
 
     model = FORMS["plain"]()
     expected = history(copy.deepcopy(model), twice)
-    ebbflow.fit(model, least(FORMS["plain"]()), rewrites="exact", progress=None)
+    ebbflow.fit(model, least(FORMS["plain"]()), progress=None)
     with pytest.warns(UserWarning, match="retains its graph|retain_graph=True"):  # the first time, since nobody knew
         found = history(model, twice)
     assert all(map(torch.equal, found, expected))
@@ -116,17 +116,17 @@ def test_graphs_that_are_retained() -> None:
     assert plan.rewritten is None or plan.rewritten.rewrites[0].form != "kept"
 
 
-def test_nothing_is_rewritten_unasked_or_where_facts_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_rewritten_where_that_is_switched_off_or_facts_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = below("plain")
     with pytest.raises(BudgetError):
-        ebbflow.fit(FORMS["plain"](), budget, progress=None)(*arguments())
+        ebbflow.fit(FORMS["plain"](), budget, rewrites="none", progress=None)(*arguments())
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), False))
     with pytest.raises(BudgetError):
-        ebbflow.fit(FORMS["plain"](), budget, rewrites="exact", progress=None)(*arguments())
+        ebbflow.fit(FORMS["plain"](), budget, progress=None)(*arguments())
 
 
 def test_a_budget_that_asks_for_nothing_gets_the_captured_step() -> None:
-    model = ebbflow.fit(FORMS["plain"](), "200%", rewrites="exact", progress=None)
+    model = ebbflow.fit(FORMS["plain"](), "200%", progress=None)
     loss_of(model(*arguments())).backward()
     plan = ebbflow.plan_of(model)
     assert plan is not None
@@ -137,7 +137,7 @@ def test_a_budget_that_asks_for_nothing_gets_the_captured_step() -> None:
 def test_what_only_looks_alike_is_planned_as_it_is(form: str) -> None:
     model = LEFT[form][0]()
     expected = history(copy.deepcopy(model), once)
-    ebbflow.fit(model, "95%", rewrites="exact", progress=None)
+    ebbflow.fit(model, "95%", progress=None)
     assert all(map(torch.equal, history(model, once), expected))
     plan = ebbflow.plan_of(model)
     assert plan is not None
@@ -147,12 +147,12 @@ def test_what_only_looks_alike_is_planned_as_it_is(form: str) -> None:
 def test_a_refusal_tells_the_least_budget_of_all_programs() -> None:
     model = FORMS["plain"]()
     with pytest.raises(BudgetError) as refused:
-        ebbflow.fit(model, 1, rewrites="exact", progress=None)(*arguments())
+        ebbflow.fit(model, 1, progress=None)(*arguments())
     ebbflow.unfit(model)
     smallest = refused.value.smallest_bytes
     assert smallest is not None
     assert smallest < least(FORMS["plain"]())
-    ebbflow.fit(model, smallest, rewrites="exact", progress=None)
+    ebbflow.fit(model, smallest, progress=None)
     loss_of(model(*arguments())).backward()
 
 
@@ -160,7 +160,7 @@ def test_a_refusal_tells_the_least_budget_of_all_programs() -> None:
 
 
 def plan_below(model: Tower, **options: Any) -> ebbflow.Plan:
-    return ebbflow.plan(model, arguments(), budget=below("plain"), rewrites="exact", progress=None, **options)
+    return ebbflow.plan(model, arguments(), budget=below("plain"), progress=None, **options)
 
 
 def test_a_plan_says_what_it_rewrites_and_keeps_it_in_its_file(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_plan_says_what_it_rewrites_and_keeps_it_in_its_file(tmp_path: Path) -
 
 
 def test_percent_overhead_and_bound_are_of_the_captured_step() -> None:
-    captured = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", progress=None)
+    captured = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
     plan = plan_below(FORMS["plain"]())
     assert plan.baseline_peak_bytes == captured.baseline_peak_bytes
     assert plan.baseline_seconds == pytest.approx(captured.baseline_seconds)
@@ -196,7 +196,7 @@ def test_a_given_plan_runs_rewritten() -> None:
     expected = history(copy.deepcopy(model), once)
     plan = plan_below(FORMS["plain"]())
     # In the loop gradients are accumulated once, which takes more than a step that clears them.
-    roomy = ebbflow.plan(FORMS["plain"](), arguments(), budget="90%", rewrites="exact", progress=None)
+    roomy = ebbflow.plan(FORMS["plain"](), arguments(), budget="90%", progress=None)
     assert roomy.rewritten is not None or plan.rewritten is not None
     ebbflow.fit(model, plan if roomy.rewritten is None else roomy, progress=None)
     assert all(map(torch.equal, history(model, once), expected))
@@ -214,7 +214,7 @@ def test_a_given_plan_of_another_step_or_on_other_kernels_is_refused(monkeypatch
 def test_a_plan_for_another_machine_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_measured", lambda *_: pytest.fail("measured for a machine that is not here"))
     large = Tower(FORMS["plain"]().loss, classes=20_000)
-    plan = ebbflow.plan(large, arguments(), budget="80%", rewrites="exact", machine="h100-80gb", progress=None)
+    plan = ebbflow.plan(large, arguments(), budget="80%", machine="h100-80gb", progress=None)
     assert plan.rewritten is not None
     assert "takes for granted, until fit measures it" in str(plan)
 
@@ -222,7 +222,7 @@ def test_a_plan_for_another_machine_lists_what_it_assumes(monkeypatch: pytest.Mo
 def test_a_sweep_never_pays_more_for_more() -> None:
     smallest = below("plain")
     budgets = [smallest, int(1.1 * smallest), int(1.3 * smallest), int(1.6 * smallest), int(2.5 * smallest)]
-    plans = ebbflow.sweep(FORMS["plain"](), arguments(), budgets=budgets, rewrites="exact", progress=None)
+    plans = ebbflow.sweep(FORMS["plain"](), arguments(), budgets=budgets, progress=None)
     assert len(plans) == len(budgets)
     seconds = [plan.step_seconds for plan in plans]
     assert all(b <= a * (1 + 1e-9) for a, b in pairwise(seconds))
@@ -231,19 +231,19 @@ def test_a_sweep_never_pays_more_for_more() -> None:
 
 @pytest.mark.parametrize("planner", ["chen_sqrt", "echo", "keep_all"])
 def test_planners_that_stand_for_papers_plan_what_they_are_given(planner: str) -> None:
-    plan = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", planner=planner, rewrites="exact", progress=None)
+    plan = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", planner=planner, progress=None)
     assert plan.rewritten is None
 
 
 @pytest.mark.parametrize("value", ["fast", True, 1, ["exact"]])
 def test_other_rewrites_are_refused(value: Any) -> None:
-    with pytest.raises(UsageError, match='rewrites takes "exact" or None'):
+    with pytest.raises(UsageError, match='rewrites takes "exact" or "none"'):
         ebbflow.fit(FORMS["plain"](), "90%", rewrites=value)
 
 
 @pytest.mark.parametrize("label", [-1, CLASSES])
 def test_labels_that_are_no_class_are_refused_in_the_forward(label: int) -> None:
-    model = ebbflow.fit(FORMS["plain"](), below("plain"), rewrites="exact", progress=None)
+    model = ebbflow.fit(FORMS["plain"](), below("plain"), progress=None)
     tokens, labels = arguments()
     model(tokens, labels).backward()
     labels[0, 1] = label
@@ -263,7 +263,7 @@ def test_two_forwards_before_a_backward() -> None:
 
     model = FORMS["plain"]()
     expected = both(copy.deepcopy(model))
-    ebbflow.fit(model, below("plain"), rewrites="exact", progress=None)
+    ebbflow.fit(model, below("plain"), progress=None)
     with pytest.warns(UserWarning, match="another forward of this model is in flight"):
         found = both(model)
     assert all(map(torch.equal, found, expected))
@@ -295,8 +295,56 @@ def test_another_precision_of_products_is_another_step() -> None:
     try:
         expected = trained(copy.deepcopy(model))
         torch.set_float32_matmul_precision("highest")
-        ebbflow.fit(model, int(0.9 * least(FORMS["plain"]())), rewrites="exact", progress=None)
+        ebbflow.fit(model, int(0.9 * least(FORMS["plain"]())), progress=None)
         assert all(map(torch.equal, trained(model), expected))
     finally:
         torch.set_float32_matmul_precision("highest")
     assert ebbflow.calls_of(model).planned == 4
+
+
+@pytest.mark.parametrize("rewrites", ["exact", None])
+def test_asking_for_the_default_changes_nothing(rewrites: Any) -> None:
+    budget = below("plain")
+    plans = [
+        ebbflow.plan(FORMS["plain"](), arguments(), budget=budget, progress=None, **options)
+        for options in ({}, {"rewrites": rewrites})
+    ]
+    assert plans[0].rewritten == plans[1].rewritten is not None
+
+
+def test_a_head_that_holds_little_leaves_the_plan_as_it_was() -> None:
+    """Such as a classifier's: nothing that its rewrite could save would decide anything."""
+
+    def classifier() -> torch.nn.Module:
+        torch.manual_seed(0)
+        body = [torch.nn.Linear(64, 64) for _ in range(12)]
+        return Classifier(torch.nn.Sequential(*(layer for each in body for layer in (each, torch.nn.GELU()))))
+
+    class Classifier(torch.nn.Module):
+        def __init__(self, body: torch.nn.Module) -> None:
+            super().__init__()
+            self.body, self.head = body, torch.nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.head(self.body(x)), y)
+
+    values = torch.randn(512, 64), torch.randint(10, (512,))
+    plans = [
+        ebbflow.plan(classifier(), values, budget="60%", rewrites=rewrites, progress=None)
+        for rewrites in ("exact", "none")
+    ]
+    assert plans[0].rewritten is None
+    assert plans[0].schedule == plans[1].schedule
+
+
+def test_verify_holds_a_rewritten_plan_against_the_captured_step_and_eager() -> None:
+    plan = plan_below(FORMS["plain"]())
+    assert plan.rewritten is not None
+    seen = ebbflow.verify(FORMS["plain"](), arguments(), plan=plan)
+    assert seen.equal
+    assert not seen.eager_differences
+    assert seen.within_budget
+    captured = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
+    assert seen.baseline_above_bytes == captured.timeline.above_bytes
+    with pytest.raises(PlanMismatch, match="no linear layer with a cross-entropy"):
+        ebbflow.verify(LEFT["capped"][0](), arguments(), plan=plan)

@@ -2,6 +2,7 @@
 
 1. Sizes of a step are affine in its batch where its ops are the same at every batch, and its seconds nearly so: two
    captures give the steps between, the better the nearer they are (``interpolated``).
+   So are the programs of their alternatives, of which the coarsest slices of a form are taken.
 2. A batch is *judged* by a plan within the budget and the limit on the overhead. Planning ends as soon as one is found
    or a bound proves that there is none (``judged``).
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ebbflow._api.estimate import AheadStep
 from ebbflow.errors import BudgetError
 from ebbflow.planners import Interrupt, Progress
 from ebbflow.planners.base import finds_smallest
+from ebbflow.planning.alternatives import Alternative
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -64,7 +67,33 @@ def interpolated(
     small: AheadStep, large: AheadStep, batches: tuple[int, int] = (2, 4)
 ) -> Callable[[int], AheadStep] | None:
     """The step at any batch from those at two ``batches``; ``None`` if their ops differ."""
-    (low, high), one, other = batches, small.program, large.program
+    (low, high) = batches
+    program_at = _programs(small.program, large.program, batches)
+    if program_at is None:
+        return None
+    others = _alternatives(small.alternatives, large.alternatives, batches)
+
+    def at(batch: int) -> AheadStep:
+        resident = round(_between(small.resident_bytes, large.resident_bytes, (batch - low) / (high - low)))
+        alternatives = [
+            Alternative(each.rewrites, made, partial(_the_same, made))
+            for each, other_at in others
+            for made in (other_at(batch),)
+        ]
+        return replace(
+            small, program=program_at(batch), resident_bytes=resident, resident={}, alternatives=alternatives
+        )
+
+    return at
+
+
+def _between(a: float, b: float, share: float) -> float:
+    return max(a + (b - a) * share, 0)
+
+
+def _programs(one: Program, other: Program, batches: tuple[int, int]) -> Callable[[int], Program] | None:
+    """The program at any batch from those at two; ``None`` if their ops differ."""
+    low, high = batches
     same = len(one.ops) == len(other.ops) and len(one.buffers) == len(other.buffers)
     same = same and (one.boundary, one.forward_outputs, one.gradients) == (
         other.boundary,
@@ -77,27 +106,46 @@ def interpolated(
     ):
         return None
 
-    def between(a: float, b: float, batch: int) -> float:
-        return max(a + (b - a) * (batch - low) / (high - low), 0)
-
-    def at(batch: int) -> AheadStep:
+    def at(batch: int) -> Program:
+        share = (batch - low) / (high - low)
         buffers = tuple(
-            replace(a, bytes=round(between(a.bytes, b.bytes, batch)))
+            replace(a, bytes=round(_between(a.bytes, b.bytes, share)))
             for a, b in zip(one.buffers, other.buffers, strict=True)
         )
         ops = tuple(
             replace(
                 a,
-                seconds=between(a.seconds, b.seconds, batch),
-                workspace_bytes=round(between(a.workspace_bytes, b.workspace_bytes, batch)),
+                seconds=_between(a.seconds, b.seconds, share),
+                workspace_bytes=round(_between(a.workspace_bytes, b.workspace_bytes, share)),
             )
             for a, b in zip(one.ops, other.ops, strict=True)
         )
-        resident = round(between(small.resident_bytes, large.resident_bytes, batch))
-        program = replace(one, ops=ops, buffers=buffers)
-        return replace(small, program=program, resident_bytes=resident, resident={})
+        return replace(one, ops=ops, buffers=buffers)
 
     return at
+
+
+def _alternatives(
+    small: Sequence[Alternative], large: Sequence[Alternative], batches: tuple[int, int]
+) -> list[tuple[Alternative, Callable[[int], Program]]]:
+    """Those of both batches that rewrite alike, and their programs at any batch, with estimated costs."""
+    found: list[tuple[Alternative, Callable[[int], Program]]] = []
+    alike = {_kinds(each): each for each in reversed(large)}
+    for each in {_kinds(each): each for each in reversed(small)}.values():
+        other = alike.get(_kinds(each))
+        at = None if other is None else _programs(each.estimated, other.estimated, batches)
+        if at is not None:
+            found.append((each, at))
+    return found
+
+
+def _kinds(alternative: Alternative) -> tuple[object, ...]:
+    """What is the same of an alternative at another batch: where and how it rewrites, not the sizes of its slices."""
+    return tuple((each.at, each.rule, each.form, dict(each.settings).get("percent")) for each in alternative.rewrites)
+
+
+def _the_same(program: Program) -> Program:
+    return program
 
 
 def judged(

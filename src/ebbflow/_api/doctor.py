@@ -41,6 +41,7 @@ def doctor(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
+    rewrites: Literal["exact", "none"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
@@ -63,6 +64,7 @@ def doctor(
         tiers: as for :func:`ebbflow.plan`.
         loss: as for :func:`ebbflow.plan`.
         optimizer: as for :func:`ebbflow.plan`.
+        rewrites: as for :func:`ebbflow.plan`; the findings say what each would lower, and why others are left.
         offload_optimizer: as for :func:`ebbflow.plan`.
         gradients: as for :func:`ebbflow.plan`.
         effort: local-search moves of the plan within the budget.
@@ -87,6 +89,7 @@ def doctor(
         tiers=tiers,
         loss=loss,
         optimizer=optimizer,
+        rewrites=rewrites,
         offload_optimizer=offload_optimizer,
         gradients=gradients,
         effort=effort,

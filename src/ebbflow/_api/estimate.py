@@ -62,7 +62,7 @@ def plan(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact"] | None = None,
+    rewrites: Literal["exact", "none"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
@@ -145,7 +145,7 @@ def sweep(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact"] | None = None,
+    rewrites: Literal["exact", "none"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
@@ -334,7 +334,7 @@ def capture_ahead(
             name=name,
         )
         device = program.context["device"] if target is None else target.device
-        alternatives = _alternatives(joint, program, device, target) if options.rewrites else ()
+        alternatives = _alternatives(joint, program, device, target) if options.may_rewrite else ()
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:

@@ -58,7 +58,7 @@ def fit(
     seed: int = 0,
     start: Plan | None = None,
     tiers: str | Sequence[str] | None = None,
-    rewrites: Literal["exact"] | None = None,
+    rewrites: Literal["exact", "none"] | None = None,
     offload_optimizer: bool = False,
     verify: bool | Literal["always"] = True,
     progress: Callable[[Progress], None] | None = aloud,
@@ -88,9 +88,10 @@ def fit(
         tiers: slower memory that tensors may be moved to and fetched from: ``"host"`` for a model on a CUDA device,
             ``"disk"``, a directory below your cache directory, ``"disk:PATH"``, or a list. ``None``: what does not fit
             is recomputed. By default those of a plan that is given.
-        rewrites: ``"exact"``: where the budget asks for it, a linear layer and the cross-entropy of what it gives are
-            computed in slices, with the same bits, so that the logits never exist whole; whether slices have the
-            bits of the whole is measured first. ``None``: the step is planned as it was captured.
+        rewrites: what may take the place of parts of the step. ``"exact"``, also meant by ``None``: where the budget
+            asks for it, a linear layer and the cross-entropy of what it gives are computed in slices, with the same
+            bits, so that the logits never exist whole; whether slices have the bits of the whole is measured first.
+            ``"none"``: the step is planned as it was captured.
         offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
             back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
             budget also holds at ``optimizer.step()``, with what that takes while it runs.
@@ -162,7 +163,7 @@ def fit(
         verify=verify,
         every_output=options.every_output,
         start=start,
-        rewrites=options.rewrites is not None,
+        rewrites=options.may_rewrite,
         tiers=opened,
         offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
         calls=Calls(fitted_with_gradients=any(each.grad is not None for each in model.parameters())),

@@ -85,6 +85,7 @@ def max_batch(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+    rewrites: Literal["exact", "none"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] | None = None,
     effort: int = DEFAULT_EFFORT,
@@ -109,6 +110,7 @@ def max_batch(
         loss: as for :func:`ebbflow.plan`; ``None`` is what each case says.
         optimizer: a function that makes the optimizer of each case's model, whose state then counts as resident;
             ``None`` is what each case says.
+        rewrites: as for :func:`ebbflow.plan`.
         offload_optimizer: as for :func:`ebbflow.plan`.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`; ``None`` is what each case says.
         effort: local-search moves of the answer's plan.
@@ -147,6 +149,7 @@ def max_batch(
         tiers=tiers,
         loss=loss,
         optimizer=optimizer,
+        rewrites=rewrites,
         offload_optimizer=offload_optimizer,
         gradients=gradients,
         effort=effort,

@@ -24,7 +24,9 @@ from ebbflow.measurement.peak import measure
 from ebbflow.measurement.resident import device_of
 from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients
+from ebbflow.rewrites.choices import apply_proven, choice_of
 from ebbflow.step.plan import Plan
+from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.tiers import parse_tiers
 from ebbflow.torch_seams import trees as pytree
@@ -165,9 +167,10 @@ class Verifier:
         try:
             if self._eager is None:
                 self._eager = self._run(state, lambda: forward(self._model, *self._args, **self._kwargs))
-            if self._captured is None or self._captured[0] != plan.program.fingerprint:
-                in_order = replace(plan, schedule=unplanned_schedule(plan.program))
-                self._captured = (plan.program.fingerprint, self._run_planned(state, in_order))
+            program = self._program_of(plan)
+            if self._captured is None or self._captured[0] != program.fingerprint:
+                in_order = replace(plan, program=program, schedule=unplanned_schedule(program), rewritten=None)
+                self._captured = (program.fingerprint, self._run_planned(state, in_order))
             planned = self._run_planned(state, plan)
         finally:
             state.restore()
@@ -196,16 +199,32 @@ class Verifier:
         self._run(state, call)  # sets up kernels
         return self._run(state, call)
 
+    def _program_of(self, plan: Plan) -> Program:
+        """Of the captured step, which is that of ``plan`` but where the plan is of a rewritten one."""
+        return plan.program if plan.rewritten is None else self._as_captured().program
+
+    def _as_captured(self) -> Captured:
+        """The step, captured once for all plans."""
+        if not self._capture.made:
+            with contextlib.suppress(Unplanned):
+                self._capture(self._call, Flight(None, Flights()))
+        return self._capture.at({})
+
     def _step(self, plan: Plan) -> Captured:
-        """The step as it is captured once for all plans.
+        """The step of ``plan``: as captured, or rewritten.
 
         Raises:
             PlanMismatch: if the plan is of another program.
         """
-        if not self._capture.made:
-            with contextlib.suppress(Unplanned):
-                self._capture(self._call, Flight(None, Flights()))
-        captured = self._capture.at({})
+        captured = source = self._as_captured()
+        if plan.rewritten is not None:
+            try:
+                choice_of(source, plan.rewritten.rewrites)
+            except LookupError as error:
+                raise PlanMismatch(
+                    f"the plan for {plan.case} is of another program than this call: {error}", differences=[str(error)]
+                ) from None
+            captured = apply_proven(source, plan.rewritten.rewrites)
         if not is_measured_form(plan.program, captured.program):
             raise PlanMismatch(
                 f"the plan for {plan.case} is of another program than this call; plan anew", differences=["program"]

@@ -13,7 +13,7 @@ import typer
 
 from ebbflow.errors import UsageError
 from ebbflow.names import ZOO, did_you_mean
-from ebbflow.options import no_optimizer
+from ebbflow.options import REWRITES, no_optimizer
 from ebbflow.planners import planner_names
 from ebbflow.tiers import TIERS
 
@@ -116,7 +116,10 @@ OptimizerName = Annotated[
 ]
 Rewrites = Annotated[
     str | None,
-    typer.Option(help="exact: parts of the step may be replaced by what has the same bits and takes less memory"),
+    typer.Option(
+        help="what may replace parts of the step: exact (the default): what has the same bits in less memory; or none",
+        autocompletion=_beginning(lambda: REWRITES),
+    ),
 ]
 OffloadOptimizer = Annotated[
     bool,

@@ -22,6 +22,7 @@ from ebbflow.cli.arguments import (
     OffloadOptimizer,
     OptimizerName,
     ReportFile,
+    Rewrites,
     Seed,
     Size,
     Tiers,
@@ -59,6 +60,7 @@ def compare(
     tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
+    rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
@@ -78,6 +80,7 @@ def compare(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
+        rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,

@@ -22,6 +22,7 @@ from ebbflow.cli.arguments import (
     OffloadOptimizer,
     OptimizerName,
     PlannerName,
+    Rewrites,
     Seed,
     Size,
     Tiers,
@@ -49,6 +50,7 @@ def doctor(
     tiers: Tiers = None,
     size: Size = None,
     optimizer: OptimizerName = None,
+    rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
@@ -68,6 +70,7 @@ def doctor(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
+        rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,

@@ -20,6 +20,7 @@ from ebbflow.cli.arguments import (
     OffloadOptimizer,
     OptimizerName,
     PlannerName,
+    Rewrites,
     Seed,
     Tiers,
     TimeLimit,
@@ -60,6 +61,7 @@ def max_batch(
     machine: MachineName = None,
     tiers: Tiers = None,
     optimizer: OptimizerName = None,
+    rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
@@ -81,6 +83,7 @@ def max_batch(
         machine=machine,
         tiers=several_tiers(tiers),
         optimizer=optimizer_named(optimizer),
+        rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
@@ -113,6 +116,7 @@ def max_batch(
             machine=asked.machine,
             tiers=asked.tiers,
             optimizer=optimizer_named(optimizer),
+            rewrites=asked.rewrites,
             offload_optimizer=offload_optimizer,
             gradients=asked.gradients,
             effort=asked.effort,

@@ -36,6 +36,7 @@ def check_request(case: str, size: int | None, options: Options, **given: object
             "--machine": options.machine,
             "--tiers": options.tiers,
             "--optimizer": options.optimizer,
+            "--rewrites": options.rewrites,
             "--offload-optimizer": options.offload_optimizer or None,
             "--gradients": options.gradients,
         }

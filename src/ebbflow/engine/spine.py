@@ -40,6 +40,7 @@ from ebbflow.measurement.leftovers import forget_dead, leave, watches_of
 from ebbflow.measurement.resident import tensors_in
 from ebbflow.planners import Progress
 from ebbflow.planners.narration import narrated
+from ebbflow.rewrites.choices import may_be_rewritten
 from ebbflow.signals import signals_wait
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -149,7 +150,8 @@ def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Roo
         above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
         free = model.budget.resolve(resident + above) - resident
     lenders = list(tensors_in([call.module, call.args, call.kwargs, step.hidden_inputs]))
-    return Room(free, lenders, strict=model.rewrites and step.captured is not None)
+    strict = model.rewrites and step.captured is not None and may_be_rewritten(step.captured)
+    return Room(free, lenders, strict=strict)
 
 
 def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> None:

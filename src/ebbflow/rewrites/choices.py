@@ -22,7 +22,16 @@ from ebbflow.rewrites.rule import Estimate, Rule
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
 
-__all__ = ["RULES", "Choice", "alternatives_elsewhere", "alternatives_here", "apply", "apply_proven", "choice_of"]
+__all__ = [
+    "RULES",
+    "Choice",
+    "alternatives_elsewhere",
+    "alternatives_here",
+    "apply",
+    "apply_proven",
+    "choice_of",
+    "may_be_rewritten",
+]
 
 RULES: tuple[Rule, ...] = (HeadRule(),)
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
@@ -221,6 +230,11 @@ def _alternatives(
         )
         for each in choices
     ]
+
+
+def may_be_rewritten(captured: Captured) -> bool:
+    """Whether a rule that takes time has a way: the budget may then be below what any plan as captured needs."""
+    return any(next(rule.ways(captured), ()) for rule in RULES if not rule.free)
 
 
 def _choices(captured: Captured) -> Iterator[Choice]:

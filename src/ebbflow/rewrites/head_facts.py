@@ -56,6 +56,11 @@ class HeadSizes:
         return self.rows * self.vocabulary * self.softmax.itemsize
 
     @property
+    def held_bytes(self) -> int:
+        """Of logits, log-softmax and its gradient, all at once."""
+        return self.logits_bytes + 2 * self.softmax_bytes
+
+    @property
     def weight_bytes(self) -> int:
         """Of V x D."""
         return self.vocabulary * self.width * self.dtype.itemsize

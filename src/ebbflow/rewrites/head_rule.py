@@ -10,7 +10,7 @@ from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.head_costs import estimates, guess_workspace_bytes
 from ebbflow.rewrites.head_forms import RULE, facts_of, forms_of, rewritten
 from ebbflow.rewrites.head_kernels import NAMESPACE, SETTLES
-from ebbflow.rewrites.heads import Head, find_heads
+from ebbflow.rewrites.heads import Head, find_heads, worthwhile_heads
 from ebbflow.rewrites.proof import prove_rewritten
 from ebbflow.rewrites.rule import Estimate
 from ebbflow.step.program import Op, Program
@@ -27,7 +27,7 @@ class HeadRule:
 
     def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """The same form for all heads, of which a step has one but in odd models."""
-        heads, _ = find_heads(step)
+        heads = worthwhile_heads(step)
         if not heads:
             return
         seen: set[tuple[Rewrite, ...]] = set()

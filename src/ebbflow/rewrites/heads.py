@@ -20,9 +20,10 @@ from torch import fx
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.rewrites.head_facts import HeadSizes
+from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.torch_seams.graphs import arguments_of
 
-__all__ = ["VIEWS", "Head", "Left", "find_heads"]
+__all__ = ["VIEWS", "Head", "Left", "find_heads", "worthwhile_heads"]
 
 _aten = torch.ops.aten
 _SAME_ORDER = frozenset(
@@ -37,6 +38,8 @@ _SAME_ORDER = frozenset(
 VIEWS = _SAME_ORDER | {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.slice.Tensor}
 """What is made of the gradients that a head gives, without new memory."""
 _REDUCTIONS = (1, 2)
+_LITTLE = 0.01
+"""Of the step's unplanned peak above its start: a head that holds less decides nothing."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,13 @@ def find_heads(captured: Captured) -> tuple[list[Head], list[Left]]:
         except _No as error:
             left.append(Left(source_of(node), str(error)))
     return heads, left
+
+
+def worthwhile_heads(captured: Captured) -> list[Head]:
+    """Those that hold enough to matter for the step's memory."""
+    heads, _ = find_heads(captured)
+    least = _LITTLE * unplanned_bytes(captured.program) if heads else 0.0
+    return [each for each in heads if each.sizes.held_bytes >= least]
 
 
 def _require(holds: bool, why: str) -> None:

@@ -1,0 +1,26 @@
+"""How far below the floor of the captured step do rewrites get, with the same bits, and what does it cost?
+
+    python benchmarks/floors.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/floors.json]
+
+NAME is a question (gpt2, sizes, cards) or part of ``question:case``. Every case runs in a process of its own. ``cards``
+needs no card: models are captured from shapes, costs are those of the catalogue.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from harness.suite import main
+from questions import floors_cards, floors_gpt2, floors_sizes
+
+QUESTIONS: dict[str, ModuleType] = {
+    "gpt2": floors_gpt2,
+    "sizes": floors_sizes,
+    "cards": floors_cards,
+}
+MOST_SECONDS = 7200.0
+"""For one case; a child that takes longer is ended and reported."""
+
+if __name__ == "__main__":
+    sys.exit(main(__file__, str(__doc__), QUESTIONS, MOST_SECONDS))
