@@ -348,3 +348,93 @@ def test_verify_holds_a_rewritten_plan_against_the_captured_step_and_eager() -> 
     assert seen.baseline_above_bytes == captured.timeline.above_bytes
     with pytest.raises(PlanMismatch, match="no linear layer with a cross-entropy"):
         ebbflow.verify(LEFT["capped"][0](), arguments(), plan=plan)
+
+
+# -- together with the rest ---------------------------------------------------------------------------------------
+
+
+def test_rewrites_and_tiers(tmp_path: Path) -> None:
+    """Below what moving buffers reaches alone, for the logits are there at once whatever moves."""
+    model = FORMS["plain"]()
+    expected = history(copy.deepcopy(model), once)
+    tier = f"disk:{tmp_path}"
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.plan(FORMS["plain"](), arguments(), budget=1, tiers=tier, rewrites="none", progress=None)
+    assert refused.value.smallest_bytes is not None
+    budget = int(0.8 * refused.value.smallest_bytes)
+    ebbflow.fit(model, budget, tiers=tier, progress=None)
+    found = history(model, once)
+    assert all(map(torch.equal, found, expected))
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.rewritten is not None
+    assert plan.predicted_peak_bytes <= budget
+
+
+def test_lengths_that_share_a_capture() -> None:
+    """More shapes than are captured one by one, each below the least budget of its captured step."""
+
+    def trained(model: Tower) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for length in (40, 44, 48, 41, 47, 43, 46, 45):
+            torch.manual_seed(length)
+            model.zero_grad()
+            tokens, labels = (each[:, :length].contiguous() for each in arguments())
+            model(tokens, labels).backward()
+            found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        return found
+
+    model = FORMS["plain"]()
+    expected = trained(copy.deepcopy(model))
+    ebbflow.fit(model, below("plain"), progress=None)
+    assert all(map(torch.equal, trained(model), expected))
+    assert ebbflow.calls_of(model).planned == 8
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.rewritten is not None
+
+
+def test_autocast() -> None:
+    def trained(model: Tower) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for i in range(3):
+            torch.manual_seed(i)
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(*arguments(i))
+            loss.backward()
+            found += [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        return found
+
+    model = FORMS["plain"]()
+    expected = trained(copy.deepcopy(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = ebbflow.plan(FORMS["plain"](), arguments(), budget="80%", progress=None)
+    assert plan.rewritten is not None
+    ebbflow.fit(model, plan.budget_bytes, progress=None)
+    assert all(map(torch.equal, trained(model), expected))
+
+
+def test_a_scaled_loss_is_no_wrong_guess_for_long() -> None:
+    """``GradScaler`` scales the loss outside of the step: the guess is wrong, and the gradient is made again."""
+
+    def trained(model: Tower) -> list[torch.Tensor]:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        found: list[torch.Tensor] = []
+        for i in range(4):
+            torch.manual_seed(i)
+            sgd.zero_grad()
+            scaler.scale(model(*arguments(i))).backward()
+            found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+            scaler.step(sgd)
+            scaler.update()
+        return [*found, *(each.detach().clone() for each in model.parameters())]
+
+    model = FORMS["plain"]()
+    expected = trained(copy.deepcopy(model))
+    ebbflow.fit(model, below("plain"), progress=None)
+    assert all(map(torch.equal, trained(model), expected))
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.rewritten is not None

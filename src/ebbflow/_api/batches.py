@@ -18,7 +18,7 @@ from ebbflow._api.estimate import AheadStep
 from ebbflow.errors import BudgetError
 from ebbflow.planners import Interrupt, Progress
 from ebbflow.planners.base import finds_smallest
-from ebbflow.planning.alternatives import Alternative
+from ebbflow.planning.alternatives import Alternative, Costed
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -76,7 +76,7 @@ def interpolated(
     def at(batch: int) -> AheadStep:
         resident = round(_between(small.resident_bytes, large.resident_bytes, (batch - low) / (high - low)))
         alternatives = [
-            Alternative(each.rewrites, made, partial(_the_same, made))
+            replace(each, estimated=made, costed=partial(Costed, each.rewrites, made))
             for each, other_at in others
             for made in (other_at(batch),)
         ]
@@ -144,10 +144,6 @@ def _kinds(alternative: Alternative) -> tuple[object, ...]:
     return tuple((each.at, each.rule, each.form, dict(each.settings).get("percent")) for each in alternative.rewrites)
 
 
-def _the_same(program: Program) -> Program:
-    return program
-
-
 def judged(
     step: AheadStep,
     budget: Budget,
@@ -172,7 +168,8 @@ def judged(
         fits = best is not None and (limit is None or best <= limit - SURE)
         too_slow = bound_holds and limit is not None and bound is not None and bound > limit + SURE
         asked_in_vain = best is None and progress.smallest_bytes is not None and finds_smallest(options.planner)
-        if fits or too_slow or asked_in_vain:
+        # What is known of the captured program says nothing of its alternatives.
+        if fits or ((too_slow or asked_in_vain) and not len(step.alternatives)):
             known.set()
 
     try:

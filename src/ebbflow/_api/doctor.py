@@ -16,6 +16,7 @@ from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.report.records.diagnosis import Findings, find
+from ebbflow.report.records.rewriting import rewritings
 from ebbflow.step.machine import Machine
 from ebbflow.units import Budget
 
@@ -113,6 +114,9 @@ def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, to
     # With tiers the smallest budget is that of plans that move, which keep_all does not look for.
     plan = step.plan(_ANY_BUDGET, replace(options, planner="auto" if step.tiers else "keep_all"))
     found = find(plan, top, resident=step.resident, types=step.layer_types)
+    held = step.resident_bytes + step.reserve_bytes
+    rewrites = rewritings(step.program, step.alternatives, step.left, held)
+    found = replace(found, rewrites=rewrites, advice=tuple(found.advice_beside(rewrites)))
     if budget is None:
         return found
     try:
@@ -121,4 +125,11 @@ def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, to
         return replace(
             found, budget_bytes=error.budget_bytes, smallest_bytes=error.smallest_bytes or found.smallest_bytes
         )
-    return replace(found, budget_bytes=plan.budget_bytes, overhead=plan.overhead, smallest_bytes=plan.smallest_bytes)
+    used = () if plan.rewritten is None else tuple(map(str, plan.rewritten.rewrites))
+    return replace(
+        found,
+        budget_bytes=plan.budget_bytes,
+        overhead=plan.overhead,
+        smallest_bytes=plan.smallest_bytes,
+        rewritten=used,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -34,7 +35,7 @@ from ebbflow.planning.alternatives import Alternative
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
-from ebbflow.rewrites.choices import alternatives_elsewhere, alternatives_here
+from ebbflow.rewrites.choices import alternatives_elsewhere, alternatives_here, left_of, measure_ahead
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -236,6 +237,8 @@ class AheadStep:
         resident: what ``resident_bytes`` are made of, by kind; empty where that is not known.
         layer_types: the class of each of the model's modules, by its path; likewise.
         alternatives: to the program.
+        left: where something looks as if it could be rewritten, and why it is left.
+        measure_facts: finds out what its rewrites rest on, and keeps it for later; in words, and whether it holds.
     """
 
     program: Program
@@ -248,6 +251,8 @@ class AheadStep:
     resident: Mapping[str, int] = field(default_factory=dict[str, int])
     layer_types: Mapping[str, str] = field(default_factory=dict[str, str])
     alternatives: Sequence[Alternative] = ()
+    left: Sequence[tuple[str, str]] = ()
+    measure_facts: Callable[[], Iterator[tuple[str, bool | None]]] = lambda: iter(())
 
     @property
     def unplanned_budget_bytes(self) -> int:
@@ -355,6 +360,8 @@ def capture_ahead(
         {**resident, "cuBLAS workspace": held},
         _classes_in(model),
         alternatives,
+        left_of(joint) if options.may_rewrite else (),
+        (lambda: iter(())) if is_elsewhere(target) else partial(measure_ahead, joint, device),
     )
 
 

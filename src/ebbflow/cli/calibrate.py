@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from typing import Annotated
 
-from ebbflow.cli.arguments import AsJson, Tiers, several_tiers
+import typer
+
+from ebbflow.cli.arguments import AsJson, Size, Tiers, several_tiers
 from ebbflow.cli.output import write_json
+from ebbflow.cli.steps import captured_step, check_request
+from ebbflow.options import Options
 from ebbflow.tiers import parse_tiers
 from ebbflow.units import format_bytes, format_percent, format_seconds
 
 __all__ = ["calibrate"]
 
 
-def calibrate(tiers: Tiers = "disk", as_json: AsJson = False) -> None:
+def calibrate(
+    case: Annotated[
+        str | None, typer.Argument(help="zoo:NAME or FILE.py:function: find out what rewrites of its step rest on")
+    ] = None,
+    size: Size = None,
+    tiers: Tiers = "disk",
+    as_json: AsJson = False,
+) -> None:
     """Measure this machine's arithmetic, memory and disks, and keep the result for later plans.
 
     Takes well under two minutes. Costs of ops are measured anyway when a step is planned; this is for what has to be
     estimated, and for the links to slower memory.
+
+    With a CASE, find out instead whether slices of its loss have the bits of the whole here, which takes the memory of
+    all logits once: where a budget leaves no room for that, a first call cannot, and what is not known is not used.
     """
+    if case is not None:
+        _of_case(case, size, as_json)
+        return
     named = parse_tiers(several_tiers(tiers))
 
     from ebbflow.cost import calibrate as costs
@@ -53,3 +71,23 @@ def calibrate(tiers: Tiers = "disk", as_json: AsJson = False) -> None:
         print(f"  kept in    {found.path}")
     else:
         print("  not kept: the cache directory cannot be written", file=sys.stderr)
+
+
+def _of_case(case: str, size: int | None, as_json: bool) -> None:
+    """Facts about the kernels that rewrites of one step rest on."""
+    check_request(case, size, Options())
+
+    from ebbflow.report.text.progress import ProgressDisplay
+
+    with ProgressDisplay(sys.stderr) as display:
+        step, _ = captured_step(case, size, Options(progress=display), display)
+        found: list[tuple[str, bool | None]] = []
+        for says, holds in step.measure_facts():
+            display.stage(f"found out: {says}")
+            found.append((says, holds))
+    if as_json:
+        write_json({"case": case, "facts": [{"fact": says, "holds": holds} for says, holds in found]})
+        return
+    print(f"{case}: {len(found)} facts about the kernels here, kept for later plans")
+    for says, holds in found:
+        print(f"  {'as the whole' if holds else 'OTHER BITS':<12}  {says}")

@@ -1,9 +1,9 @@
 """``ebbflow compare``: planners side by side on one case, over budgets.
 
 With ``--json`` one list of objects with keys ``case, planner, status, budget_bytes, predicted_peak_bytes,
-measured_peak_bytes, overhead, measured_overhead, bound, bound_class, gap, smallest_bytes, reason, plan_seconds``; what
-a planner does not know or was not asked is ``null``. The two before the last say of a planner without a plan which
-budget is the least for which one was found, and why there is none.
+measured_peak_bytes, overhead, measured_overhead, bound, bound_class, gap, rewritten, smallest_bytes, reason,
+plan_seconds``; what a planner does not know or was not asked is ``null``. The two before the last say of a planner
+without a plan which budget is the least for which one was found, and why there is none.
 """
 
 from __future__ import annotations

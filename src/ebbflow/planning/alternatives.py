@@ -11,19 +11,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import overload
 
 from ebbflow.errors import BudgetError
 from ebbflow.planners.base import Problem, planner_named
 from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planners.hybrid.floor import floor_with_tiers
+from ebbflow.step.machine import Link
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.rewrite import Rewrite, Rewritten
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes
 
-__all__ = ["Alternative", "Costed", "best_of"]
+__all__ = ["Alternative", "Alternatives", "Costed", "best_of"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
@@ -56,12 +60,47 @@ class Alternative:
         costed: gives it in earnest, less what it can do without and does not hold; ``None`` where something that it
             takes for granted does not hold, or nobody knows.
         free: whether nothing in it takes time.
+        why_not: says why ``costed`` would give ``None``; empty where it would not.
     """
 
     rewrites: tuple[Rewrite, ...]
     estimated: Program
     costed: Callable[[], Costed | None] = field(repr=False)
     free: bool = False
+    why_not: Callable[[], str] = field(default=str, repr=False)
+
+
+class Alternatives(Sequence[Alternative]):
+    """Those of one program, made when they are first looked at: where the program fits as it is, nobody does.
+
+    Args:
+        make: them.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Alternative]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> list[Alternative]:
+        return list(self._make())
+
+    def __bool__(self) -> bool:
+        """Whether there may be any."""
+        return True
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> Alternative: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Alternative]: ...
+
+    def __getitem__(self, index: int | slice) -> Alternative | list[Alternative]:
+        """As of a list."""
+        return self._made[index]
 
 
 def best_of(
@@ -69,6 +108,8 @@ def best_of(
     alternatives: Sequence[Alternative],
     above_budget_bytes: int,
     plan_one: Callable[[Program, Rewritten | None], Plan],
+    interrupted: Callable[[], bool] = lambda: False,
+    links: Mapping[str, Link] | None = None,
 ) -> Plan:
     """The best plan of any of the programs.
 
@@ -77,6 +118,8 @@ def best_of(
         alternatives: of it.
         above_budget_bytes: what a plan may take above the step's start.
         plan_one: plans one program; raises ``BudgetError``.
+        interrupted: whether a plan that is at hand is to do.
+        links: to the tiers that plans may move buffers to.
 
     Raises:
         BudgetError: if none fits; it tells the least budget of all of them.
@@ -87,19 +130,19 @@ def best_of(
         free = [captured]
     else:
         free = [captured, *(each for each in alternatives if each.free)]
-    for each in free if len(free) == 1 else _ranked(program, free, above_budget_bytes):
+    for each in free if len(free) == 1 else _ranked(program, free, above_budget_bytes, links):
         if tries.plan(each):
             break
     best = tries.best
-    if best is not None and best.overhead <= _ENOUGH:
+    if best is not None and (best.overhead <= _ENOUGH or interrupted()):
         return best
     others = [each for each in alternatives if not each.free]
     tried = 0
-    for each in _ranked(program, others, above_budget_bytes):
+    for each in _ranked(program, others, above_budget_bytes, links):
         if tries.best is not None and each.estimated.seconds >= tries.best.step_seconds:
             continue
         tried += tries.plan(each)
-        if tried == _MOST_TRIED:
+        if tried == _MOST_TRIED or (tries.best is not None and interrupted()):
             break
     if tries.best is None:
         _try_the_smallest([captured, *alternatives], tries)
@@ -157,12 +200,21 @@ def _surrounded(candidate: Program, program: Program) -> Program:
     return replace(candidate, between_bytes=program.between_bytes, held_bytes=program.held_bytes)
 
 
-def _ranked(program: Program, alternatives: Sequence[Alternative], above_budget_bytes: int) -> list[Alternative]:
-    """Definition 2, the best first."""
+def _floor(program: Program, links: Mapping[str, Link] | None) -> int:
+    return (floor_with_tiers(program, links) if links else floor_bytes(program))[0]
+
+
+def _ranked(
+    program: Program,
+    alternatives: Sequence[Alternative],
+    above_budget_bytes: int,
+    links: Mapping[str, Link] | None = None,
+) -> list[Alternative]:
+    """Definition 2, the best first; one that only fits where it moves buffers by its time unplanned."""
     greedy = planner_named("greedy")
     ranked: list[tuple[float, int, Alternative]] = []
     best = float("inf")
-    candidates = [(each.estimated.seconds, floor_bytes(each.estimated)[0], i) for i, each in enumerate(alternatives)]
+    candidates = [(each.estimated.seconds, _floor(each.estimated, links), i) for i, each in enumerate(alternatives)]
     for position, (unplanned, floor, index) in enumerate(sorted(candidates)):
         each = alternatives[index]
         candidate = _surrounded(each.estimated, program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ebbflow.errors import BudgetError, UsageError
@@ -19,7 +19,7 @@ from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
 from ebbflow.step.legality import check
-from ebbflow.step.machine import Machine, catalogue
+from ebbflow.step.machine import Link, Machine, catalogue
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Planned, Provenance
@@ -127,7 +127,16 @@ def make_plan(
             return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, same, how)
 
         assert within.bytes is not None
-        return best_of(program, options.alternatives, within.bytes - resident_bytes - reserve_bytes, plan_one)
+        above_budget = within.bytes - resident_bytes - reserve_bytes
+        stop = options.interrupt
+        return best_of(
+            program,
+            options.alternatives,
+            above_budget,
+            plan_one,
+            interrupted=lambda: stop is not None and bool(stop),
+            links=_links(told),
+        )
 
 
 def _best_plan(
@@ -264,6 +273,12 @@ def _with_tiers(options: PlanningOptions) -> PlanningOptions:
                 accepted=tuple(sorted(there)),
             )
     return replace(options, buckets=None)
+
+
+def _links(options: PlanningOptions) -> Mapping[str, Link]:
+    """To the tiers that plans may move buffers to."""
+    there = {} if options.machine is None else options.machine.links
+    return {tier: there[tier] for tier in options.tiers if tier in there} if moves_buffers(options.planner) else {}
 
 
 def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, Planned]:

@@ -7,34 +7,39 @@ none, and free ways are tried alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured, with_measured_costs
 from ebbflow.errors import CaptureError
-from ebbflow.planning.alternatives import Alternative, Costed
+from ebbflow.planning.alternatives import Alternative, Alternatives, Costed
 from ebbflow.rewrites.facts import measured
 from ebbflow.rewrites.head_kernels import KEPT
-from ebbflow.rewrites.head_rule import HeadRule
+from ebbflow.rewrites.head_rule import HeadRule, left_heads
 from ebbflow.rewrites.rule import Estimate, Rule
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
 
 __all__ = [
     "RULES",
+    "UNKNOWN",
     "Choice",
     "alternatives_elsewhere",
     "alternatives_here",
     "apply",
     "apply_proven",
     "choice_of",
+    "left_of",
     "may_be_rewritten",
+    "measure_ahead",
 ]
 
 RULES: tuple[Rule, ...] = (HeadRule(),)
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
+UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbflow calibrate CASE finds out ahead"
+"""Why a rewrite is not used of which something is not known."""
 
 
 def apply(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
@@ -114,6 +119,15 @@ class Choice:
             for each in stage.rewrites:
                 if missing := _not_held(stage, each, device):
                     return missing
+        return ""
+
+    def why_not(self, device: str) -> str:
+        """Why no plan on ``device`` may use it, in words; empty where one may."""
+        for stage in () if self.holding(device) else self.stages:
+            for each in stage.rewrites:
+                for fact in stage.rule.facts(stage.before, each):
+                    if not (held := measured([fact], device)[fact.signature]):
+                        return f"{fact.says}: " + (UNKNOWN if held is None else "not the bits of the whole here")
         return ""
 
     def holding(self, device: str) -> Choice | None:
@@ -201,9 +215,7 @@ def choice_of(captured: Captured, rewrites: Sequence[Rewrite]) -> Choice:
     return choice
 
 
-def alternatives_here(
-    captured: Captured, program: Program, device: str, *, retained: bool = False
-) -> list[Alternative]:
+def alternatives_here(captured: Captured, program: Program, device: str, *, retained: bool = False) -> Alternatives:
     """Alternatives whose costs and facts are measured on ``device`` before they are planned in earnest.
 
     Args:
@@ -212,29 +224,48 @@ def alternatives_here(
         device: ``"cpu"`` or ``"cuda"``.
         retained: whether its backwards retain their graph: then nothing may be written over.
     """
-    choices = (each for each in _choices(captured) if not (retained and any(one.form == KEPT for one in each.rewrites)))
-    return _alternatives(choices, program, lambda each: partial(each.costed, device, program))
+
+    def make() -> Iterator[Alternative]:
+        for each in _choices(captured):
+            if not (retained and any(one.form == KEPT for one in each.rewrites)):
+                made = _alternative(each, program, partial(each.costed, device, program))
+                yield replace(made, why_not=partial(each.why_not, device))
+
+    return Alternatives(make)
 
 
-def alternatives_elsewhere(captured: Captured, program: Program) -> list[Alternative]:
+def alternatives_elsewhere(captured: Captured, program: Program) -> Alternatives:
     """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
-    return _alternatives(_choices(captured), program, lambda each: partial(each.assumed, program))
+    return Alternatives(
+        lambda: (_alternative(each, program, partial(each.assumed, program)) for each in _choices(captured))
+    )
 
 
-def _alternatives(
-    choices: Iterable[Choice], program: Program, costed: Callable[[Choice], Callable[[], Costed | None]]
-) -> list[Alternative]:
-    return [
-        Alternative(
-            each.rewrites, each.estimated(program), costed(each), free=all(stage.rule.free for stage in each.stages)
-        )
-        for each in choices
-    ]
+def _alternative(choice: Choice, program: Program, costed: Callable[[], Costed | None]) -> Alternative:
+    free = all(stage.rule.free for stage in choice.stages)
+    return Alternative(choice.rewrites, choice.estimated(program), costed, free=free)
 
 
 def may_be_rewritten(captured: Captured) -> bool:
     """Whether a rule that takes time has a way: the budget may then be below what any plan as captured needs."""
     return any(next(rule.ways(captured), ()) for rule in RULES if not rule.free)
+
+
+def left_of(captured: Captured) -> list[tuple[str, str]]:
+    """Where something looks as if it could be rewritten, and why it is left."""
+    return [(each.source, each.why) for each in left_heads(captured)]
+
+
+def measure_ahead(captured: Captured, device: str) -> Iterator[tuple[str, bool | None]]:
+    """All facts that rewrites of ``captured`` rest on, in words, and whether they hold; those are kept for later."""
+    seen: set[str] = set()
+    for choice in _choices(captured):
+        for stage in choice.stages:
+            for each in stage.rewrites:
+                for fact in stage.rule.facts(stage.before, each):
+                    if fact.signature not in seen:
+                        seen.add(fact.signature)
+                        yield f"{each.where or each.at}: {fact.says}", measured([fact], device)[fact.signature]
 
 
 def _choices(captured: Captured) -> Iterator[Choice]:

@@ -6,17 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from ebbflow.capture.joint import Captured
+from ebbflow.capture.origin import source_of
 from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.head_costs import estimates, guess_workspace_bytes
 from ebbflow.rewrites.head_forms import RULE, facts_of, forms_of, rewritten
 from ebbflow.rewrites.head_kernels import NAMESPACE, SETTLES
-from ebbflow.rewrites.heads import Head, find_heads, worthwhile_heads
+from ebbflow.rewrites.heads import Head, Left, find_heads, worthwhile_heads
 from ebbflow.rewrites.proof import prove_rewritten
 from ebbflow.rewrites.rule import Estimate
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
+from ebbflow.units import format_bytes
 
-__all__ = ["HeadRule"]
+__all__ = ["HeadRule", "left_heads"]
 
 
 class HeadRule:
@@ -69,6 +71,20 @@ class HeadRule:
     def prove(self, step: Captured, after: Captured) -> int:
         """By ``rewrites.proof``."""
         return prove_rewritten(step, after)
+
+
+def left_heads(step: Captured) -> list[Left]:
+    """What looks like a head and is left as it is: it is none, or so small that it decides nothing."""
+    heads, left = find_heads(step)
+    worthwhile = worthwhile_heads(step)
+    small = [each for each in heads if each not in worthwhile]
+    return [
+        *left,
+        *(
+            Left(source_of(each.loss), f"it holds {format_bytes(each.sizes.held_bytes)} at most, which decides nothing")
+            for each in small
+        ),
+    ]
 
 
 def _head_at(step: Captured, rewrite: Rewrite) -> Head:

@@ -183,7 +183,8 @@ class Plan:
         """
         from ebbflow.report.text.explain import explain
 
-        return explain(self.program, self.schedule, self.timeline, tensor)
+        rewrites = () if self.rewritten is None else tuple(map(str, self.rewritten.rewrites))
+        return explain(self.program, self.schedule, self.timeline, tensor, rewrites)
 
     def save_html(self, path: str | Path, others: Sequence[Plan] = ()) -> Path:
         """Write a report of the plan to ``path``: one HTML page that needs no network and no other file.

@@ -23,6 +23,7 @@ from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor_parts import floor_parts
 from ebbflow.report.records.advice import SCALAR_BYTES, Advice, advise
 from ebbflow.report.records.profile import Kind, LayerType, kinds_at, layer_types_at
+from ebbflow.report.records.rewriting import Rewriting
 from ebbflow.step.occupancy import Moment, moment_at
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import COPY_BACK, Op, Program
@@ -181,6 +182,8 @@ class Findings:
         provenance: where costs are from.
         budget_bytes: the budget that was asked about, bytes of peak; ``None`` if none was.
         overhead: of the plan that was found within it; ``None`` if there is none, or no budget.
+        rewrites: what takes the place of parts of the step where a budget asks for it, and what is left.
+        rewritten: what that plan rewrites.
     """
 
     case: str
@@ -210,6 +213,13 @@ class Findings:
     provenance: Provenance
     budget_bytes: int | None = None
     overhead: float | None = None
+    rewrites: tuple[Rewriting, ...] = ()
+    rewritten: tuple[str, ...] = ()
+
+    def advice_beside(self, rewrites: tuple[Rewriting, ...]) -> Iterable[Advice]:
+        """The advice less what ``rewrites`` do of themselves."""
+        lower = any(each.floor_bytes is not None and not each.why_not for each in rewrites)
+        return (each for each in self.advice if not (lower and each.rule == "loss_in_chunks"))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, keys as the attributes."""

@@ -28,6 +28,8 @@ class Row:
     bound: float | None = None
     bound_class: str = ""
     gap: float | None = None
+    rewritten: str = ""
+    """What the plan rewrites."""
     smallest_bytes: int | None = None
     """Of a row without a plan: the least budget for which one was found."""
     reason: str = ""
@@ -66,11 +68,12 @@ def row_of(case: str, outcome: Plan | Refusal) -> Row:
         bound=outcome.bound,
         bound_class=outcome.bound_class,
         gap=outcome.gap,
+        rewritten="" if outcome.rewritten is None else "; ".join(map(str, outcome.rewritten.rewrites)),
         plan_seconds=outcome.plan_seconds,
     )
 
 
-_COLUMNS = ("planner", "status", "peak", "measured", "overhead", "measured", "bound", "gap", "planned in")
+_COLUMNS = ("planner", "status", "peak", "measured", "overhead", "measured", "bound", "gap", "planned in", "rewritten")
 _BOUNDS = "bounds and gaps are of the predicted overhead"
 
 
@@ -114,4 +117,5 @@ def _cells(row: Row) -> tuple[str, ...]:
         optional(row.bound),
         "" if row.gap is None else format_gap(row.gap),
         format_seconds(row.plan_seconds),
+        row.rewritten,
     )

@@ -25,6 +25,7 @@ def write_findings(found: Findings, stream: TextIO) -> None:
         _kinds(found),
         _layers(found),
         _floor(found),
+        _rewrites(found),
         _advice(found),
     ):
         if block:
@@ -72,6 +73,7 @@ def _facts(found: Findings) -> list[str]:
         verdict = "too small" if found.overhead is None else f"workable at {format_percent(found.overhead)} more time"
         share = format_percent(found.budget_bytes / peak if peak else 0.0)
         lines.append(_fact("budget", f"{format_allowed(found.budget_bytes)}, {share} of the peak: {verdict}"))
+        lines += [_fact("rewritten", each) for each in found.rewritten]
     source = found.provenance
     lines.append(_fact("counted", counted_of(source)))
     if source.offloaded:
@@ -220,6 +222,24 @@ def _floor(found: Findings) -> list[str]:
     ]
     title = f"the floor, {format_bytes(total)} above, pinned by {found.floor.at}"
     return ["", title, *_table([("bytes", "share", f"why it is there under any plan with {AS_CAPTURED}"), *rows])]
+
+
+def _rewrites(found: Findings) -> list[str]:
+    """What rewrites would do; nothing where there are none."""
+    used = [each for each in found.rewrites if each.floor_bytes is not None]
+    left = [each for each in found.rewrites if each.floor_bytes is None]
+    if not found.rewrites:
+        return []
+    rows = [("floor", "time", "what may take the place of parts of the step, with the same bits")]
+    for each in used:
+        assert each.floor_bytes is not None
+        assert each.seconds is not None
+        sign = "-" if each.seconds < 0 else "+"
+        note = f"; NOT used: {each.why_not}" if each.why_not else ""
+        time = f"{sign}{format_seconds(abs(each.seconds))}"
+        rows.append((format_bytes(each.floor_bytes), time, f"{each.what}{note}"))
+    lines = ["", "rewrites, chosen where a budget asks for it", *(_table(rows) if used else ())]
+    return [*lines, *(f"  left as it is: {each.what or 'a loss'}: {each.why_not}" for each in left)]
 
 
 def _advice(found: Findings) -> list[str]:

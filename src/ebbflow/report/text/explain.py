@@ -11,7 +11,7 @@ Definitions:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from ebbflow.errors import UsageError
@@ -28,7 +28,7 @@ _SHOWN_BUFFERS = 10
 _SHOWN_OPS = 4
 
 
-def explain(program: Program, schedule: Schedule, timeline: Timeline, tensor: str) -> str:
+def explain(program: Program, schedule: Schedule, timeline: Timeline, tensor: str, rewrites: Sequence[str] = ()) -> str:
     """What happens to the buffers that ``tensor`` names, largest first.
 
     Args:
@@ -36,6 +36,7 @@ def explain(program: Program, schedule: Schedule, timeline: Timeline, tensor: st
         schedule: the plan's.
         timeline: the schedule's.
         tensor: definition 1.
+        rewrites: what took the place of parts of the captured step, which are no buffers of the program.
 
     Raises:
         UsageError: if no buffer matches, with what comes close.
@@ -46,9 +47,13 @@ def explain(program: Program, schedule: Schedule, timeline: Timeline, tensor: st
             argument="tensor",
             value=tensor,
         )
-    found = sorted(_matches(program, tensor), key=lambda b: (-program.buffers[b].bytes, b))
+    found = sorted(_matches(program, tensor, rewrites), key=lambda b: (-program.buffers[b].bytes, b))
     story = _Story(program, schedule, timeline)
-    lines = [story.peak(), *(line for b in found[:_SHOWN_BUFFERS] for line in story.of(b))]
+    lines = [
+        story.peak(),
+        *(f"rewritten: {each}" for each in rewrites),
+        *(line for b in found[:_SHOWN_BUFFERS] for line in story.of(b)),
+    ]
     rest = found[_SHOWN_BUFFERS:]
     if rest:
         total = format_bytes(sum(program.buffers[b].bytes for b in rest))
@@ -67,7 +72,7 @@ def _words(program: Program, buffer: int) -> tuple[str, ...]:
     return tuple(filter(None, words))
 
 
-def _matches(program: Program, tensor: str) -> list[int]:
+def _matches(program: Program, tensor: str, rewrites: Sequence[str]) -> list[int]:
     """Definition 1."""
     words = [_words(program, b) for b in range(len(program.buffers))]
     tests: tuple[Callable[[str], bool], ...] = (
@@ -84,6 +89,7 @@ def _matches(program: Program, tensor: str) -> list[int]:
     raise UsageError(
         f"no buffer of the plan matches {tensor!r}: give a buffer's name, a module path or a source line, "
         f"such as {', '.join(map(repr, close)) or 'none: the plan has no buffers'}"
+        + (f". What was rewritten has no buffers of its own: {'; '.join(rewrites)}" if rewrites else "")
     )
 
 
