@@ -14,6 +14,9 @@ from types import ModuleType
 from harness.suite import main
 from questions import floors_cards, floors_gpt2, floors_sizes
 
+MEASURED = ("step", "planners", "planning", "capture", "cost", "rewrites", "lower", "engine", "measurement", "zoo")
+SEEDS = {"weights and inputs": 0, "sizes": "their case", "planners": 0}
+
 QUESTIONS: dict[str, ModuleType] = {
     "gpt2": floors_gpt2,
     "sizes": floors_sizes,
