@@ -236,7 +236,7 @@ def test_compare_prints_a_table_and_a_list(tmp_path: Path) -> None:
     rows = json.loads(listed.stdout.strip().splitlines()[-1])
     assert {(row["planner"], row["status"]) for row in rows if row["budget_bytes"] < 60} >= {("keep_all", "INFEASIBLE")}
     keys = "case planner status budget_bytes predicted_peak_bytes measured_peak_bytes overhead measured_overhead"
-    assert set(f"{keys} bound bound_class gap smallest_bytes reason plan_seconds".split()) == set(rows[0])
+    assert set(f"{keys} bound bound_class gap rewritten smallest_bytes reason plan_seconds".split()) == set(rows[0])
     for row in rows:
         assert (row["status"] == "INFEASIBLE") is bool(row["reason"]) is (row["smallest_bytes"] is not None)
 
