@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ebbflow._api.verify import verify as verify
     from ebbflow.case import Case as Case
     from ebbflow.measurement.peak import measure as measure
+    from ebbflow.report.plots.frontier import plot_frontier as plot_frontier
     from ebbflow.step.machine import Machine as Machine
     from ebbflow.step.plan import Plan as Plan
     from ebbflow.step.program import Program as Program
@@ -50,6 +51,7 @@ _HOMES = {
     "measure": "ebbflow.measurement.peak",
     "plan": "ebbflow._api.estimate",
     "plan_of": "ebbflow._api.fit",
+    "plot_frontier": "ebbflow.report.plots.frontier",
     "set_budget": "ebbflow._api.fit",
     "set_optimizer": "ebbflow._api.fit",
     "step_of": "ebbflow._api.fit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,11 @@ def test_planning_writes_a_report_beside_the_plan(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "<title>small</title>" in page.read_text(encoding="utf-8")
     page.unlink()
-    result = run("compare", graph, "--budgets", "100%,80%", "--planners", "auto,keep_all", "--report", page)
+    plot = [] if find_spec("matplotlib") is None else ["--plot", tmp_path / "frontier.png"]
+    result = run("compare", graph, "--budgets", "100%,80%", "--planners", "auto,keep_all", "--report", page, *plot)
     assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "frontier.png").exists() == bool(plot)
+    assert "ends with .png, .svg or .pdf" in run("compare", graph, "--plot", tmp_path / "frontier.txt").stderr
     html = page.read_text(encoding="utf-8")
     assert len(re.findall(r'"planner":"(?:auto|keep_all)","status"', html)) >= 2
     refused = run("plan", graph, "--budget", "100%", "--report", tmp_path)

@@ -181,13 +181,18 @@ def test_a_notebook_shows_a_table_and_no_markup_of_the_model() -> None:
     plan = replace(a_plan(), case=hostile, planner=hostile, bound_class=hostile)
     text = plan._repr_html_()
     root = ElementTree.fromstring(text)
-    assert {each.tag for each in root.iter()} == {"table", "caption", "tbody", "tr", "th", "td"}
+    svg = "{http://www.w3.org/2000/svg}"
+    drawn = {f"{svg}{tag}" for tag in ("svg", "title", "polygon", "polyline", "path")}
+    assert {each.tag for each in root.iter()} == {"div", "table", "caption", "tbody", "tr", "th", "td", *drawn}
+    told = root.find(f"{svg}svg/{svg}title")
+    assert told is not None
+    assert told.text == "memory over the step: 522 B planned, 522 B unplanned, budget 600 B"
     names = "budget peak resident counted overhead bound reruns smallest floor".split()
     assert [each.text for each in root.iter("th")] == names
     cells = [each.text or "" for each in root.iter("td")]
     assert cells[0] == "600 B"
     assert hostile in cells[names.index("bound")]
-    caption = root.find("caption")
+    caption = root.find("table/caption")
     assert caption is not None
     assert caption.text == f"{hostile} by {hostile}: FEASIBLE"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,7 +33,7 @@ from ebbflow.cli.arguments import (
     several_tiers,
 )
 from ebbflow.cli.interruption import KeepBest
-from ebbflow.cli.output import check_writable, save_report, write_json
+from ebbflow.cli.output import check_picture, check_writable, save_frontier, save_report, write_json
 from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.errors import UsageError
 from ebbflow.options import DEFAULT_EFFORT, Options
@@ -44,7 +45,6 @@ from ebbflow.units import Budget
 if TYPE_CHECKING:
     from ebbflow.case import Case
     from ebbflow.planning.frontier import Refusal
-    from ebbflow.report.records.page import Page
     from ebbflow.report.text.compare import Row
     from ebbflow.report.text.progress import ProgressDisplay
     from ebbflow.step.plan import Plan
@@ -68,6 +68,9 @@ def compare(
     seed: Seed = 0,
     run: Annotated[bool, typer.Option("--run", help="run every plan here and measure it")] = False,
     report: ReportFile = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw the frontier to this file: FILE.png, .svg or .pdf (extra plot)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
 ) -> None:
     """Plan one training step with several planners and hold them against each other.
@@ -76,6 +79,7 @@ def compare(
     reason if no planner has a plan for any of the budgets.
     """
     check_writable(report, "--report")
+    check_picture(plot, "--plot")
     asked = Options(
         machine=machine,
         tiers=several_tiers(tiers),
@@ -115,8 +119,7 @@ def compare(
         if run:
             assert loaded is not None
             rows = _tried(loaded, outcomes, rows, display)
-    if report is not None and (page := _page(outcomes, rows)) is not None:
-        save_report(page, report)
+    _save_reports(outcomes, rows, report, plot)
     if as_json:
         write_json([row.to_json() for row in rows])
     else:
@@ -159,19 +162,21 @@ def _tried(case: Case, outcomes: list[Plan | Refusal], rows: list[Row], display:
     return found
 
 
-def _page(outcomes: list[Plan | Refusal], rows: list[Row]) -> Page | None:
-    """The page of all plans, in detail of that within the smallest budget, of ``auto`` if it has one there."""
+def _save_reports(outcomes: list[Plan | Refusal], rows: list[Row], report: Path | None, plot: Path | None) -> None:
+    """The page of all plans, in detail of that within the smallest budget, of ``auto`` if it has one there; a plot."""
     from ebbflow.report.records.page import page_of
     from ebbflow.report.records.points import Measured
     from ebbflow.step.plan import Plan
 
     plans = [each for each in outcomes if isinstance(each, Plan)]
-    if not plans:
-        return None
+    if not plans or (report is None and plot is None):
+        return
     shown = min(plans, key=lambda plan: (plan.budget_bytes, plan.planner != "auto", plan.overhead))
+    rest = [plan for plan in plans if plan is not shown]
     runs = [
         (plan, Measured("planned", row.measured_peak_bytes, row.measured_overhead))
         for plan, row in zip(outcomes, rows, strict=True)
         if isinstance(plan, Plan) and row.measured_peak_bytes is not None
     ]
-    return page_of(shown, [plan for plan in plans if plan is not shown], runs=runs)
+    save_report(page_of(shown, rest, runs=runs), report)
+    save_frontier([shown, *rest], runs, plot)

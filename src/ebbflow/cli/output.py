@@ -14,9 +14,19 @@ from ebbflow.errors import UsageError
 
 if TYPE_CHECKING:
     from ebbflow.report.records.page import Page
+    from ebbflow.report.records.points import Measured
     from ebbflow.step.plan import Plan
 
-__all__ = ["check_writable", "save_plan", "save_report", "write_json", "written"]
+__all__ = [
+    "PICTURES",
+    "check_picture",
+    "check_writable",
+    "save_frontier",
+    "save_plan",
+    "save_report",
+    "write_json",
+    "written",
+]
 
 
 def write_json(data: Mapping[str, object] | Sequence[object]) -> None:
@@ -45,6 +55,29 @@ def check_writable(path: Path | None, option: str = "--out") -> None:
         raise UsageError(f"{option} {path}: the folder {folder} cannot be written to; name another")
 
 
+PICTURES = (".png", ".svg", ".pdf")
+"""What a picture's file may end with."""
+
+
+def check_picture(path: Path | None, option: str) -> None:
+    """Refuse a picture that cannot be drawn to ``path``, before any work is done.
+
+    Raises:
+        UsageError: as :func:`check_writable`; for another format; or without matplotlib, with what to install.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() not in PICTURES:
+        forms = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+        raise UsageError(
+            f"{option} {path}: the name of a picture ends with {forms}", argument=option, accepted=PICTURES
+        )
+    check_writable(path, option)
+    from ebbflow.report.plots.axes import require_matplotlib
+
+    require_matplotlib()
+
+
 def save_plan(plan: Plan, path: Path | None) -> None:
     """Write ``plan`` to ``path``, if one is given, and say so on standard error.
 
@@ -71,6 +104,21 @@ def save_report(page: Page, path: Path | None) -> None:
     with written(path, "--report"):
         save_page(page, path)
     print(f"report written to {path}", file=sys.stderr)
+
+
+def save_frontier(plans: Sequence[Plan], runs: Sequence[tuple[Plan, Measured]], path: Path | None) -> None:
+    """Draw the frontier of ``plans`` to ``path``, if one is given, and say so on standard error.
+
+    Raises:
+        UsageError: if the file cannot be written.
+    """
+    if path is None:
+        return
+    from ebbflow.report.plots.files import save_picture
+
+    with written(path, "--plot"):
+        save_picture(plans, path, runs=runs)
+    print(f"frontier drawn to {path}", file=sys.stderr)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``ebbflow report``: a saved plan as a page to look at.
+"""``ebbflow report``: a saved plan as a page, a picture, or a file for another tool: the name of the file says which.
 
 With ``--json`` one object: ``case, out, bytes`` and the number of ``ops`` and ``tensors`` that the report has.
 """
@@ -6,16 +6,60 @@ With ``--json`` one object: ``case, out, bytes`` and the number of ``ops`` and `
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebbflow.cli.arguments import AsJson, PlanFile
-from ebbflow.cli.output import check_writable, write_json, written
+from ebbflow.cli.output import PICTURES, check_writable, write_json, written
 from ebbflow.cli.plan_files import read_plan
+from ebbflow.errors import UsageError
+
+if TYPE_CHECKING:
+    from ebbflow.step.plan import Plan
 
 __all__ = ["report"]
+
+
+def _page(plan: Plan, others: list[Plan], path: Path) -> None:
+    plan.save_html(path, others)
+
+
+def _picture(plan: Plan, others: list[Plan], path: Path) -> None:
+    """Memory over the step; of several plans, their frontier."""
+    from ebbflow.report.plots.files import save_picture
+
+    save_picture([plan, *others], path)
+
+
+def _trace(plan: Plan, others: list[Plan], path: Path) -> None:
+    _only_one(others, path)
+    plan.save_trace(path)
+
+
+def _snapshot(plan: Plan, others: list[Plan], path: Path) -> None:
+    _only_one(others, path)
+    plan.save_snapshot(path)
+
+
+def _only_one(others: list[Plan], path: Path) -> None:
+    if others:
+        raise UsageError(f"--out {path} holds one plan; name one, or write a page: --out page.html", argument="--out")
+
+
+_WRITERS: dict[str, Callable[[Plan, list[Plan], Path], None]] = {
+    ".html": _page,
+    ".htm": _page,
+    **dict.fromkeys(PICTURES, _picture),
+    ".json": _trace,
+    ".pickle": _snapshot,
+}
+_FORMS = (
+    "FILE.html is a page, FILE.png, .svg or .pdf a picture, FILE.json a Chrome trace, FILE.pickle a snapshot for "
+    "PyTorch's memory_viz"
+)
 
 
 def report(
@@ -23,18 +67,24 @@ def report(
     others: Annotated[
         list[str] | None, typer.Argument(help="more plans of the same step, for the frontier", show_default=False)
     ] = None,
-    out: Annotated[Path, typer.Option(help="the page to write: FILE.html")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help=f"{_FORMS}")] = Path("report.html"),
     as_json: AsJson = False,
 ) -> None:
     """Write a report of a saved plan: one HTML page that opens without network.
 
-    Memory over the step, every tensor with what the plan does with it and why, what pins the floor, the frontier.
+    Memory over the step, every tensor with what the plan does with it and why, what pins the floor, the frontier. By
+    the name of --out also a picture, or the timeline for Perfetto or PyTorch's memory_viz.
     """
+    writer = _WRITERS.get(out.suffix.lower())
+    if writer is None:
+        raise UsageError(f"--out {out}: {_FORMS}", argument="--out", value=str(out), accepted=tuple(_WRITERS))
+    paths = [Path(each) for each in (plan, *(others or ()))]
+    if out.exists() and any(path.exists() and path.samefile(out) for path in paths):
+        raise UsageError(f"--out {out} is a plan that is read; name another file", argument="--out", value=str(out))
     check_writable(out)
-    found = read_plan(Path(plan))
-    rest = [read_plan(Path(each)) for each in others or ()]
+    found, *rest = [read_plan(path) for path in paths]
     with written(out, "--out"):
-        found.save_html(out, rest)
+        writer(found, rest, out)
     if as_json:
         size = out.stat().st_size
         ops, tensors = len(found.program.ops), len(found.program.buffers)

@@ -12,11 +12,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ebbflow.errors import PlanFileError, PlanMismatch, UsageError
-from ebbflow.files import write_json
+from ebbflow.files import write_bytes, write_json, write_text
 from ebbflow.step.legality import check
 from ebbflow.step.machine import Machine
 from ebbflow.step.program import Program
@@ -26,6 +27,10 @@ from ebbflow.step.schedule import Boundary, Offload, Schedule
 from ebbflow.step.simulate import Timeline, simulate
 from ebbflow.step.status import Status
 from ebbflow.step.unplanned import unplanned_schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["SCHEMA", "Plan", "Status"]
 
@@ -203,6 +208,47 @@ class Plan:
         path = _path(path, "Plan.save_html")
         save_page(page_of(self, others), path)
         return path
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Write the predicted timeline to ``path`` as a Chrome trace (JSON), which Perfetto opens.
+
+        Raises:
+            UsageError: for what is not a path.
+            OSError: if the file cannot be written.
+        """
+        from ebbflow.report.traces.chrome import write_trace
+
+        path, stream = _path(path, "Plan.save_trace"), StringIO()
+        write_trace(self, stream)
+        write_text(path, stream.getvalue())
+        return path
+
+    def save_snapshot(self, path: str | Path) -> Path:
+        """Write the predicted timeline to ``path`` as a PyTorch memory snapshot, which ``memory_viz`` opens.
+
+        Raises:
+            UsageError: for what is not a path.
+            OSError: if the file cannot be written.
+        """
+        from ebbflow.report.traces.snapshot import write_snapshot
+
+        path, stream = _path(path, "Plan.save_snapshot"), BytesIO()
+        write_snapshot(self, stream)
+        write_bytes(path, stream.getvalue())
+        return path
+
+    def plot(self, ax: Axes | None = None) -> Figure:
+        """Draw memory over the step by category, with the unplanned step as a line. Needs the extra ``plot``.
+
+        Args:
+            ax: matplotlib axes to draw into; ``None`` is a new figure.
+
+        Raises:
+            UsageError: if matplotlib is not installed, with what to install.
+        """
+        from ebbflow.report.plots.plan import plot_plan
+
+        return plot_plan(self, ax)
 
     # -- files ----------------------------------------------------------------------------------------------
 

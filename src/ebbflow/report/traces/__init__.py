@@ -1,0 +1,1 @@
+"""A plan's timeline in formats of other tools, one renderer per format."""
