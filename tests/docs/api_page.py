@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 WIDTH = 110
 
 TRAINING = ("fit", "set_budget", "set_optimizer", "unfit", "plan_of", "step_of", "calls_of", "measure")
-AHEAD = ("plan", "sweep", "max_batch", "doctor", "verify")
+AHEAD = ("plan", "sweep", "max_batch", "plot_frontier", "doctor", "verify")
 RECORDS = ("Budget", "Case", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")
 RETURNED = {"Step": Step, "Calls": Calls}
 """What functions return and nobody makes."""
