@@ -20,10 +20,8 @@ from typing import Any
 
 __all__ = ["raised_by_a_handler", "signals_wait"]
 
-_AGAIN = (
-    b"ebbflow: torch is tracing a step, which cannot be interrupted safely; Ctrl-C is handled when that is done "
-    b"(press it again to have it handled at once)\n"
-)
+_TRACING = "torch is tracing a step, which cannot be interrupted safely; Ctrl-C is handled when that is done"
+_AGAIN = "(press it again to have it handled at once)"
 _ASK_TO_END = {getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")}
 _ACTION_BYTES = 1024  # more than a struct sigaction has anywhere
 _sigaction: Any = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
@@ -32,7 +30,8 @@ _sigaction: Any = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "p
 class _Block:
     """One ``with signals_wait()``."""
 
-    def __init__(self) -> None:
+    def __init__(self, why: str) -> None:
+        self.told = f"ebbflow: {why} {_AGAIN}\n".encode()
         self.over = False
         self.process = os.getpid()
 
@@ -56,12 +55,14 @@ class _Waiting:
         self.came = True
         if number == signal.SIGINT:
             with suppress(OSError):  # not print, which an interrupted print would refuse
-                os.write(2, _AGAIN)
+                os.write(2, self.block.told)
 
 
 @contextmanager
-def signals_wait() -> Generator[None]:
+def signals_wait(why: str = _TRACING) -> Generator[None]:
     """While open, a signal that Python handles waits for the end, where its handler is run and may raise.
+
+    ``why`` is written to standard error when Ctrl-C comes.
 
     A second one that asks the process to end (Ctrl-C's, SIGTERM) does not wait. A block inside of another has nothing
     to do, and neither has one off the main thread: handlers run on that alone.
@@ -69,7 +70,7 @@ def signals_wait() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    block = _Block()
+    block = _Block(why)
     laid: dict[int, _Waiting] = {}
     try:
         for number in signal.valid_signals():

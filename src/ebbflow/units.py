@@ -49,6 +49,7 @@ _UNITS = {
     "pib": 2**50,
 }
 _FORMS = ('"12GiB"', '"800MiB"', '"8GB"', '"123456B"', 'or "60%" of the unplanned peak')
+_SMALL = 1000  # no step takes so few bytes: a percent sign or a unit is missing
 _MOST = 10  # times the unplanned peak: more is a slip of the pen
 _LOST_IN_A_SHARE = Fraction(1, 1000)  # of a byte: a float has 16 digits, which lose less of any peak below 10 TiB
 _MET, _SHOWN = 1e-6, 5e-5  # solvers' tolerance (``planners.search.greedy.PROVEN``); what two digits of a percent show
@@ -88,7 +89,10 @@ def _quantity(value: object) -> tuple[Fraction, str]:
 def _wrong_unit(text: str, number: str, unit: str) -> str:
     """Why ``unit`` is refused, and what was probably meant."""
     if not unit:
-        return f"{text!r} has no unit: write '{number}B' if bytes are meant"
+        meant = f"write '{number}B' if bytes are meant"
+        if float(number) <= _SMALL:
+            meant = f"write '{number}%' for a share of the unplanned peak, '{number}GiB' for bytes"
+        return f"{text!r} has no unit: {meant}"
     why = f"{text!r}: {unit} is no unit here"
     if unit.lower() == "percent":
         return f"{why}: write '{number}%' for a share of the unplanned peak"

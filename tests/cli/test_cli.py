@@ -403,7 +403,7 @@ def test_a_limit_of_overhead_that_is_none_is_refused(overhead: str, words: str) 
 
 
 def test_limits_of_overhead() -> None:
-    assert [_limit(each) for each in (None, "one-forward", "20%", "0.2", "150%")] == [
+    assert [_limit(each) for each in ("any", "one-forward", "20%", "0.2", "150%")] == [
         None,
         "one-forward",
         0.2,

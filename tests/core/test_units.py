@@ -55,7 +55,7 @@ def test_what_is_no_size_is_refused_with_the_accepted_forms(text: Any) -> None:
     ("text", "why"),
     [
         ("123456", "'123456' has no unit: write '123456B' if bytes are meant"),
-        (" 12 ", "' 12 ' has no unit: write '12B' if bytes are meant"),
+        (" 12 ", "' 12 ' has no unit: write '12%' for a share of the unplanned peak, '12GiB' for bytes"),
         ("0", "'0' is not more than zero"),
         ("-5GiB", "'-5GiB' is not more than zero"),
         ("-3%", "'-3%' is not more than zero"),

@@ -7,6 +7,8 @@
 4. Where ops change, as with the number of layers, all that is asked is captured. The first to ask are where straight
    lines through the unplanned peaks and through the floors of two small captures meet the budget.
 
+5. A size that ``make_case`` raises for does not fit; what was found below it stays. For 1 the error is the caller's.
+
 Everything that is said of a batch here holds for what else is varied. Assumes that a batch fits if a larger one does.
 """
 
@@ -29,6 +31,7 @@ from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.pipeline import PlanningOptions
+from ebbflow.signals import raised_by_a_handler
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -63,6 +66,7 @@ class BatchPlan:
         overhead_limit: largest overhead allowed at that batch, a fraction; ``None`` if any was.
         captured: every batch that was captured to be judged, ascending, and whether it fits.
         vary: what was varied.
+        failed: every batch that ``make_case`` raised for, ascending, and what it raised, as text.
     """
 
     batch: int
@@ -71,6 +75,7 @@ class BatchPlan:
     overhead_limit: float | None
     captured: tuple[tuple[int, bool], ...]
     vary: Vary = "batch"
+    failed: tuple[tuple[int, str], ...] = ()
 
 
 @with_known_keywords
@@ -123,6 +128,8 @@ def max_batch(
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
         BudgetError: if not even a batch (a number of layers, a length) of 1 fits, with the least budget for it.
         CaptureError: if a call is not one graph.
+
+    What ``make_case`` raises for 1 is raised; a larger one that it raises for does not fit (``BatchPlan.failed``).
     """
     parsed = Budget.parse(budget)
     if parsed.bytes is None:
@@ -173,7 +180,8 @@ def max_batch(
             raise search.refusal()
         step = search.step(batch)
         plan = search.best_plan(step, batch)
-    return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures, vary)
+    failed = tuple(sorted(search.failed.items()))
+    return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures, vary, failed)
 
 
 def _check_limit(overhead: object) -> None:
@@ -198,6 +206,10 @@ class _Interrupted(Exception):
     """Ctrl-C has come: what is asked from here on is not looked for."""
 
 
+class _NotMade(Exception):
+    """``make_case`` has raised for a size above 1: definition 5."""
+
+
 class _Search:
     def __init__(
         self,
@@ -216,13 +228,15 @@ class _Search:
         self._effort = min(options.effort, SEARCH_EFFORT)
         self._steps: dict[int, AheadStep] = {}
         self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged
+        self.failed: dict[int, str] = {}
         self.unplanned = 0
         self._fitted = 0  # the largest that had a plan, of a captured step or of one between
         self._found: dict[int, Plan] = {}  # plans of all that had one
 
     @property
     def captures(self) -> tuple[tuple[int, bool], ...]:
-        return tuple((batch, plan is not None) for batch, plan in sorted(self.plans.items()))
+        judged = ((batch, plan is not None) for batch, plan in sorted(self.plans.items()))
+        return tuple((batch, fits) for batch, fits in judged if batch not in self.failed)
 
     def limit(self, program: Program) -> float | None:
         """The largest overhead allowed, as a fraction."""
@@ -234,13 +248,30 @@ class _Search:
         """The captured step of ``batch``."""
         if batch not in self._steps:
             self._progress(Progress(f"capturing {self._vary} {batch}"))
-            with without_memory() if is_elsewhere(self._options.target) else contextlib.nullcontext():
-                case = cast("object", self._make_case(batch))
+            case = self._made(batch)
             if not isinstance(case, Case):  # a user's function may return anything
                 raise UsageError(f"make_case({batch}) returned {type(case).__name__}; return ebbflow.Case(model, args)")
             options = replace(self._options.for_case(case), progress=silent)
             self._steps[batch] = capture_ahead(case.model, case.args, case.kwargs, options=options, name=case.name)
         return self._steps[batch]
+
+    def _made(self, batch: int) -> object:
+        """What ``make_case`` gives for a batch.
+
+        Raises:
+            _NotMade: if it raises, for a batch above 1.
+        """
+        if batch in self.failed:
+            raise _NotMade
+        try:
+            with without_memory() if is_elsewhere(self._options.target) else contextlib.nullcontext():
+                return cast("object", self._make_case(batch))
+        except Exception as error:
+            if batch == 1 or raised_by_a_handler(error):
+                raise
+            self.failed[batch] = f"{type(error).__name__}: {error}"
+            self._progress(Progress(f"{self._vary} {batch} cannot be made: {self.failed[batch]}"))
+            raise _NotMade from error
 
     def plan_of(self, step: AheadStep, batch: int) -> Plan | None:
         """The plan of ``step``, if it is within budget and limit."""
@@ -291,7 +322,10 @@ class _Search:
 
     def _captured_fits(self, batch: int) -> bool:
         if batch not in self.plans:
-            self.plans[batch] = self.plan_of(self.step(batch), batch)
+            try:
+                self.plans[batch] = self.plan_of(self.step(batch), batch)
+            except _NotMade:
+                self.plans[batch] = None
             if self.plans[batch] is None:  # what was interpolated may have been too much
                 self._fitted = max((each for each, plan in self.plans.items() if plan is not None), default=0)
         return self.plans[batch] is not None
@@ -304,9 +338,11 @@ class _Search:
     def run(self) -> int:
         """The largest batch that fits, or once it is interrupted the largest whose plan is at hand."""
         try:
-            return self._run()
+            batch = self._run()
         except _Interrupted:
-            return self._at_hand()
+            batch = self._at_hand()
+        self.unplanned = min(self.unplanned, batch) if self.failed else self.unplanned  # lines do not see what fails
+        return batch
 
     def _at_hand(self) -> int:
         """The largest batch that was found to fit and, captured if it was not, does."""
@@ -314,17 +350,28 @@ class _Search:
         for batch in sorted(known_to_fit, reverse=True):
             if self.plans.get(batch) is not None:
                 return batch
-            step, known = self.step(batch), self._found.get(batch)
+            try:
+                step, known = self.step(batch), self._found.get(batch)
+            except _NotMade:
+                continue
             self._progress(Progress(f"planning {self._vary} {batch} from what is known"))
             options = replace(self._planning(self._effort), interrupt=Interrupt(LAST_SECONDS))
             seeds = [] if known is None else [known.schedule]
             self.plans[batch] = judged(step, self._budget, self.limit(step.program), options, seeds)
             if self.plans[batch] is not None:
                 return batch
+        tried = ", ".join(f"{batch} {'fits' if fits else 'does not fit'}" for batch, fits in self.captures)
+        self._progress(Progress(f"looking for the largest {self._vary}; tried: {tried or 'none to its end'}"))
         raise KeyboardInterrupt
 
     def _run(self) -> int:
-        between = interpolated(self.step(2), self.step(4))
+        try:
+            between = interpolated(self.step(2), self.step(4))
+        except _NotMade:  # too few to draw a line through
+            batch = largest(self._captured_fits, 1)
+            fitting = (each for each, step in self._steps.items() if self._unplanned_fits(step))
+            self.unplanned = max(fitting, default=0)
+            return batch
         if between is None:
             return self._run_by_captures()
         at = between
@@ -335,6 +382,8 @@ class _Search:
             if between is None or guess <= 2 or guess in self.plans:
                 break
             self._captured_fits(guess)
+            if guess in self.failed:
+                break
             between = interpolated(self.step(2), self.step(guess), (2, guess))
             guess = guess if between is None else self._guess(between, guess, near=True)
         return largest(self._captured_fits, max(guess, 1))
@@ -342,12 +391,18 @@ class _Search:
     def _run_by_captures(self) -> int:
         """Where ops change with what is varied (definition 4)."""
         unplanned = self._where_a_line_ends(lambda step: step.unplanned_budget_bytes)
-        self.unplanned = largest(lambda batch: self._unplanned_fits(self.step(batch)), unplanned)
+        self.unplanned = largest(self._made_fits_unplanned, unplanned)
         if self._overhead is not None:
             return largest(self._captured_fits, max(self.unplanned, 1))
         at_floor = self._where_a_line_ends(lambda step: step.resident_bytes + floor_bytes(step.program)[0])
         guess = max(at_floor, self.unplanned, 1)
         return largest(self._captured_fits, max(largest(self._captured_fits, guess, max(guess // COARSE, 1)), 1))
+
+    def _made_fits_unplanned(self, batch: int) -> bool:
+        try:
+            return self._unplanned_fits(self.step(batch))
+        except _NotMade:
+            return False
 
     def _where_a_line_ends(self, size: Callable[[AheadStep], int]) -> int:
         """Where a straight line through the sizes of the two small captures meets the budget; 1 or more."""

@@ -21,6 +21,7 @@ from ebbflow.cli.demo import demo
 from ebbflow.cli.doctor import doctor
 from ebbflow.cli.max_batch import max_batch
 from ebbflow.cli.plan import plan
+from ebbflow.cli.refusals import told
 from ebbflow.cli.report import report
 from ebbflow.cli.show import show
 from ebbflow.errors import BudgetExceeded, EbbflowError, InternalError, VerificationError
@@ -30,8 +31,16 @@ from ebbflow.planners.narration import INTERRUPTED
 __all__ = ["app", "main"]
 
 
+_WORDS = "ebbflow.words"
+
+
 class _Group(TyperGroup):
     """Commands whose expected errors are one message and an exit code; all others keep their traceback."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remember what was typed: a refusal may say how it would do."""
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
@@ -40,7 +49,7 @@ class _Group(TyperGroup):
         except InternalError:
             raise  # with its traceback, which belongs into a report
         except EbbflowError as error:
-            print(f"ebbflow: {error}", file=sys.stderr)
+            print(told(error, ctx.meta.get(_WORDS, ())), file=sys.stderr)
             broken = isinstance(error, BudgetExceeded | VerificationError)
             raise typer.Exit(1 if broken else 2) from error
         except KeyboardInterrupt as error:

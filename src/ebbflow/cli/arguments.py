@@ -26,6 +26,9 @@ __all__ = [
     "CaseName",
     "Effort",
     "Gradients",
+    "Image",
+    "Layers",
+    "Length",
     "MachineName",
     "OffloadOptimizer",
     "OptimizerName",
@@ -40,6 +43,7 @@ __all__ = [
     "offloading",
     "optimizer_named",
     "several_tiers",
+    "sizes_of_zoo",
 ]
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
@@ -104,6 +108,9 @@ Tiers = Annotated[
     ),
 ]
 Size = Annotated[int | None, typer.Option(help="passed to the case: batch, length or layers")]
+Layers = Annotated[int | None, typer.Option(min=1, help="of a zoo: model that has them to choose")]
+Length = Annotated[int | None, typer.Option(min=1, help="of the sequences of a zoo: model that has it to choose")]
+Image = Annotated[int | None, typer.Option(min=1, help="height and width in pixels, of a zoo: model of images")]
 Effort = Annotated[int, typer.Option(help="local-search moves per plan")]
 TimeLimit = Annotated[float | None, typer.Option(help="seconds per plan; the best so far is kept")]
 Seed = Annotated[int, typer.Option(help="of every random choice")]
@@ -181,6 +188,24 @@ def offloading(wanted: bool, tiers: str | None) -> bool:
             value=True,
         )
     return wanted
+
+
+def sizes_of_zoo(case: str, **sizes: int | None) -> dict[str, int]:
+    """Those ``sizes`` of a ``zoo:`` case that were given.
+
+    Raises:
+        UsageError: if the case is none of the zoo's.
+    """
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if given and not case.startswith("zoo:"):
+        options = " and ".join(f"--{name}" for name in given)
+        raise UsageError(
+            f"{options} {'is' if len(given) == 1 else 'are'} for zoo:NAME; {case} has sizes of its own"
+            + ("" if case.endswith(".json") else ", of which its function takes one: --size"),
+            argument=f"--{next(iter(given))}",
+            value=next(iter(given.values())),
+        )
+    return given
 
 
 def several_tiers(names: str | None) -> list[str] | None:

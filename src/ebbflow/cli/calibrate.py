@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.arguments import AsJson, Size, Tiers, several_tiers
+from ebbflow.cli.imports import import_large
 from ebbflow.cli.output import write_json
 from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.options import Options
@@ -39,6 +40,7 @@ def calibrate(
         return
     named = parse_tiers(several_tiers(tiers))
 
+    import_large("numpy", "torch")
     from ebbflow.cost import calibrate as costs
     from ebbflow.report.text.progress import ProgressDisplay
 

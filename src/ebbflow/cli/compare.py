@@ -9,7 +9,7 @@ without a plan which budget is the least for which one was found, and why there 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,9 @@ from ebbflow.cli.arguments import (
     CaseName,
     Effort,
     Gradients,
+    Image,
+    Layers,
+    Length,
     MachineName,
     OffloadOptimizer,
     OptimizerName,
@@ -31,7 +34,9 @@ from ebbflow.cli.arguments import (
     offloading,
     optimizer_named,
     several_tiers,
+    sizes_of_zoo,
 )
+from ebbflow.cli.imports import import_large
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import check_picture, check_writable, save_frontier, save_report, write_json
 from ebbflow.cli.steps import captured_step, check_request
@@ -43,6 +48,7 @@ from ebbflow.step.machine import is_elsewhere
 from ebbflow.units import Budget
 
 if TYPE_CHECKING:
+    from ebbflow._api.estimate import AheadStep
     from ebbflow.case import Case
     from ebbflow.planning.frontier import Refusal
     from ebbflow.report.text.compare import Row
@@ -59,6 +65,9 @@ def compare(
     machine: MachineName = None,
     tiers: Tiers = None,
     size: Size = None,
+    layers: Layers = None,
+    length: Length = None,
+    image: Image = None,
     optimizer: OptimizerName = None,
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
@@ -75,8 +84,9 @@ def compare(
 ) -> None:
     """Plan one training step with several planners and hold them against each other.
 
-    Ctrl-C ends the plan that is being made with the best found so far, and the comparison after it. Exit code 2 and the
-    reason if no planner has a plan for any of the budgets.
+    Ctrl-C ends the plan that is being made with the best found so far, and the comparison after it; a second one ends
+    both at once, and what was found until then is shown. Exit code 2 and the reason if no planner has a plan for any of
+    the budgets.
     """
     check_writable(report, "--report")
     check_picture(plot, "--plot")
@@ -99,26 +109,25 @@ def compare(
     if run and is_elsewhere(asked.target):
         raise UsageError(f"--run cannot run on {machine}, which is not this machine; leave --machine or --run out")
     check_request(case, size, asked, run=run or None)
+    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
+    import_large("numpy", "torch")
     from ebbflow.planning.frontier import Refusal
-    from ebbflow.planning.pipeline import PlanningOptions
     from ebbflow.report.text.compare import row_of, write_rows
     from ebbflow.report.text.progress import ProgressDisplay
 
     names = _names(planners, moving=bool(asked.tiers))
     with ProgressDisplay(sys.stderr) as display:
-        step, loaded = captured_step(case, size, replace(asked, progress=display), display)
-        outcomes: list[Plan | Refusal] = []
-        with KeepBest(display, None) as keeper:
-            options = PlanningOptions.of(replace(asked, progress=keeper.tell))
-            for outcome in step.frontier(parsed, names, options):
-                outcomes.append(outcome)
-                if keeper.interrupt.interrupted:
-                    break
+        step, loaded = captured_step(case, size, replace(asked, progress=display), display, sizes)
+        stop = _Stop()
+        outcomes = _planned(step, parsed, names, replace(asked, progress=None), display, stop)
         rows = [row_of(step.program.name, outcome) for outcome in outcomes]
-        if run:
+        if run and not stop.now:
             assert loaded is not None
-            rows = _tried(loaded, outcomes, rows, display)
+            rows = _tried(loaded, outcomes, rows, display, stop)
+    if stop.came:
+        most = len(set(parsed)) * len(names)
+        print(f"stopped by Ctrl-C: this is what {len(outcomes)} of {most} plans give", file=sys.stderr)
     _save_reports(outcomes, rows, report, plot)
     if as_json:
         write_json([row.to_json() for row in rows])
@@ -127,6 +136,47 @@ def compare(
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if refusals and len(refusals) == len(outcomes):
         raise refusals[-1].error  # no budget had a plan: why, and the least that would
+    if stop.now:
+        raise typer.Exit(130)
+
+
+@dataclass
+class _Stop:
+    """Whether Ctrl-C has come, and whether it came twice, or while plans ran: nothing more is begun then."""
+
+    came: bool = False
+    now: bool = False
+
+
+def _planned(
+    step: AheadStep,
+    budgets: list[Budget],
+    names: list[str],
+    asked: Options,
+    display: ProgressDisplay,
+    stop: _Stop,
+) -> list[Plan | Refusal]:
+    """What the planners have found, all of it or, once Ctrl-C has come, until then.
+
+    Raises:
+        KeyboardInterrupt: if that is nothing.
+    """
+    from ebbflow.planning.pipeline import PlanningOptions
+
+    outcomes: list[Plan | Refusal] = []
+    try:
+        with KeepBest(display, None) as keeper:
+            options = PlanningOptions.of(replace(asked, progress=keeper.tell, interrupt=keeper.interrupt))
+            for outcome in step.frontier(budgets, names, options):
+                outcomes.append(outcome)
+                if keeper.interrupt.interrupted:
+                    stop.came = True
+                    break
+    except KeyboardInterrupt:
+        if not outcomes:
+            raise
+        stop.came = stop.now = True
+    return outcomes
 
 
 def _names(planners: str, *, moving: bool) -> list[str]:
@@ -145,20 +195,24 @@ def _names(planners: str, *, moving: bool) -> list[str]:
     return [name for name in planner_names() if not missing_extra(name) and (moving or name not in NEED_TIERS)]
 
 
-def _tried(case: Case, outcomes: list[Plan | Refusal], rows: list[Row], display: ProgressDisplay) -> list[Row]:
-    """The rows with what running their plans gave."""
+def _tried(
+    case: Case, outcomes: list[Plan | Refusal], rows: list[Row], display: ProgressDisplay, stop: _Stop
+) -> list[Row]:
+    """The rows with what running their plans gave; once Ctrl-C has come, the rest without."""
     from ebbflow._api.timed_runs import try_plans
     from ebbflow.step.plan import Plan
 
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     trials = try_plans(case, plans)
-    found: list[Row] = []
-    for outcome, row in zip(outcomes, rows, strict=True):
-        if isinstance(outcome, Plan):
-            display.stage(f"running {outcome.planner} at {row.budget_bytes} bytes")
-            trial = next(trials)
-            row = row.measured(trial.measured_peak_bytes, trial.measured_overhead)
-        found.append(row)
+    found = list(rows)
+    try:
+        for place, (outcome, row) in enumerate(zip(outcomes, rows, strict=True)):
+            if isinstance(outcome, Plan):
+                display.stage(f"running {outcome.planner} at {row.budget_bytes} bytes")
+                trial = next(trials)
+                found[place] = row.measured(trial.measured_peak_bytes, trial.measured_overhead)
+    except KeyboardInterrupt:
+        stop.came = stop.now = True
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ebbflow.cli.arguments import ReportFile
+from ebbflow.cli.imports import import_large
 from ebbflow.cli.output import check_writable, save_plan, save_report, write_json
 from ebbflow.units import Budget
 
@@ -37,6 +38,7 @@ def demo(
     check_writable(report, "--report")
     Budget.parse(budget)
 
+    import_large("numpy", "torch")
     from ebbflow.demo.training import DemoConfig, run_demo
     from ebbflow.report.records.page import page_of
     from ebbflow.report.text.demo import write_demo

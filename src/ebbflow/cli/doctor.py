@@ -18,6 +18,9 @@ from ebbflow.cli.arguments import (
     CaseName,
     Effort,
     Gradients,
+    Image,
+    Layers,
+    Length,
     MachineName,
     OffloadOptimizer,
     OptimizerName,
@@ -30,7 +33,9 @@ from ebbflow.cli.arguments import (
     offloading,
     optimizer_named,
     several_tiers,
+    sizes_of_zoo,
 )
+from ebbflow.cli.imports import import_large
 from ebbflow.cli.output import write_json
 from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.errors import CaptureError
@@ -49,6 +54,9 @@ def doctor(
     machine: MachineName = None,
     tiers: Tiers = None,
     size: Size = None,
+    layers: Layers = None,
+    length: Length = None,
+    image: Image = None,
     optimizer: OptimizerName = None,
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
@@ -79,7 +87,9 @@ def doctor(
     )
     limit = None if budget is None else Budget.parse(budget)
     check_request(case, size, asked)
+    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
+    import_large("numpy", "torch")
     from ebbflow._api.doctor import examine
     from ebbflow.planning.pipeline import PlanningOptions
     from ebbflow.report.records.diagnosis import Break, break_of
@@ -89,7 +99,7 @@ def doctor(
     with ProgressDisplay(sys.stderr) as display:
         options = replace(asked, progress=display)
         try:
-            step, _ = captured_step(case, size, options, display)
+            step, _ = captured_step(case, size, options, display, sizes)
             found = examine(step, limit, PlanningOptions.of(options), top)
         except CaptureError as error:
             found = break_of(error)

@@ -1,8 +1,8 @@
 """``ebbflow max-batch``: the largest batch, number of layers or length that fits a budget, by prediction.
 
-With ``--json`` one object: ``case, vary, batch, unplanned_batch, budget_bytes, overhead_limit, captured`` and, under
-``plan``, the plan's summary; ``batch`` is the number of what was varied. Where not even 1 fits, exit code 2 and the
-least budget for it.
+With ``--json`` one object: ``case, vary, batch, unplanned_batch, budget_bytes, overhead_limit, captured, failed`` and,
+under ``plan``, the plan's summary; ``batch`` is the number of what was varied. Where not even 1 fits, exit code 2 and
+the least budget for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from ebbflow.cli.arguments import (
     AsJson,
     Effort,
     Gradients,
+    Image,
+    Layers,
+    Length,
     MachineName,
     OffloadOptimizer,
     OptimizerName,
@@ -27,8 +30,10 @@ from ebbflow.cli.arguments import (
     offloading,
     optimizer_named,
     several_tiers,
+    sizes_of_zoo,
 )
 from ebbflow.cli.cases import blame, check_case, is_graph, load_case, refuse_to_offload_nothing
+from ebbflow.cli.imports import import_large
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import write_json
 from ebbflow.errors import UsageError
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["max_batch"]
 
 _LARGEST = {"batch": "largest batch", "layers": "most layers", "length": "greatest length"}
+_FITS = {True: "fits", False: "does not fit"}
 _LARGER = {"batch": "a larger batch", "layers": "more layers", "length": "a greater length"}
 
 
@@ -54,9 +60,10 @@ def max_batch(
     size: Annotated[
         int | None, typer.Option(min=1, help="of zoo:NAME where something else is varied: its batch")
     ] = None,
-    overhead: Annotated[
-        str | None, typer.Option(help="the most added time: one-forward, 30% or 0.3; default: any")
-    ] = None,
+    layers: Layers = None,
+    length: Length = None,
+    image: Image = None,
+    overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
     planner: PlannerName = "auto",
     machine: MachineName = None,
     tiers: Tiers = None,
@@ -92,15 +99,21 @@ def max_batch(
     )
     parsed = Budget.parse(budget)
     check_case(case)
+    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
     word, sized = _varied(case, vary, size)
+    if word in sizes:
+        raise UsageError(
+            f"--{word} is what is to be found; leave it out, or --vary something else", argument=f"--{word}"
+        )
 
+    import_large("numpy", "torch")
     import ebbflow
     from ebbflow.case import Case
     from ebbflow.report.text.plan import write_plan
     from ebbflow.report.text.progress import ProgressDisplay
 
     def make(batch: int) -> Case:
-        loaded = load_case(case, size, sizes={sized: batch}) if sized else load_case(case, batch)
+        loaded = load_case(case, size if sized else batch, sizes={**sizes, sized: batch} if sized else sizes)
         assert isinstance(loaded, Case)
         if offload_optimizer and asked.for_case(loaded).optimizer in (None, no_optimizer):
             refuse_to_offload_nothing(case)
@@ -137,6 +150,7 @@ def max_batch(
                 "budget_bytes": parsed.bytes,
                 "overhead_limit": found.overhead_limit,
                 "captured": [list(each) for each in found.captured],
+                "failed": [list(each) for each in found.failed],
                 "plan": found.plan.summary(),
             }
         )
@@ -146,6 +160,9 @@ def max_batch(
     )
     within = format_allowed(parsed.bytes or 0)
     print(f"{_LARGEST[word]} of {case} within {within}{allowed}: {found.batch}, unplanned {found.unplanned_batch}")
+    print(f"  tried      {', '.join(f'{size} {_FITS[fits]}' for size, fits in found.captured)}")
+    for failed, why in found.failed:
+        print(f"  not made   {failed}: {why}")
     write_plan(found.plan, sys.stdout)
 
 
@@ -184,14 +201,14 @@ def _varied(case: str, vary: str | None, size: int | None) -> tuple[Vary, str]:
     return cast("Vary", word), "" if word == taken[0] else word
 
 
-def _limit(text: str | None) -> float | Literal["one-forward"] | None:
+def _limit(text: str) -> float | Literal["one-forward"] | None:
     """The limit on the overhead that ``text`` says."""
-    if text is None or text == "one-forward":
-        return None if text is None else "one-forward"
+    if text in ("any", "one-forward"):
+        return None if text == "any" else "one-forward"
     try:
         number = float(text.removesuffix("%"))
     except ValueError:
-        raise UsageError(f"--overhead {text!r} is not a limit; accepted: one-forward, 30% or 0.3") from None
+        raise UsageError(f"--overhead {text!r} is not a limit; accepted: one-forward, 30%, 0.3 or any") from None
     if text.endswith("%"):
         return number / 100
     if number > 1:

@@ -14,6 +14,9 @@ from ebbflow.cli.arguments import (
     CaseName,
     Effort,
     Gradients,
+    Image,
+    Layers,
+    Length,
     MachineName,
     OffloadOptimizer,
     OptimizerName,
@@ -27,7 +30,9 @@ from ebbflow.cli.arguments import (
     offloading,
     optimizer_named,
     several_tiers,
+    sizes_of_zoo,
 )
+from ebbflow.cli.imports import import_large
 from ebbflow.cli.interruption import KeepBest
 from ebbflow.cli.output import check_writable, save_plan, save_report, write_json
 from ebbflow.cli.steps import captured_step, check_request
@@ -44,6 +49,9 @@ def plan(
     machine: MachineName = None,
     tiers: Tiers = None,
     size: Size = None,
+    layers: Layers = None,
+    length: Length = None,
+    image: Image = None,
     optimizer: OptimizerName = None,
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
@@ -75,7 +83,9 @@ def plan(
     )
     limit = Budget.parse(budget)
     check_request(case, size, asked)
+    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
+    import_large("numpy", "torch")
     from ebbflow.planning.pipeline import PlanningOptions
     from ebbflow.report.records.page import page_of
     from ebbflow.report.text.plan import write_plan
@@ -83,7 +93,7 @@ def plan(
 
     with ProgressDisplay(sys.stderr) as display, KeepBest(display, time_limit) as keeper:
         options = replace(asked, time_limit=None, interrupt=keeper.interrupt, progress=keeper.tell)
-        step, _ = captured_step(case, size, options, display)
+        step, _ = captured_step(case, size, options, display, sizes)
         display.stage("planning")
         made = step.plan(limit, PlanningOptions.of(options))
     if keeper.interrupt.interrupted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ebbflow.cli.imports import import_large
 from ebbflow.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def read_plan(path: Path) -> Plan:
         what = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
         raise UsageError(f"{what}; {_MAKE}", argument="plan", value=str(path))
 
+    import_large("numpy")
     from ebbflow.step.plan import Plan
 
     return Plan.load(path)

@@ -44,9 +44,20 @@ def check_request(case: str, size: int | None, options: Options, **given: object
 
 
 def captured_step(
-    text: str, size: int | None, options: Options, display: ProgressDisplay
+    text: str,
+    size: int | None,
+    options: Options,
+    display: ProgressDisplay,
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[AheadStep, Case | None]:
     """The step that ``text`` names with what it needs to be planned, and the case if it is no graph file.
+
+    Args:
+        text: as it was typed.
+        size: of ``--size``.
+        options: checked already.
+        display: told what is done.
+        sizes: others of a model of the zoo, as :func:`ebbflow.zoo.build` takes them.
 
     Raises:
         UsageError: if ``text`` names nothing.
@@ -58,7 +69,7 @@ def captured_step(
     from ebbflow.case import Case
 
     display.stage("reading the case")
-    loaded = load_case(text, size, fake=is_elsewhere(options.target))
+    loaded = load_case(text, size, fake=is_elsewhere(options.target), sizes=sizes)
     if not isinstance(loaded, Case):
         return AheadStep(loaded, 0, 0), None
     asked = options.for_case(loaded)

@@ -2,7 +2,7 @@
 
 Each entry of :data:`MODELS` is called with its batch, or with nothing for its default, and returns a case whose
 forward gives the loss; ``llama_8b``, ``llama_70b`` and ``llama_70b_lora`` have one sequence and take its length. Many
-take ``layers`` and ``length`` besides (:func:`build`).
+take ``layers``, ``length`` or ``image`` besides (:func:`build`).
 Everything is written here but ``hf_*``, which need ``pip install 'ebbflow[hf]'``.
 """
 
@@ -135,7 +135,9 @@ MODELS: dict[str, Model] = {
 
 
 def sizes_of(name: str) -> tuple[str, ...]:
-    """Which of ``"batch"``, ``"layers"`` and ``"length"`` the zoo's ``name`` takes, the one of :func:`build` first.
+    """Which of ``"batch"``, ``"layers"``, ``"length"`` and ``"image"`` (pixels each way) the zoo's ``name`` takes.
+
+    The one that :func:`build` is called with stands first.
 
     Raises:
         UsageError: if the zoo has no such model.

@@ -1,4 +1,4 @@
-"""Sizes by which the zoo's models are asked for: batch, layers and length, each where a model has it."""
+"""Sizes by which the zoo's models are asked for: batch, layers, length and image, each where a model has it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ebbflow.case import Case
 __all__ = ["parameters_of", "resized"]
 
 _Config = TypeVar("_Config", bound=Any)
-_NAMES = {"batch": "batch", "layers": "layers", "length": "length", "frames": "length"}
+_NAMES = {"batch": "batch", "layers": "layers", "length": "length", "frames": "length", "image": "image"}
 """What a model's function calls each."""
 
 

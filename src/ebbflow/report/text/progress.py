@@ -12,11 +12,20 @@ from rich.text import Text
 
 from ebbflow.planners.base import Progress
 from ebbflow.planners.narration import interrupted_at
-from ebbflow.units import format_seconds
 
 __all__ = ["ProgressDisplay"]
 
 PLAIN_SECONDS = 1.0  # between two plain lines of one stage: a log should not scroll
+
+
+class _Ticking:
+    """The line of a display as it is at the moment that it is drawn."""
+
+    def __init__(self, display: ProgressDisplay) -> None:
+        self._display = display
+
+    def __rich__(self) -> Text:
+        return Text(self._display.line)
 
 
 class ProgressDisplay:
@@ -29,8 +38,9 @@ class ProgressDisplay:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         console = Console(file=stream)
-        self._status = Status("", console=console) if console.is_terminal else None
         self._begin = time.monotonic()
+        self._text = ""
+        self._status = Status(_Ticking(self), console=console) if console.is_terminal else None
         self._last: Progress | None = None
         self._stage = ""
         self._last_text: str = ""
@@ -49,6 +59,14 @@ class ProgressDisplay:
         if isinstance(error, KeyboardInterrupt) and self._last is not None:
             interrupted_at(error, self._last)
 
+    @property
+    def line(self) -> str:
+        """What goes on, and for how long it has by now."""
+        seconds = time.monotonic() - self._begin
+        return (
+            f"{self._text} ({f'{seconds:.0f} s' if seconds < 60 else f'{seconds / 60:.1f} min'})" if self._text else ""
+        )
+
     def stage(self, text: str) -> None:
         """Say what is done now."""
         self(Progress(text))
@@ -59,7 +77,7 @@ class ProgressDisplay:
         text = str(progress)
         elapsed = time.monotonic() - self._begin
         if self._status is not None:
-            self._status.update(Text(f"{text} ({format_seconds(elapsed)})"))
+            self._text = text  # what is drawn looks here, several times a second
             return
         new_stage = progress.stage != self._stage
         if not new_stage and (text == self._last_text or elapsed - self._last_seconds < PLAIN_SECONDS):

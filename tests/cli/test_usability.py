@@ -1,0 +1,200 @@
+"""What makes the command line kind: suggested commands, sizes of the zoo, what is kept on Ctrl-C, time that ticks."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import ebbflow
+from ebbflow._api.estimate import AheadStep
+from ebbflow.case import Case
+from ebbflow.cli import app
+from ebbflow.cli.imports import import_large
+from ebbflow.cli.refusals import told
+from ebbflow.errors import BudgetError, UsageError
+from ebbflow.report.text.progress import ProgressDisplay
+from ebbflow.zoo import build, mlp_chain, sizes_of
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    nodes = [{"id": i, "cost_cpu": 1.0 + i, "cost_ram": 100.0, "backward": i > 5} for i in range(12)]
+    links = [{"source": i, "target": i + 1} for i in range(11)]
+    links += [{"source": i, "target": 11 - i} for i in range(5)]
+    path = tmp_path / "chain.json"
+    path.write_text(json.dumps({"graph": {"name": "chain"}, "nodes": nodes, "links": links}))
+    return path
+
+
+# -- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [["--budget", "150B"], ["--budget=150B"]])
+def test_a_refused_budget_suggests_a_command_that_works(form: list[str], graph: Path) -> None:
+    refused = run("plan", graph, *form, "--effort", "50")
+    assert refused.exit_code == 2
+    lines = refused.stderr.splitlines()
+    assert len([line for line in lines if line.startswith("ebbflow:")]) == 1
+    program, *words = shlex.split(lines[-1].removeprefix("  try: "))
+    assert program == "ebbflow"
+    assert words[:2] == ["plan", str(graph)]
+    assert run(*words).exit_code == 0
+
+
+def test_a_refusal_is_told_in_lines() -> None:
+    text = "a budget of 1.50 KiB (1536 bytes) is too small: it needs 2.00 KiB (2048 bytes, 41.74 %). 59.19 MiB are \
+resident, pinned by gelu (aten.gelu.default) at gpt.py:61. Ask for 2048 bytes"
+    error = BudgetError(
+        text, budget_bytes=1536, floor_bytes=0, smallest_bytes=2048, resident_bytes=0, pinned_by="nothing"
+    )
+    assert told(error, ["doctor", "zoo:gpt"]).splitlines() == [
+        "ebbflow: a budget of 1.50 KiB (1536 bytes) is too small: it needs 2.00 KiB (2048 bytes, 41.74 %).",
+        "  59.19 MiB are resident, pinned by gelu (aten.gelu.default) at gpt.py:61.",
+        "  Ask for 2048 bytes",
+        "  try: ebbflow doctor zoo:gpt --budget 2048B",
+    ]
+    assert told(error, ["compare", "a b.json", "--budgets", "80%,60%"]).endswith("compare 'a b.json' --budgets 2048B")
+    assert told(UsageError("no. Never"), ["plan"]) == "ebbflow: no. Never"
+
+
+@pytest.mark.parametrize("budget", ["60", "12.5"])
+def test_a_bare_number_gets_a_suggestion(budget: str) -> None:
+    result = run("plan", "zoo:gpt", "--budget", budget)
+    assert f"write '{budget}%' for a share of the unplanned peak, '{budget}GiB' for bytes" in result.stderr
+
+
+# -- sizes of the zoo ------------------------------------------------------------------------------------------
+
+
+def test_models_of_the_zoo_take_their_sizes() -> None:
+    result = run(
+        "plan", "zoo:mlp_chain", "--size", 64, "--layers", 3, "--budget", "100%", "--machine", "t4-16gb", "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["case"].startswith("mlp_chain-3L-")
+    assert "image" in sizes_of("unet")
+    assert build("unet", 1, image=64).args[0].shape[-2:] == (64, 64)
+    refused = run("plan", "zoo:mlp_chain", "--image", 64, "--budget", "100%")
+    assert refused.exit_code == 2
+    assert "zoo:mlp_chain has no image to choose; it takes: batch, layers" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [("plan", "--budget", "1GB"), ("compare",), ("doctor",), ("max-batch", "--budget", "1GB")]
+)
+def test_sizes_are_of_the_zoo_alone(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "case.py").write_text("def case(batch=1): ...")
+    name, *options = command
+    result = run(name, f"{tmp_path / 'case.py'}:case", *options, "--layers", 3)
+    assert result.exit_code == 2
+    assert "--layers is for zoo:NAME" in result.stderr
+
+
+def test_what_is_to_be_found_is_not_given() -> None:
+    result = run("max-batch", "zoo:mlp_chain", "--budget", "1GB", "--vary", "layers", "--layers", 3)
+    assert result.exit_code == 2
+    assert "--layers is what is to be found" in result.stderr
+
+
+# -- max-batch -------------------------------------------------------------------------------------------------
+
+
+def tiny(batch: int) -> Case:
+    return mlp_chain(batch, layers=2, width=16)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 40])
+def test_a_size_that_cannot_be_made_keeps_the_smaller_ones(limit: int) -> None:
+    def make(batch: int) -> Case:
+        if batch > limit:
+            raise ValueError(f"no more than {limit} rows")
+        return tiny(batch)
+
+    found = ebbflow.max_batch(make, budget="1MiB", effort=50, progress=None)
+    assert found.batch == limit
+    assert found.unplanned_batch <= limit
+    assert dict(found.captured)[limit]
+    assert found.failed
+    assert all(size > limit and why == f"ValueError: no more than {limit} rows" for size, why in found.failed)
+    assert not {size for size, _ in found.failed} & {size for size, _ in found.captured}
+
+
+def test_what_cannot_be_made_at_all_is_the_callers_error() -> None:
+    def make(batch: int) -> Case:
+        raise ValueError("never")
+
+    with pytest.raises(ValueError, match="never"):
+        ebbflow.max_batch(make, budget="1MiB", effort=50, progress=None)
+
+
+def test_each_size_that_was_tried_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from ebbflow.zoo import mlp_chain\n"
+        "def case(batch: int):\n"
+        "    if batch > 20:\n"
+        "        raise ValueError('no more rows')\n"
+        "    return mlp_chain(batch, layers=2, width=16)\n"
+    )
+    result = run("max-batch", f"{tmp_path / 'mine.py'}:case", "--budget", "1MiB", "--effort", 50)
+    assert result.exit_code == 0, result.stderr
+    assert "at an overhead of at most 100.00 %: 20, unplanned 20" in result.stdout
+    assert "20 fits" in next(line for line in result.stdout.splitlines() if line.startswith("  tried "))
+    assert ": ValueError: no more rows" in result.stdout
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_keeps_what_it_has(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = AheadStep.frontier
+
+    def cut_off(self: AheadStep, *arguments: Any) -> Iterator[object]:
+        yield next(iter(whole(self, *arguments)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AheadStep, "frontier", cut_off)
+    result = run("compare", graph, "--budgets", "100%,90%", "--planners", "auto", "--json")
+    assert result.exit_code == 130
+    assert "this is what 1 of 2 plans give" in result.stderr
+    assert len(json.loads(result.stdout)) == 1
+
+
+def test_an_import_is_not_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "large_package.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            import_large("large_package")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert sys.modules.pop("large_package").whole
+    assert "packages are being imported" in capfd.readouterr().err
+
+
+def test_elapsed_time_ticks_while_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressDisplay(terminal) as display:
+        display.stage("capturing")
+        time.sleep(1.4)
+    shown = terminal.getvalue()
+    assert "capturing (0 s)" in shown
+    assert "capturing (1 s)" in shown
