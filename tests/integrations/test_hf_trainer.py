@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,46 @@ def test_a_model_that_was_fitted_before_stays_fitted(tmp_path: Path) -> None:
     assert budget.plan == plan
     assert budget.calls is not None
     assert budget.calls.planned == 3
+
+
+def test_a_second_budget_on_one_trainer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="two MemoryBudgets"):
+        trained(tmp_path, MemoryBudget("90%", progress=None), MemoryBudget("80%", progress=None))
+
+
+class Failing(hf.TrainerCallback):
+    """Ends a training after its second step as a callback with a fault does: no callback is told."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise RuntimeError("a fault")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_training_after_one_that_failed_has_its_own_budget(kept: bool, tmp_path: Path) -> None:
+    model, first = tiny(), MemoryBudget("90%", progress=None)
+    with pytest.raises(RuntimeError, match="a fault"):
+        trained(tmp_path, first, Failing(), model=model)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    if not kept:
+        del first
+        gc.collect()
+    second = MemoryBudget("80%", progress=None)
+    _, left = trained(tmp_path, second, model=model)
+    plain = tiny()
+    plain.load_state_dict(state)
+    _, alone = trained(tmp_path, model=plain)
+    assert_same(alone, left)
+    assert second.calls is not None
+    assert second.calls.planned == 3
+    assert second.plan is not None
+    if kept:
+        assert first.plan is not None
+        assert first.plan.budget_bytes > second.plan.budget_bytes
+        assert first.calls is not None
+        assert first.calls.planned == 2
+    with pytest.raises(UsageError, match="not fitted"):
+        ebbflow.plan_of(model)
 
 
 REFUSED = {

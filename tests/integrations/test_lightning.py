@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ebbflow
+from ebbflow.engine import model
 from ebbflow.errors import BudgetError, CaptureError, UsageError
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -219,6 +220,23 @@ def test_what_is_no_graph_is_refused_with_its_line_and_leaves_the_module_as_it_w
     with pytest.raises(CaptureError, match=r'print\("a step"\)'):
         trained(MemoryBudget("97%", progress=None), kind=Kept)
     assert {"training_step", "log"}.isdisjoint(vars(kept[0]))
+
+
+class Counts(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch[0])
+        if batch_idx % 2 == 0:
+            self.log("even", out.sum())
+        return {"loss": F.cross_entropy(out, batch[1])}
+
+
+def test_a_step_for_each_number_of_a_batch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_MOST_IN_A_ROW", 2)
+    budget = MemoryBudget("1MiB", progress=None)
+    with pytest.raises(CaptureError, match=r"self\.batch_idx == 1 .*on_train_batch_end"):
+        trained(budget, kind=Counts, batch=16)
+    assert budget.calls is not None
+    assert budget.calls.planned == 2
 
 
 class Copies(Module):

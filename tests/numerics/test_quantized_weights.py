@@ -1,6 +1,6 @@
 """Weights of quantizing libraries, as they are built: a parameter's subclass with its scale, dequantized in a function.
 
-Neither bitsandbytes nor torchao is at hand; these are made as theirs are.
+Neither bitsandbytes nor torchao is a dependency; these are made as theirs are.
 """
 
 from __future__ import annotations
@@ -117,6 +117,41 @@ def wrapped(*, fitted: bool) -> torch.Tensor | None:
         ebbflow.fit(model, "1MiB", progress=None)
     model(torch.randn(4, 8)).sum().backward()
     return model[1].weight.grad
+
+
+class Scaled(torch.Tensor):
+    """As torchao's ``Int8Tensor``: a tensor around two, which is dequantized wherever it is read."""
+
+    @staticmethod
+    def __new__(cls, bytes_: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, bytes_.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, bytes_: torch.Tensor, scale: torch.Tensor) -> None:
+        self.bytes_, self.scale = bytes_, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["bytes_", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Scaled:
+        return Scaled(inner["bytes_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].bytes_, args[0].scale)
+        plain = tree_map(lambda each: each.bytes_ * each.scale if isinstance(each, cls) else each, args)
+        return func(*plain, **(kwargs or {}))
+
+
+def test_a_tensor_around_several_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight = nn.Parameter(Scaled(torch.ones(8, 8, dtype=torch.int8), torch.tensor(0.1)), requires_grad=False)
+    model(torch.randn(4, 8)).sum().backward()
+    ebbflow.fit(model, "1MiB", progress=None)
+    with pytest.raises(CaptureError, match=r"wraps several others \(Scaled\)"):
+        model(torch.randn(4, 8))
+    assert not ebbflow.calls_of(model).planned
 
 
 def test_a_tensor_around_a_tensor_is_refused_and_nothing_runs_unplanned() -> None:

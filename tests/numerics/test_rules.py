@@ -351,6 +351,17 @@ sine.register_autograd(
 )
 
 
+@case("labels that are bytes")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for part in m.parts:
+            x = torch.tanh(part(x))
+        return F.cross_entropy(x, labels, weight=m.weights, ignore_index=255)
+
+    labels = torch.randint(0, 32, (64,), dtype=torch.uint8).index_fill(0, torch.tensor([3, 9]), 255)
+    return Written(body, *(linear() for _ in range(4)), weights=torch.rand(32)), (rows(), labels)
+
+
 @case("custom ops, one of which changes a buffer")
 def _() -> Case:
     def body(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ class Attention(nn.Module):
         return self.out(x.transpose(1, 2).reshape(16, 8)).float().square().mean()
 
 
-def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    return ebbflow.fit(copy.deepcopy(model), "1MiB", effort=100), model
+def twins(model: nn.Module, budget: str = "1MiB") -> tuple[nn.Module, nn.Module]:
+    return ebbflow.fit(copy.deepcopy(model), budget, effort=100), model
 
 
 def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
@@ -108,3 +108,63 @@ def test_a_backward_inside_of_autocast_is_refused_before_any_gradient_leaves() -
         with pytest.raises(CaptureError, match="leave the autocast block"):
             loss.backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """As they are by default when the test ends."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+class Products(nn.Module):
+    """Square matrices, one after the other: oneDNN multiplies them in 16 bits where that is allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_bytes_and_bits_are_those_of_the_precision_of_products() -> None:
+    """The kernels that multiply in 16 bits make copies: what one precision takes says nothing of another."""
+    x = torch.randn(512, 64)
+    model, plain = twins(Products(), "70%")
+    for precision in ("highest", "medium", "highest"):
+        torch.set_float32_matmul_precision(precision)
+        for run in range(3):
+            expected = left_by(plain, x)
+            if run < 2:
+                assert_same(left_by(model, x), expected)
+                continue
+            with ebbflow.measure(model) as gauge:
+                found = left_by(model, x)
+            assert_same(found, expected)
+            plan = ebbflow.plan_of(model)
+            assert plan is not None
+            assert gauge.above_bytes <= plan.timeline.above_bytes
+
+
+def left_by(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.usefixtures("exact_products")
+def test_a_backward_of_another_precision_is_refused_before_any_gradient_leaves() -> None:
+    model, _ = twins(Products(), "70%")
+    x = torch.randn(512, 64)
+    loss = model(x)
+    torch.set_float32_matmul_precision("medium")
+    with pytest.raises(CaptureError, match="change it between steps"):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    del loss
+    left_by(model, x)

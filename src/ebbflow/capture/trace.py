@@ -24,6 +24,7 @@ from torch import fx
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only, marks_in_graphs, settle_roles
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
+from ebbflow.capture.rules.byte_labels import byte_labels
 from ebbflow.capture.rules.checks import CHECK_TRUE, assertions_as_ops, factorisation_checks_as_ops
 from ebbflow.capture.rules.ctc import ctc_with_sizes
 from ebbflow.capture.rules.dropout import dropout_as_eager
@@ -34,7 +35,7 @@ from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recu
 from ebbflow.errors import CaptureError
 from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.signals import signals_wait
-from ebbflow.torch_seams.aot import joint_graph_settings, two_graph_backend
+from ebbflow.torch_seams.aot import joint_graph_settings, kinds_of_several_tensors, two_graph_backend
 from ebbflow.torch_seams.checks import checks_as
 from ebbflow.torch_seams.dynamo import (
     capture_error_type,
@@ -152,6 +153,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
     )
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        _refuse_several(kinds_of_several_tensors(inputs))
         settle_roles(graph)
         assertions_as_ops(graph)
         unroll_recurrent(graph)
@@ -163,6 +165,18 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
     _backends[step] = backend
     return step
+
+
+def _refuse_several(kinds: list[str]) -> None:
+    """Raise for inputs that are several tensors each."""
+    if kinds:
+        raise CaptureError(
+            f"a parameter or an argument is a tensor that wraps several others ({', '.join(kinds)}), and which "
+            "gradients are whose cannot be told in its joint graph",
+            remedy="Keep what it wraps in buffers and dequantize in the forward, as bitsandbytes' layers do "
+            "(Linear8bitLt, Linear4bit), or train the adapters on the unquantized weights",
+            op=", ".join(kinds),
+        )
 
 
 def forget_step(step: Callable[..., Any]) -> None:
@@ -188,6 +202,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         factorisation_checks_as_ops(),
         dropout_as_eager() if here else nullcontext(),
         true_norms() if here else nullcontext(),
+        byte_labels(),
         nullcontext() if cuda is None else cuda_kernels(cuda),
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.

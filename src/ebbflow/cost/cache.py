@@ -18,6 +18,7 @@ from ebbflow.files import cache_directory, keep, kept
 
 __all__ = ["CostCache", "device_context", "product_precisions"]
 
+_EXACT = "ieee"
 _SCHEMA = "ebbflow-costs/3"
 _MOST_BYTES, _MOST_SECONDS = 2**50, 1e6  # of one op: a pebibyte, eleven days
 
@@ -38,6 +39,8 @@ def device_context(device: str) -> dict[str, str]:
     else:
         context["name"] = torch.backends.cpu.get_cpu_capability()
         context["mkldnn"] = str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
+        if (precision := product_precisions()[0]) != _EXACT:  # oneDNN's products of 16 bits make copies
+            context["products"] = precision
     return context
 
 
@@ -47,7 +50,7 @@ def product_precisions() -> tuple[str, str]:
     Read per backend: torch's own question for all raises where these differ.
     """
     backends = torch.backends.mkldnn, torch.backends.cuda
-    cpu, card = (str(each.matmul.fp32_precision).replace("none", "ieee") for each in backends)  # none is said: ieee
+    cpu, card = (str(each.matmul.fp32_precision).replace("none", _EXACT) for each in backends)  # none is said: ieee
     return cpu, card
 
 

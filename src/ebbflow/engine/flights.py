@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ebbflow.cost.cache import product_precisions
 from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.hook_order import keep_order
@@ -121,6 +122,7 @@ class Flight:
         self.node = weakref.ref(node)
         weakref.finalize(node, _end, self.number).atexit = False
         node.register_prehook(_refuse_autocast)
+        node.register_prehook(functools.partial(_refuse_other_products, _products()))
         node.register_prehook(note_arrived)
         if self.executable is not None:
             node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.gradient_order))
@@ -254,6 +256,31 @@ def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:
             "No gradient of this step was handed out",
             remedy="leave the autocast block before loss.backward(), as PyTorch advises",
         )
+
+
+def _products() -> tuple[object, ...]:
+    """Settings by which kernels compute products of float32, and what they take for that."""
+    return (*product_precisions(), bool(torch.backends.mkldnn.enabled))
+
+
+def _refuse_other_products(forward: tuple[object, ...], _: Any) -> None:
+    """Refuse a backward whose products are computed otherwise than its forward's.
+
+    What runs again would have other bits than eager's forward gave, and the plan counts on what the forward's kernels
+    take.
+    """
+    if _products() != forward:
+        raise CaptureError(
+            "how products of float32 are computed (torch.set_float32_matmul_precision, "
+            "torch.backends.*.fp32_precision, torch.backends.mkldnn.enabled) has been changed between the forward and "
+            f"its backward, from {_told(forward)} to {_told(_products())}, and the step was planned for one. No "
+            "gradient of this step was handed out",
+            remedy="change it between steps: each setting has a plan of its own",
+        )
+
+
+def _told(settings: tuple[object, ...]) -> str:
+    return ", ".join(map(str, settings))
 
 
 def _refuse_changed_inputs(node: weakref.ref[Any], _: Any) -> None:

@@ -5,12 +5,16 @@
 2. Checkpoints that the trainer has switched on (``activation_checkpointing=True``) are switched off while the model is
    fitted, since the plan decides what runs again; the numbers are the same with and without.
 3. What would have the model run past the plan, or spreads it, is refused by name before the first step.
-4. TRL's trainers (told by their arguments) compute their loss from log-probabilities that the model returns beside a
+4. One callback plans a training: a second is refused. A model that another left planned, since its training ended in
+   an exception, of which the trainer tells no callback, is fitted anew.
+5. TRL's trainers (told by their arguments) compute their loss from log-probabilities that the model returns beside a
    loss which they do not use: gradients go through all outputs. Their fused head is an op (``fused_head``).
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -56,6 +60,7 @@ class MemoryBudget(TrainerCallback):
         self.plan: Plan | None = None
         self._budget, self._options = budget, options
         self._fitted: torch.nn.Module | None = None
+        self._training: Callable[[], TrainerState | None] = lambda: None
         self._checkpointed = False
         self._head: Patch | None = None
 
@@ -65,10 +70,11 @@ class MemoryBudget(TrainerCallback):
         """Fit the model (definition 1).
 
         Raises:
-            UsageError: for a trainer whose steps cannot be planned (definition 3).
+            UsageError: for a trainer whose steps cannot be planned, or that another callback plans (definitions 3, 4).
         """
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         _refuse(args, model)
+        _release_other(model, self, state)
         self._release()  # where the training before did not come to its end
         self._uncheckpoint(model)
         if _is_of_trl(args):
@@ -77,7 +83,8 @@ class MemoryBudget(TrainerCallback):
             set_optimizer(model, optimizer)
             return
         fit(model, self._budget, optimizer=optimizer, **_options_for(args, self._options))
-        self._fitted = model
+        self._fitted, self._training = model, weakref.ref(state)
+        _PLANNED[model] = weakref.ref(self)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -90,6 +97,16 @@ class MemoryBudget(TrainerCallback):
         if self._checkpointed:
             self._checkpointed = False
             _checkpoint_again(model, args)
+
+    def is_of(self, training: TrainerState) -> bool:
+        """Whether the model was fitted for this training."""
+        return self._training() is training
+
+    def release(self) -> None:
+        """Leave the model as it was before, if it is still fitted."""
+        if self._fitted is not None and self._fitted in FITTED:
+            self._look(self._fitted)
+        self._release()
 
     def _look(self, model: torch.nn.Module) -> None:
         step = step_of(model)
@@ -110,6 +127,31 @@ class MemoryBudget(TrainerCallback):
             self._checkpointed = True
 
 
+_PLANNED: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[MemoryBudget]] = weakref.WeakKeyDictionary()
+"""Which callback fitted a model."""
+
+
+def _release_other(model: torch.nn.Module, callback: MemoryBudget, state: TrainerState) -> None:
+    """Leave a model as it was before another callback fitted it, in a training that is over (definition 4).
+
+    Raises:
+        UsageError: if it is this training.
+    """
+    planned = _PLANNED.pop(model, None)
+    if planned is None or model not in FITTED:
+        return
+    other = planned()
+    if other is None:
+        unfit(model)
+    elif other is not callback:
+        if other.is_of(state):
+            raise UsageError(
+                "the trainer has two MemoryBudgets, and a step has one budget: leave one in its callbacks",
+                argument="callbacks",
+            )
+        other.release()
+
+
 def _checkpoint_again(model: Any, args: TrainingArguments) -> None:
     """Switch the model's checkpoints on as the trainer does."""
     how: dict[str, Any] = dict(cast("dict[str, Any]", args.activation_checkpointing_kwargs or {}))
@@ -120,7 +162,7 @@ def _checkpoint_again(model: Any, args: TrainingArguments) -> None:
 
 
 def _is_of_trl(args: TrainingArguments) -> bool:
-    """Definition 4."""
+    """Definition 5."""
     return any(each.__module__.partition(".")[0] == "trl" for each in type(args).__mro__)
 
 

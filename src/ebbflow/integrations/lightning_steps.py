@@ -23,13 +23,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric, MetricCollection
 
-from ebbflow.errors import UsageError
+from ebbflow.errors import CaptureError, UsageError
 from ebbflow.measurement.together import Together
 from ebbflow.torch_seams.trees import tree_map
 
 __all__ = ["TRAINING_STEP", "Entry", "Later", "Losses", "losses_of", "optimizer_of"]
 
 TRAINING_STEP = "training_step"
+_NUMBER = "self.batch_idx"
+_WITHOUT_NUMBER = (
+    "do not ask for batch_idx in training_step, whose every value is a step of its own: log at every batch, which the "
+    "Trainer thins out (log_every_n_steps), and do what is for some batches alone in on_train_batch_end, which gets "
+    "batch_idx too"
+)
 _OF_METRICS = ("forward", "update", "compute", "reset")
 
 
@@ -95,7 +101,12 @@ class Losses(torch.nn.Module):
             args = (args[0], None, *args[2:])
         self.training = self.module.training
         with self.keeping():
-            outputs, kept = self(name, args, kwargs)
+            try:
+                outputs, kept = self(name, args, kwargs)
+            except CaptureError as error:
+                if _NUMBER not in (error.reason or ""):
+                    raise
+                raise CaptureError(error.reason, remedy=_WITHOUT_NUMBER, source=error.source) from error
         return self._work_off(outputs, kept)
 
     @contextlib.contextmanager

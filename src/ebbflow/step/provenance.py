@@ -56,6 +56,7 @@ class Provenance(Mapping[str, str]):
         tf32: whether products and convolutions may use TF32.
         cudnn: whether cuDNN times its algorithms, and whether it keeps to deterministic ones.
         mkldnn: whether the CPU build has oneDNN.
+        products: in what a CPU may compute products of float32; empty where exactly in that.
         machine: name of the machine planned for.
         costs: where seconds are from.
         memory_bytes: what the machine planned for has, where it is of the catalogue.
@@ -81,6 +82,7 @@ class Provenance(Mapping[str, str]):
     tf32: str = ""
     cudnn: str = ""
     mkldnn: bool | None = None
+    products: str = ""
     machine: str = ""
     costs: Costs | None = None
     memory_bytes: int | None = None

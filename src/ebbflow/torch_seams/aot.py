@@ -13,7 +13,7 @@ changed by thousands of lines between them, so nothing is imported from there):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "description_of",
     "is_tangent",
     "joint_graph_settings",
+    "kinds_of_several_tensors",
     "mutated_inputs",
     "output_position_of",
     "sequence_number",
@@ -177,3 +178,15 @@ def mutated_inputs(graph: fx.Graph, forward_output_count: int) -> dict[int, obje
     descriptions = list(output_node.meta.get("desc") or [])[:forward_output_count]
     inputs = {position: getattr(each, "mutated_input", None) for position, each in enumerate(descriptions)}
     return {position: mutated for position, mutated in inputs.items() if mutated is not None}
+
+
+def kinds_of_several_tensors(inputs: Iterable[Any]) -> list[str]:
+    """Classes of tensors among ``inputs`` that wrap several others.
+
+    A subclass with ``__tensor_flatten__`` stands in the joint graph as what it wraps, and has one gradient beside it:
+    nothing there says which primals belong together.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    found = (each for each in inputs if is_traceable_wrapper_subclass(each))
+    return sorted({type(each).__name__ for each in found if len(each.__tensor_flatten__()[0]) > 1})
