@@ -11,9 +11,8 @@
    step that keeps everything, so nothing can be faster than that times what capture adds to eager. For peaks the bound
    is the floor.
 5. Inductor's kernels are its own: its rows are compared in time and bytes, but no target is against them.
-6. The published planners have the peak of per-block checkpoints, all of them on three models and one or two of each kind
-   on the others. Those that move buffers move them to a disk; the step
-   waits there, and waiting is no CPU time.
+6. The published planners have the peak of per-block checkpoints, all of them on three models and one or two of each
+   kind on the others. Those that move buffers move them to a disk; the step waits there, and waiting is no CPU time.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ from ebbflow.planners.search.smallest import smallest_of
 
 BLOCKS = all_blocks()
 PYTHON = [block for block in BLOCKS if block.language == "python"]
-LONG = ("finetune.py", "finetune_lora.py", "frontier.py", "through_the_disk.py")
+LONG = ("biggest_first.py", "finetune.py", "finetune_lora.py", "frontier.py", "largest.py", "through_the_disk.py")
 CONSOLE = [block for block in BLOCKS if block.language == "console"]
+TAKES_LONG = re.compile("llama_8b|max-batch")
 
 
 TOLERANCE = 0.02
@@ -164,7 +165,7 @@ def test_python_block_prints_what_the_page_shows(block: Block, script: Callable[
 @pytest.mark.usefixtures("_whole_descents")
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(each, marks=pytest.mark.long) if "llama_8b" in each.text else each for each in CONSOLE],
+    [pytest.param(each, marks=pytest.mark.long) if TAKES_LONG.search(each.text) else each for each in CONSOLE],
     ids=lambda block: block.text.partition("\n")[0][2:],
 )
 def test_console_block_prints_what_the_page_shows(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
