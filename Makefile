@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all lint types unit unit-all quick gpu bench bench-full benchmarks docs pages \
+.PHONY: help setup demo test test-all lint types unit unit-all quick gpu bench bench-full benchmarks docs pages wheel \
 	release-check suite-vision test-torch clean
 .DEFAULT_GOAL := help
 
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-full  all cases whose figures are not of today's sources; days, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run one"
 	@echo "make docs        the site of these pages, build/site; a minute the first time"
+	@echo "make wheel       build wheel and source archive, install the wheel by itself and run the demo from it"
 	@echo "make pages       write docs/benchmarks.md, docs/papers.md and their plots from benchmarks/results"
 	@echo "make release-check  what a release must pass besides make test-all: no stale result, pages as results give them"
 	@echo "make suite-vision  benchmarks/public_suite.py on diffusers, torchvision and timm; hours, can be cut off and goes on"
@@ -105,6 +106,14 @@ $(DOCS_STAMP): pyproject.toml constraints.txt
 	$(DOCS_VENV)/bin/python -m pip install --quiet -c constraints.txt sphinx myst-parser furo
 	@touch $(DOCS_STAMP)
 
+# What a release is: built, unpacked, and run where nothing of this repository is. Only hatchling is downloaded.
+WHEEL_VENV := .venv-wheel
+
+wheel: $(STAMP)
+	test -d $(WHEEL_VENV) || $(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet -c constraints.txt hatchling
+	$(BIN)/python tests/release/wheel.py $(abspath $(WHEEL_VENV)/bin/python)
+
 benchmarks: $(STAMP)
 	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :
 
@@ -136,5 +145,5 @@ test-torch:
 	$(TORCH_PYTHON) benchmarks/torch_versions.py
 
 clean:
-	rm -rf $(VENV) $(VISION_VENV) $(DOCS_VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VISION_VENV) $(DOCS_VENV) $(WHEEL_VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
