@@ -59,6 +59,7 @@ SELECTION = (
     Selection("swap_tf", ("m3:4 layers", "real:dcgan"), 2.5),
     Selection("libra", ("steps:llama_small", "batch:gpt2_small", "real:llama_small"), 3.0),
     Selection("published", ("vgg16", "unet"), 3.5),
+    Selection("floors", ("sizes:float32, 1 threads",), 4.0),
     Selection("hybrid_bound", ("lane_gap:0-49", "lane_violations:165-179"), 2.0),
     Selection("hybrid", ("plan:gpt-12L a100", "grid:vgg16 a100", "disk:mlp_chain"), 1.5),
     Selection("soak", ("soak:steps of changing shapes",), 1.5),

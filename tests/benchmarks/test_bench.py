@@ -19,7 +19,7 @@ APART = {"gpu", "torch_versions"}
 
 def test_every_benchmark_is_in_it_and_an_hour_is_enough() -> None:
     assert {each.name for each in SELECTION} == {path.stem for path in bench.BENCHMARKS.glob("*.py")} - APART
-    assert sum(each.minutes for each in SELECTION) <= 55.0
+    assert sum(each.minutes for each in SELECTION) < 60.0
 
 
 @pytest.mark.parametrize("selection", SELECTION, ids=lambda each: each.name)
