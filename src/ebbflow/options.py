@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_EFFORT", "REWRITES", "Options", "no_optimizer", "require_flag", "require_gradients", "require_text"]
 
 GRADIENTS = ("loss", "all")
-REWRITES = ("exact", "none")
+REWRITES = ("exact", "in-place", "none")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
 
 
@@ -63,9 +63,10 @@ class Options:
     tiers: str | Sequence[str] | None = None
     """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
     preferred one first; ``None`` moves nothing."""
-    rewrites: Literal["exact", "none"] | None = None
+    rewrites: Literal["exact", "in-place", "none"] | None = None
     """What may take the place of parts of the step. ``"exact"``, also meant by ``None``: what gives the same bits in
-    less memory, where the budget asks for it; ``"none"``: nothing."""
+    less memory, where the budget asks for it; ``"in-place"``: that, and elementwise ops that write over what dies;
+    ``"none"``: nothing."""
     offload_optimizer: bool = False
     """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
     start: Plan | None = None
@@ -125,6 +126,11 @@ class Options:
     def may_rewrite(self) -> bool:
         """Whether something may take the place of parts of the step."""
         return self.rewrites != "none"
+
+    @property
+    def may_write_over(self) -> bool:
+        """Whether free rewrites are among them, which write results over what dies."""
+        return self.rewrites == "in-place"
 
     @property
     def every_output(self) -> bool:

@@ -76,7 +76,7 @@ def interpolated(
     def at(batch: int) -> AheadStep:
         resident = round(_between(small.resident_bytes, large.resident_bytes, (batch - low) / (high - low)))
         alternatives = [
-            replace(each, estimated=made, costed=partial(Costed, each.rewrites, made))
+            replace(each, estimated=made, costed=partial(Costed, each.rewrites, made), refined=tuple)
             for each, other_at in others
             for made in (other_at(batch),)
         ]

@@ -42,7 +42,7 @@ def doctor(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,

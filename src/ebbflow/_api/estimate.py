@@ -63,7 +63,7 @@ def plan(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
@@ -146,7 +146,7 @@ def sweep(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
@@ -339,7 +339,7 @@ def capture_ahead(
             name=name,
         )
         device = program.context["device"] if target is None else target.device
-        alternatives = _alternatives(joint, program, device, target) if options.may_rewrite else ()
+        alternatives = _alternatives(joint, program, device, options) if options.may_rewrite else ()
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:
@@ -365,10 +365,11 @@ def capture_ahead(
     )
 
 
-def _alternatives(joint: Captured, program: Program, device: str, target: Machine | None) -> Sequence[Alternative]:
-    if is_elsewhere(target):
-        return alternatives_elsewhere(joint, program)
-    return alternatives_here(joint, program, device)
+def _alternatives(joint: Captured, program: Program, device: str, options: Options) -> Sequence[Alternative]:
+    free = options.may_write_over
+    if is_elsewhere(options.target):
+        return alternatives_elsewhere(joint, program, free=free)
+    return alternatives_here(joint, program, device, free=free)
 
 
 def _classes_in(model: torch.nn.Module) -> dict[str, str]:

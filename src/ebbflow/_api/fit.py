@@ -58,7 +58,7 @@ def fit(
     seed: int = 0,
     start: Plan | None = None,
     tiers: str | Sequence[str] | None = None,
-    rewrites: Literal["exact", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     verify: bool | Literal["always"] = True,
     progress: Callable[[Progress], None] | None = aloud,
@@ -91,6 +91,7 @@ def fit(
         rewrites: what may take the place of parts of the step. ``"exact"``, also meant by ``None``: where the budget
             asks for it, a linear layer and the cross-entropy of what it gives are computed in slices, with the same
             bits, so that the logits never exist whole; whether slices have the bits of the whole is measured first.
+            ``"in-place"``: that, and results of elementwise ops go where an operand was that nobody else reads.
             ``"none"``: the step is planned as it was captured.
         offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
             back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
@@ -164,6 +165,7 @@ def fit(
         every_output=options.every_output,
         start=start,
         rewrites=options.may_rewrite,
+        writes_over=options.may_write_over,
         tiers=opened,
         offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
         calls=Calls(fitted_with_gradients=any(each.grad is not None for each in model.parameters())),

@@ -90,7 +90,7 @@ def max_batch(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
-    rewrites: Literal["exact", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     gradients: Literal["loss", "all"] | None = None,
     effort: int = DEFAULT_EFFORT,

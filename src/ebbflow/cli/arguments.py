@@ -124,7 +124,7 @@ OptimizerName = Annotated[
 Rewrites = Annotated[
     str | None,
     typer.Option(
-        help="what may replace parts of the step: exact (the default): what has the same bits in less memory; or none",
+        help="what may replace parts of the step with the same bits: exact (the default), in-place (more), or none",
         autocompletion=_beginning(lambda: REWRITES),
     ),
 ]

@@ -116,6 +116,8 @@ def _bytes(spec: TensorSpec) -> int:
 def _arguments_that_borrow(call: Call) -> set[int]:
     """Positions among the tensors of ``call`` (definition 3)."""
     target = call.target
+    if getattr(target, "borrows", False):
+        return set(range(len(call.args)))
     if not isinstance(target, OpOverload) or target.namespace not in _TRUSTED or schema_of(target).is_mutable:
         return set()
     names = [each.name for each in schema_of(target).arguments]

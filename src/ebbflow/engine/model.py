@@ -72,6 +72,7 @@ class FittedModel:
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
         rewrites: whether parts of its steps may be replaced by what has the same bits (``rewrites``).
+        writes_over: whether free rewrites are among them.
         tiers: by name, those that plans may move buffers to.
         offloaded: where the optimizer's state is in a step, if not in place.
         gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
@@ -94,6 +95,7 @@ class FittedModel:
     every_output: bool
     start: Plan | None = None
     rewrites: bool = False
+    writes_over: bool = False
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
     offloaded: Offloaded | None = None
     gradients_stay: bool = False

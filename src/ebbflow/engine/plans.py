@@ -102,7 +102,10 @@ def plan_for(
     retained = model.between.retained(now.slot)
     if model.rewrites:
         options = replace(
-            options, alternatives=alternatives_here(captured, program, now.device, retained=retained is not None)
+            options,
+            alternatives=alternatives_here(
+                captured, program, now.device, retained=retained is not None, free=model.writes_over
+            ),
         )
     wanted = _Wanted(model, program, now, resident, reserve, end, options)
     between = model.between.of(now.slot)

@@ -5,8 +5,8 @@
    first that can be planned in earnest is. If that adds no time, it is the plan.
 3. The others are ranked likewise, by estimated costs. One that takes more unplanned than the best plan so far cannot
    win, and one whose floor is above the budget cannot fit.
-4. The best of them get their costs measured, and what they take for granted, and are planned in earnest. The plan of
-   least predicted time wins.
+4. The best of them, with the free rewrites of what they leave, get their costs measured, and what they take for
+   granted, and are planned in earnest. The plan of least predicted time wins.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Alternative:
         costed: gives it in earnest, less what it can do without and does not hold; ``None`` where something that it
             takes for granted does not hold, or nobody knows.
         free: whether nothing in it takes time.
+        refined: the same with free rewrites of what it leaves; empty where there are none.
         why_not: says why ``costed`` would give ``None``; empty where it would not.
     """
 
@@ -67,6 +68,7 @@ class Alternative:
     estimated: Program
     costed: Callable[[], Costed | None] = field(repr=False)
     free: bool = False
+    refined: Callable[[], Sequence[Alternative]] = field(default=tuple, repr=False)
     why_not: Callable[[], str] = field(default=str, repr=False)
 
 
@@ -129,7 +131,7 @@ def best_of(
     if unplanned_bytes(program) <= above_budget_bytes:
         free = [captured]
     else:
-        free = [captured, *(each for each in alternatives if each.free)]
+        free = [*(each for each in alternatives if each.free), captured]
     for each in free if len(free) == 1 else _ranked(program, free, above_budget_bytes, links):
         if tries.plan(each):
             break
@@ -141,7 +143,7 @@ def best_of(
     for each in _ranked(program, others, above_budget_bytes, links):
         if tries.best is not None and each.estimated.seconds >= tries.best.step_seconds:
             continue
-        tried += tries.plan(each)
+        tried += any(map(tries.plan, _with_free(each, program, above_budget_bytes, links)))
         if tried == _MOST_TRIED or (tries.best is not None and interrupted()):
             break
     if tries.best is None:
@@ -151,6 +153,14 @@ def best_of(
     if captured.rewrites not in tries.tried:
         tries.plan(captured)
     raise min(tries.refusals, key=lambda each: each.smallest_bytes or 0)
+
+
+def _with_free(
+    each: Alternative, program: Program, above_budget_bytes: int, links: Mapping[str, Link] | None
+) -> list[Alternative]:
+    """``each`` with free rewrites besides, the best first; as it is where there are none."""
+    refined = each.refined()
+    return _ranked(program, refined, above_budget_bytes, links) if refined else [each]
 
 
 class _Tries:
@@ -190,9 +200,14 @@ class _Tries:
 def _try_the_smallest(alternatives: Sequence[Alternative], tries: _Tries) -> None:
     """A plan of one of the least floors after all, for these are estimates; or let them say what they would need."""
     refused = len(tries.refusals)
-    for each in sorted(alternatives, key=lambda each: floor_bytes(each.estimated)[0]):
-        if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(each):
-            return
+    for each in _by_floor(alternatives)[:_MOST_REFUSED]:
+        for one in _by_floor([each, *each.refined()]):
+            if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(one):
+                return
+
+
+def _by_floor(alternatives: Sequence[Alternative]) -> list[Alternative]:
+    return sorted(alternatives, key=lambda each: floor_bytes(each.estimated)[0])
 
 
 def _surrounded(candidate: Program, program: Program) -> Program:
@@ -210,11 +225,15 @@ def _ranked(
     above_budget_bytes: int,
     links: Mapping[str, Link] | None = None,
 ) -> list[Alternative]:
-    """Definition 2, the best first; one that only fits where it moves buffers by its time unplanned."""
+    """Definition 3, the best first; one that only fits where it moves buffers by its time unplanned."""
     greedy = planner_named("greedy")
     ranked: list[tuple[float, int, Alternative]] = []
     best = float("inf")
-    candidates = [(each.estimated.seconds, _floor(each.estimated, links), i) for i, each in enumerate(alternatives)]
+    # Sums in another order differ in their last digits. Of what takes the same, that of the least floor comes first.
+    candidates = [
+        (float(f"{each.estimated.seconds:.9g}"), _floor(each.estimated, links), index)
+        for index, each in enumerate(alternatives)
+    ]
     for position, (unplanned, floor, index) in enumerate(sorted(candidates)):
         each = alternatives[index]
         candidate = _surrounded(each.estimated, program)

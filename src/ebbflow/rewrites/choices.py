@@ -1,8 +1,7 @@
 """All rewrites of a captured step, as alternatives to its program, and the step with the ones that were chosen.
 
 Rules compose: an alternative is one way of each of some rules (``rewrites.rule``). How many there are is the sum of
-the rules' ways and no product: every way of a rule that takes time is tried with the ways of the free rules, which take
-none, and free ways are tried alone.
+the rules' ways and no product: the ways of free rules are tried alone, and with the best ways of the others.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ from functools import cached_property, partial
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured, with_measured_costs
 from ebbflow.errors import CaptureError
+from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planning.alternatives import Alternative, Alternatives, Costed
 from ebbflow.rewrites.facts import measured
 from ebbflow.rewrites.head_kernels import KEPT
 from ebbflow.rewrites.head_rule import HeadRule, left_heads
+from ebbflow.rewrites.in_place_rule import InPlaceRule, lowers
 from ebbflow.rewrites.rule import Estimate, Rule
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
@@ -36,7 +37,7 @@ __all__ = [
     "measure_ahead",
 ]
 
-RULES: tuple[Rule, ...] = (HeadRule(),)
+RULES: tuple[Rule, ...] = (HeadRule(), InPlaceRule())
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbflow calibrate CASE finds out ahead"
 """Why a rewrite is not used of which something is not known."""
@@ -215,40 +216,59 @@ def choice_of(captured: Captured, rewrites: Sequence[Rewrite]) -> Choice:
     return choice
 
 
-def alternatives_here(captured: Captured, program: Program, device: str, *, retained: bool = False) -> Alternatives:
+def alternatives_here(
+    captured: Captured, program: Program, device: str, *, retained: bool = False, free: bool = False
+) -> Alternatives:
     """Alternatives whose costs and facts are measured on ``device`` before they are planned in earnest.
 
     Args:
         captured: the step.
         program: its program with costs.
         device: ``"cpu"`` or ``"cuda"``.
-        retained: whether its backwards retain their graph: then nothing may be written over.
+        retained: whether its backwards retain their graph: then nothing that they keep may be written over.
+        free: whether free rules are among those that are used.
     """
 
+    def made(choice: Choice) -> Alternative:
+        costed = partial(choice.costed, device, program)
+        return Alternative(choice.rewrites, choice.estimated(program), costed, why_not=partial(choice.why_not, device))
+
     def make() -> Iterator[Alternative]:
-        for each in _choices(captured):
+        for each in _alternatives(captured, made, free):
             if not (retained and any(one.form == KEPT for one in each.rewrites)):
-                made = _alternative(each, program, partial(each.costed, device, program))
-                yield replace(made, why_not=partial(each.why_not, device))
+                yield each
 
     return Alternatives(make)
 
 
-def alternatives_elsewhere(captured: Captured, program: Program) -> Alternatives:
+def alternatives_elsewhere(captured: Captured, program: Program, *, free: bool = False) -> Alternatives:
     """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
-    return Alternatives(
-        lambda: (_alternative(each, program, partial(each.assumed, program)) for each in _choices(captured))
-    )
+
+    def made(choice: Choice) -> Alternative:
+        return Alternative(choice.rewrites, choice.estimated(program), partial(choice.assumed, program))
+
+    return Alternatives(lambda: _alternatives(captured, made, free))
 
 
-def _alternative(choice: Choice, program: Program, costed: Callable[[], Costed | None]) -> Alternative:
-    free = all(stage.rule.free for stage in choice.stages)
-    return Alternative(choice.rewrites, choice.estimated(program), costed, free=free)
+def _alternatives(captured: Captured, made: Callable[[Choice], Alternative], free: bool) -> Iterator[Alternative]:
+    """Free ways first; then every way of each other rule, which can be had with the free ways of what it leaves."""
+    for choice in _choices(captured, free=free):
+        if all(stage.rule.free for stage in choice.stages):
+            yield replace(made(choice), free=True)
+        else:
+            refined = partial(_refined, choice, made) if free else tuple
+            yield replace(made(choice), refined=refined)
 
 
-def may_be_rewritten(captured: Captured) -> bool:
-    """Whether a rule that takes time has a way: the budget may then be below what any plan as captured needs."""
-    return any(next(rule.ways(captured), ()) for rule in RULES if not rule.free)
+def _refined(choice: Choice, made: Callable[[Choice], Alternative]) -> list[Alternative]:
+    return [made(each) for each in _with_free_ways(choice)]
+
+
+def may_be_rewritten(captured: Captured, *, free: bool) -> bool:
+    """Whether the budget may be below what any plan as captured needs, with free rules or without."""
+    if any(next(rule.ways(captured), ()) for rule in RULES if not rule.free):
+        return True
+    return free and lowers(captured, floor_bytes(captured.program)[1])
 
 
 def left_of(captured: Captured) -> list[tuple[str, str]]:
@@ -259,7 +279,7 @@ def left_of(captured: Captured) -> list[tuple[str, str]]:
 def measure_ahead(captured: Captured, device: str) -> Iterator[tuple[str, bool | None]]:
     """All facts that rewrites of ``captured`` rest on, in words, and whether they hold; those are kept for later."""
     seen: set[str] = set()
-    for choice in _choices(captured):
+    for choice in _choices(captured, free=False):  # what free rules rest on takes little to find out
         for stage in choice.stages:
             for each in stage.rewrites:
                 for fact in stage.rule.facts(stage.before, each):
@@ -268,15 +288,15 @@ def measure_ahead(captured: Captured, device: str) -> Iterator[tuple[str, bool |
                         yield f"{each.where or each.at}: {fact.says}", measured([fact], device)[fact.signature]
 
 
-def _choices(captured: Captured) -> Iterator[Choice]:
-    """Free ways first, alone; then every way of each other rule, with the free ways of what it leaves."""
+def _choices(captured: Captured, *, free: bool = True) -> Iterator[Choice]:
+    """Free ways first, alone; then every way of each other rule, alone."""
     nothing = Choice(captured, ())
-    yield from _with_free_ways(nothing)
+    if free:
+        yield from _with_free_ways(nothing)
     for rule in RULES:
         if not rule.free:
             for way in rule.ways(captured):
-                choice = nothing.with_rewrites(rule, way)
-                yield from list(_with_free_ways(choice)) or [choice]
+                yield nothing.with_rewrites(rule, way)
 
 
 def _with_free_ways(choice: Choice) -> Iterator[Choice]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ebbflow.step.program import Program
 
-__all__ = ["Rewrite", "Rewritten"]
+__all__ = ["Rewrite", "Rewritten", "in_words"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Rewrite:
         at: name of an op of the captured program by which it is found.
         where: the module or line, for people.
         form: what takes its place.
-        settings: of the form: sizes of slices and the like.
+        settings: of the form: sizes of slices, how many ``places`` it has where it is more than one, and the like.
         facts: what it takes for granted of the kernels, in words.
     """
 
@@ -61,6 +61,20 @@ class Rewrite:
             settings=tuple((str(name), int(value)) for name, value in data["settings"].items()),
             facts=tuple(map(str, data["facts"])),
         )
+
+
+def in_words(rewrites: Iterable[Rewrite]) -> list[str]:
+    """Each of ``rewrites``; those that are of many places, by rule and form together."""
+    words: list[str] = []
+    places: dict[str, int] = {}
+    for each in rewrites:
+        many = dict(each.settings).get("places")
+        if many is None:
+            words.append(str(each))
+        else:
+            kind = f"{each.rule}: {each.form}"
+            places[kind] = places.get(kind, 0) + many
+    return [*words, *(f"{kind} ({many} places)" for kind, many in places.items())]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planning.alternatives import Alternative
 from ebbflow.step.program import Program
+from ebbflow.step.rewrite import in_words
 
 __all__ = ["Rewriting", "rewritings"]
 
@@ -51,7 +52,7 @@ def rewritings(
         if kind not in least or floor < least[kind][0]:
             least[kind] = floor, each
     found = [
-        Rewriting("; ".join(map(str, each.rewrites)), floor, each.estimated.seconds - program.seconds, each.why_not())
+        Rewriting("; ".join(in_words(each.rewrites)), floor, each.estimated.seconds - program.seconds, each.why_not())
         for floor, each in sorted(least.values(), key=lambda entry: entry[0])
     ]
     return (*found, *(Rewriting(where, None, None, why) for where, why in left))

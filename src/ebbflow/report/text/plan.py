@@ -8,6 +8,7 @@ from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.step.machine import is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
+from ebbflow.step.rewrite import in_words
 from ebbflow.step.schedule import Compute, Offload, Reload
 from ebbflow.units import (
     format_allowed,
@@ -88,7 +89,13 @@ def rewrites_of(plan: Plan) -> list[str]:
         return []
     assumed = is_elsewhere(plan.machine)
     rests = "takes for granted, until fit measures it," if assumed else "rests on what was measured here:"
-    return [f"{each}; {rests} {', '.join(each.facts)}" for each in plan.rewritten.rewrites]
+    rewrites = plan.rewritten.rewrites
+    many = [each for each in rewrites if "places" in dict(each.settings)]
+    lines = [f"{each}; {rests} {', '.join(each.facts)}" for each in rewrites if each not in many]
+    if many:
+        facts = dict.fromkeys(fact for each in many for fact in each.facts)
+        lines.append(f"{'; '.join(in_words(many))}; {rests} {', '.join(facts)}")
+    return lines
 
 
 def moves_of(plan: Plan) -> list[str]:
