@@ -100,6 +100,10 @@ def _twice(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tens
     return F.cross_entropy(logits, labels.flatten()) + 1e-4 * logits.logsumexp(1).square().mean()
 
 
+def _cut(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(head(h)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 def _along_classes(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(head(h).transpose(1, 2), labels)
 
@@ -109,6 +113,8 @@ LEFT: dict[str, tuple[Callable[[], Tower], str]] = {
     "class weights": (lambda: Tower(lambda h, head, y: _plain(h, head, y, weight=torch.ones(CLASSES))), "weights"),
     "no reduction": (lambda: Tower(lambda h, head, y: _plain(h, head, y, reduction="none").sum()), "no single value"),
     "capped": (lambda: Tower(_capped), "no product of a linear layer alone"),
+    "cut": (lambda: Tower(_cut), "logits are cut before the loss"),
+    "classes in the middle": (lambda: Tower(_along_classes), "not the last dimension"),
     "read twice": (lambda: Tower(_twice), "another reader"),
 }
 """That look alike and are left, with part of the reason."""

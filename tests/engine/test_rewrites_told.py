@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import ebbflow
 from ebbflow.cli import app
-from ebbflow.errors import UsageError
+from ebbflow.errors import BudgetError, UsageError
 from ebbflow.report.text.compare import row_of, write_rows
 from ebbflow.report.text.doctor import write_findings
 from ebbflow.rewrites import choices, facts
@@ -116,3 +116,15 @@ def test_calibrate_finds_out_ahead_what_rewrites_rest_on(tmp_path: Path, monkeyp
     text = CliRunner().invoke(app, ["calibrate", "case_of_words.py:model", "--size", "257"])
     assert "facts about the kernels here" in text.stdout
     assert torch.is_grad_enabled()
+
+
+def test_a_refusal_names_the_command_where_there_was_no_room_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "measured", lambda found, _: dict.fromkeys((f.signature for f in found), None))
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.fit(FORMS["plain"](), 1, progress=None)(*arguments())
+    [note] = [each for each in refused.value.__notes__ if "ebbflow calibrate" in each]
+    assert "was not tried" in note
+    monkeypatch.setattr(choices, "measured", lambda found, _: dict.fromkeys((f.signature for f in found), False))
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.fit(FORMS["plain"](), 1, progress=None)(*arguments())
+    assert not [each for each in getattr(refused.value, "__notes__", ()) if "ebbflow calibrate" in each]

@@ -34,9 +34,11 @@ from ebbflow.faults import users_level
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import gradients_to_come
 from ebbflow.measurement.together import class_of, parts_of
+from ebbflow.planners.bounds.floor import floor_bytes
+from ebbflow.planning.alternatives import Alternative
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import StepEnd, most_of
-from ebbflow.rewrites.choices import alternatives_here
+from ebbflow.rewrites.choices import UNKNOWN, alternatives_here
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
@@ -113,9 +115,22 @@ def plan_for(
         plan = wanted.plan(between)
     except BudgetError as error:
         if (other := _instead(wanted, between, error, guess=guess)) is None:
+            for note in _unknown_here(options.alternatives if model.rewrites else ()):
+                error.add_note(note)
             raise  # here, with no frame more than it has
         return other
     return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
+
+
+def _unknown_here(alternatives: Sequence[Alternative]) -> Iterator[str]:
+    """What a refusal says of a rewrite that would lower the budget most, where the budget leaves no room to try it."""
+    lowest = min(alternatives, key=lambda each: floor_bytes(each.estimated)[0], default=None)
+    why = "" if lowest is None else lowest.why_not()
+    if lowest is not None and UNKNOWN in why:
+        yield (
+            f"{'; '.join(map(str, lowest.rewrites))} was not tried: {why}. Or make a plan with this budget once in a "
+            "process that has room: ebbflow.plan(model, args, budget=...) keeps what it finds out"
+        )
 
 
 def is_guess(model: FittedModel, step: Step, now: Circumstances) -> bool:

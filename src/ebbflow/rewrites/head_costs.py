@@ -16,7 +16,6 @@ from ebbflow.rewrites.head_kernels import KEPT, known_columns
 from ebbflow.rewrites.heads import Head
 from ebbflow.rewrites.spans import spans
 from ebbflow.step.rewrite import Rewrite
-from ebbflow.torch_seams.graphs import arguments_of
 
 __all__ = ["Estimate", "estimates", "guess_workspace_bytes"]
 
@@ -72,10 +71,8 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
         return 0.0 if node is None else seconds.get(node.name, 0.0)
 
     product, last = of(head.product), of(head.gradient)
-    softmax = seconds.get(_softmax_of(head).name, 0.0)
-    cast = sum(seconds.get(name, 0.0) for name in _casts(head))
-    loss = of(head.loss)
-    backward = of(_backward_of(head)) + last
+    softmax, cast, loss = of(head.softmax), of(head.cast), of(head.loss)
+    backward = of(head.backward) + last
     hidden, weight, sums = of(head.hidden_gradient), of(head.weight_gradient), of(head.bias_gradient)
     settings = dict(rewrite.settings)
     sizes = head.sizes
@@ -102,32 +99,4 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
         share = known_columns(vocabulary, settings.get("percent", 0) / 100, columns) / vocabulary
         found["backward_by_columns"] = Estimate(again + weight + sums, by_columns)
         found["backward_by_other_columns"] = Estimate((1 - share) * again + weight + sums, by_columns)
-    return found
-
-
-def _softmax_of(head: Head) -> fx.Node:
-    node = arguments_of(head.loss)[0]
-    while isinstance(node, fx.Node) and "softmax" not in str(node.target):
-        node = arguments_of(node)[0]
-    assert isinstance(node, fx.Node)
-    return node
-
-
-def _backward_of(head: Head) -> fx.Node:
-    node = arguments_of(head.gradient)[0]
-    assert isinstance(node, fx.Node)
-    while "nll_loss_backward" not in str(node.target):
-        node = arguments_of(node)[0]
-        assert isinstance(node, fx.Node)
-    return node
-
-
-def _casts(head: Head) -> list[str]:
-    """Names of the copies of the logits in another type, there and back."""
-    found: list[str] = []
-    node = _softmax_of(head).args[0]
-    while isinstance(node, fx.Node) and node is not head.product:
-        if "_to_copy" in str(node.target):
-            found.append(node.name)
-        node = arguments_of(node)[0]
     return found

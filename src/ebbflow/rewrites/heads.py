@@ -61,13 +61,16 @@ class Head:
 
     Attributes:
         product: makes the logits.
+        cast: copies them to the type of the softmax; ``None`` where they have it.
+        softmax: makes the log-probabilities.
         h: hidden states as the product reads them, N x D.
         wt: the weight as the product reads it, D x V.
         bias: or ``None``.
         labels: N class indices.
         loss: the call of the loss, which returns loss and total weight.
         tangent: the loss' gradient.
-        gradient: makes the gradient of the logits.
+        backward: makes the gradient of the log-probabilities.
+        gradient: makes that of the logits, in the type of the softmax.
         hidden_gradient: makes the gradient of ``h``, N x D.
         weight_gradient: makes that of the weight, V x D; ``None`` where it is frozen.
         bias_gradient: makes that of the bias, 1 x V; ``None`` where there is none or it is frozen.
@@ -78,12 +81,15 @@ class Head:
     """
 
     product: fx.Node
+    cast: fx.Node | None
+    softmax: fx.Node
     h: fx.Node
     wt: fx.Node
     bias: fx.Node | None
     labels: fx.Node
     loss: fx.Node
     tangent: fx.Node
+    backward: fx.Node
     gradient: fx.Node
     hidden_gradient: fx.Node
     weight_gradient: fx.Node | None
@@ -112,6 +118,8 @@ def find_heads(captured: Captured) -> tuple[list[Head], list[Left]]:
             heads.append(_head(captured, node))
         except _No as error:
             left.append(Left(source_of(node), str(error)))
+    for node in captured.graph.find_nodes(op="call_function", target=_aten.nll_loss2d_forward.default):
+        left.append(Left(source_of(node), "classes are not the last dimension: flatten to N x V and N"))
     return heads, left
 
 
@@ -173,6 +181,10 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     _require(arguments_of(softmax)[2] is False, "the softmax changes the type by itself")
     product, cast = _cast_of(arguments_of(softmax)[0])
     _require(
+        not _is_call(product, _aten.slice.Tensor, _aten.clone.default, _aten.index.Tensor),
+        "logits are cut before the loss (logits[:, :-1]): cut the tokens or hidden states, or pad and shift the labels",
+    )
+    _require(
         _is_call(product, _aten.mm.default, _aten.addmm.default) and not product.kwargs,
         "what goes into it is no product of a linear layer alone (scaled, capped, masked or added to)",
     )
@@ -210,12 +222,15 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     )
     return Head(
         product=product,
+        cast=cast,
+        softmax=softmax,
         h=h,
         wt=wt,
         bias=bias,
         labels=labels,
         loss=loss,
         tangent=arguments_of(backward[0])[0],
+        backward=backward[0],
         gradient=seeds[0],
         hidden_gradient=hidden,
         weight_gradient=weights,
