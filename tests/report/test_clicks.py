@@ -16,6 +16,7 @@ from test_page import ODD, html_of
 
 from ebbflow.report.records.course import planned_course
 from ebbflow.report.records.points import Measured
+from ebbflow.report.records.stack import Category, stack_of
 from ebbflow.step.plan import Plan
 from ebbflow.units import format_allowed, format_bytes, format_percent, format_seconds, format_share
 
@@ -71,6 +72,9 @@ def test_a_reader_finds_a_way(name: str, browser: Browser, folder: Path) -> None
     )
     assert sums == [plan.resident_bytes + moment.bytes for moment in course.moments]
     assert browser("Math.min(...ebbflow.plan.planned.stack.map(each => Math.min(...each)))") == 0
+    stack = stack_of(plan.program, course, plan.resident_bytes)
+    assert browser("CATEGORIES.map(each => each[1])") == [category.value for category in Category]
+    assert browser("ebbflow.plan.planned.stack.map(each => [...each])") == [each.tolist() for each in stack.values()]
 
     # The table holds what can be seen and no more, the largest first.
     assert 5 < len(rows(browser)) < 40
