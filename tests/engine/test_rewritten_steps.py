@@ -146,6 +146,7 @@ def test_what_only_looks_alike_is_planned_as_it_is(form: str) -> None:
 
 def test_a_refusal_tells_the_least_budget_of_all_programs() -> None:
     model = FORMS["plain"]()
+    plan_below(FORMS["plain"]())  # where there is room, it is found out what rewrites rest on; a budget of 1 has none
     with pytest.raises(BudgetError) as refused:
         ebbflow.fit(model, 1, progress=None)(*arguments())
     ebbflow.unfit(model)

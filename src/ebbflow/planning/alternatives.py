@@ -200,7 +200,9 @@ class _Tries:
 def _try_the_smallest(alternatives: Sequence[Alternative], tries: _Tries) -> None:
     """A plan of one of the least floors after all, for these are estimates; or let them say what they would need."""
     refused = len(tries.refusals)
-    for each in _by_floor(alternatives)[:_MOST_REFUSED]:
+    for each in _by_floor(alternatives):
+        if each.why_not():  # what is not known to hold here refuses nothing
+            continue
         for one in _by_floor([each, *each.refined()]):
             if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(one):
                 return
