@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ebbflow._api.estimate import sweep as sweep
     from ebbflow._api.fit import calls_of as calls_of
     from ebbflow._api.fit import fit as fit
+    from ebbflow._api.fit import no_update as no_update
     from ebbflow._api.fit import plan_of as plan_of
     from ebbflow._api.fit import set_budget as set_budget
     from ebbflow._api.fit import set_optimizer as set_optimizer
@@ -49,6 +50,7 @@ _HOMES = {
     "fit": "ebbflow._api.fit",
     "max_batch": "ebbflow._api.max_batch",
     "measure": "ebbflow.measurement.peak",
+    "no_update": "ebbflow._api.fit",
     "plan": "ebbflow._api.estimate",
     "plan_of": "ebbflow._api.fit",
     "plot_frontier": "ebbflow.report.plots.frontier",

@@ -16,7 +16,7 @@ __all__ = ["Case"]
 class Case:
     """A model and the arguments of one training call, with what belongs to its step.
 
-    What is left out of the last three is as for :func:`ebbflow.plan`. Arguments of the function or command that plans
+    What is left out of the last four is as for :func:`ebbflow.plan`. Arguments of the function or command that plans
     the case override them.
 
     Attributes:
@@ -27,6 +27,7 @@ class Case:
         optimizer: whose state counts as resident, also what it does not hold yet.
         loss: applied to what the model returns; ``None`` if the call's result is the scalar loss.
         gradients: which outputs take gradients, ``"loss"`` or ``"all"``.
+        step: where the optimizer steps, ``"inside"`` of the step or ``"outside"``.
     """
 
     model: torch.nn.Module
@@ -37,3 +38,4 @@ class Case:
     optimizer: torch.optim.Optimizer | None = None
     loss: Callable[[Any], Any] | None = None
     gradients: Literal["loss", "all"] | None = None
+    step: Literal["outside", "inside"] | None = None

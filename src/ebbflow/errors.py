@@ -19,6 +19,7 @@ __all__ = [
     "PlanMismatch",
     "TierError",
     "UnknownArgument",
+    "UpdateError",
     "UsageError",
     "VerificationError",
 ]
@@ -169,6 +170,18 @@ class VerificationError(EbbflowError, RuntimeError):
         super().__init__(message)
         self.buffer = buffer
         self.op = op
+
+
+class UpdateError(EbbflowError, RuntimeError):
+    """With the optimizer in the step, a step is not what eager's would be, after some parameters have been updated.
+
+    Attributes:
+        updated: names of the parameters that have been updated; all others are as they were.
+    """
+
+    def __init__(self, message: str, *, updated: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.updated = tuple(updated)
 
 
 class TierError(EbbflowError, RuntimeError):

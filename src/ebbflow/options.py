@@ -28,10 +28,20 @@ if TYPE_CHECKING:
 
     AnyOptimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 
-__all__ = ["DEFAULT_EFFORT", "REWRITES", "Options", "no_optimizer", "require_flag", "require_gradients", "require_text"]
+__all__ = [
+    "DEFAULT_EFFORT",
+    "REWRITES",
+    "STEPS",
+    "Options",
+    "no_optimizer",
+    "require_flag",
+    "require_gradients",
+    "require_text",
+]
 
 GRADIENTS = ("loss", "all")
 REWRITES = ("exact", "in-place", "none")
+STEPS = ("outside", "inside")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
 
 
@@ -69,6 +79,9 @@ class Options:
     ``"none"``: nothing."""
     offload_optimizer: bool = False
     """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
+    step: Literal["outside", "inside"] | None = None
+    """Where ``optimizer`` steps. ``"inside"``: in the backward, where each gradient is applied and freed as it comes;
+    ``"outside"``, also meant by ``None``: by its own call after the step, which every gradient waits for."""
     start: Plan | None = None
     """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
     verify: bool | Literal["always"] = True
@@ -91,6 +104,7 @@ class Options:
         _check_start(self.start)
         self.require_tiers_for(self.planner)
         require_flag("offload_optimizer", self.offload_optimizer)
+        self._check_step()
         if self.rewrites is not None and self.rewrites not in REWRITES:
             raise _refusal("rewrites", self.rewrites, *(f'"{each}"' for each in REWRITES))
         if not isinstance(self.verify, bool) and self.verify != "always":  # pyright: ignore[reportUnnecessaryComparison]
@@ -98,6 +112,23 @@ class Options:
         if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _refusal("interrupt", self.interrupt, "an ebbflow.planners.Interrupt")
         _check_callable("progress", self.progress, "a function of one argument, such as print")
+
+    def _check_step(self) -> None:
+        if self.step is not None and self.step not in STEPS:  # pyright: ignore[reportUnnecessaryContains]
+            near = did_you_mean(self.step, STEPS) if isinstance(self.step, str) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _refusal("step", self.step, '"outside"', '"inside"', near=near)
+        if self.inside and self.offload_optimizer:
+            raise UsageError(
+                'step="inside" and offload_optimizer=True are not accepted together: the state of the optimizer is '
+                "needed in the step, wherever a gradient comes; leave one of them out",
+                argument="step",
+                value=self.step,
+            )
+
+    @property
+    def inside(self) -> bool:
+        """Whether the optimizer steps in the backward."""
+        return self.step == "inside"
 
     def require_tiers_for(self, planner: str) -> None:
         """Refuse a planner that moves buffers where these options have no tier to move them to.
@@ -144,6 +175,7 @@ class Options:
             optimizer=case.optimizer if self.optimizer is None else self.optimizer,
             loss=case.loss if self.loss is None else self.loss,
             gradients=case.gradients if self.gradients is None else self.gradients,
+            step=case.step if self.step is None else self.step,
         )
 
     def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:

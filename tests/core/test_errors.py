@@ -18,6 +18,7 @@ from ebbflow.errors import (
     PlanMismatch,
     TierError,
     UnknownArgument,
+    UpdateError,
     UsageError,
     VerificationError,
 )
@@ -72,6 +73,7 @@ ERRORS = [
     PlanFileError("damaged", path="plan.json"),
     TierError("full", tier="disk", path="/data"),
     VerificationError("other bits", buffer="mm", op="mm at net.py:3"),
+    UpdateError("a gradient came late", updated=["head.weight"]),
     InternalError("a node claims nothing", op="mm at net.py:3"),
 ]
 

@@ -23,6 +23,7 @@ LAYERS = [
     {"transfers"},
     {"cost"},
     {"capture"},
+    {"inside"},
     {"rewrites"},
     {"lower"},
     {"engine"},

@@ -44,6 +44,7 @@ def doctor(
     optimizer: AnyOptimizer | None = None,
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
+    step: Literal["outside", "inside"] = "outside",
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -67,6 +68,7 @@ def doctor(
         optimizer: as for :func:`ebbflow.plan`.
         rewrites: as for :func:`ebbflow.plan`; the findings say what each would lower, and why others are left.
         offload_optimizer: as for :func:`ebbflow.plan`.
+        step: as for :func:`ebbflow.plan`.
         gradients: as for :func:`ebbflow.plan`.
         effort: local-search moves of the plan within the budget.
         time_limit: seconds for that plan.
@@ -92,6 +94,7 @@ def doctor(
         optimizer=optimizer,
         rewrites=rewrites,
         offload_optimizer=offload_optimizer,
+        step=step,
         gradients=gradients,
         effort=effort,
         time_limit=time_limit,
@@ -105,8 +108,8 @@ def doctor(
     planner_named(planner)
     with narrated(options.tell), interruption_noted(options.tell) as tell:
         options = replace(options, progress=tell)
-        step = capture_ahead(model, args, kwargs, options=options, name=name)
-        return examine(step, limit, PlanningOptions.of(options), top)
+        ahead = capture_ahead(model, args, kwargs, options=options, name=name)
+        return examine(ahead, limit, PlanningOptions.of(options), top)
 
 
 def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, top: int) -> Findings:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from ebbflow._api.refusals import refuse_to_offload, refuse_to_plan, require_call, require_module
+from ebbflow._api.refusals import (
+    refuse_to_offload,
+    refuse_to_plan,
+    refuse_to_step_inside,
+    require_call,
+    require_module,
+)
 from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import loss_is_outside
@@ -22,6 +28,7 @@ from ebbflow.engine.offloaded import Foreseen, foresee
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.errors import UsageError
 from ebbflow.faults import own_faults
+from ebbflow.inside.step import WithOptimizer
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_parts, tensors_in
@@ -35,7 +42,14 @@ from ebbflow.planning.alternatives import Alternative
 from ebbflow.planning.frontier import Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
-from ebbflow.rewrites.choices import alternatives_elsewhere, alternatives_here, left_of, measure_ahead
+from ebbflow.rewrites.choices import (
+    Finish,
+    alternatives_elsewhere,
+    alternatives_here,
+    itself,
+    left_of,
+    measure_ahead,
+)
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -65,6 +79,7 @@ def plan(
     optimizer: AnyOptimizer | None = None,
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
+    step: Literal["outside", "inside"] = "outside",
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -94,6 +109,7 @@ def plan(
             at hand what it rests on is assumed, and listed; ``fit`` measures it there.
         offload_optimizer: plan for that state in the first of ``tiers`` while a step runs, as :func:`ebbflow.fit` does
             with it: it is not resident then, and the budget also holds at ``optimizer.step()``.
+        step: where the optimizer steps, as for :func:`ebbflow.fit`: ``"inside"``, in the backward, or ``"outside"``.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`.
         effort: local-search moves.
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
@@ -119,6 +135,7 @@ def plan(
         optimizer=optimizer,
         rewrites=rewrites,
         offload_optimizer=offload_optimizer,
+        step=step,
         loss=loss,
         machine=machine,
         tiers=tiers,
@@ -130,8 +147,8 @@ def plan(
     planner_named(planner)
     with narrated(options.tell), interruption_noted(options.tell) as tell:
         options = replace(options, progress=tell)
-        step = capture_ahead(model, args, kwargs, options=options, name=name)
-        return step.plan(parsed, PlanningOptions.of(options))
+        ahead = capture_ahead(model, args, kwargs, options=options, name=name)
+        return ahead.plan(parsed, PlanningOptions.of(options))
 
 
 @with_known_keywords
@@ -148,6 +165,7 @@ def sweep(
     optimizer: AnyOptimizer | None = None,
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
+    step: Literal["outside", "inside"] = "outside",
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -173,6 +191,7 @@ def sweep(
         optimizer: as for :func:`plan`.
         rewrites: as for :func:`plan`.
         offload_optimizer: as for :func:`plan`.
+        step: as for :func:`plan`.
         gradients: as for :func:`plan`.
         effort: local-search moves per plan.
         time_limit: seconds per plan.
@@ -199,6 +218,7 @@ def sweep(
         optimizer=optimizer,
         rewrites=rewrites,
         offload_optimizer=offload_optimizer,
+        step=step,
         loss=loss,
         machine=machine,
         tiers=tiers,
@@ -213,8 +233,8 @@ def sweep(
         options.require_tiers_for(each)
     with narrated(options.tell), interruption_noted(options.tell) as tell:
         options = replace(options, progress=tell)
-        step = capture_ahead(model, args, kwargs, options=options, name=name)
-        outcomes = list(step.frontier(parsed, names, PlanningOptions.of(options)))
+        ahead = capture_ahead(model, args, kwargs, options=options, name=name)
+        outcomes = list(ahead.frontier(parsed, names, PlanningOptions.of(options)))
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if refusals and not plans:
@@ -327,6 +347,11 @@ def capture_ahead(
     target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)
     if options.offload_optimizer:
         refuse_to_offload(optimizer, parse_tiers(options.tiers))
+    finish: Finish = itself
+    if options.inside:
+        refuse_to_step_inside(optimizer)
+        assert optimizer is not None
+        finish = WithOptimizer(optimizer, model, None if target is None else target.device)
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
         joint, program, provenance = capture_program(
@@ -337,9 +362,10 @@ def capture_ahead(
             loss=options.loss,
             every_output=options.every_output,
             name=name,
+            finish=finish,
         )
         device = program.context["device"] if target is None else target.device
-        alternatives = _alternatives(joint, program, device, options) if options.may_rewrite else ()
+        alternatives = _alternatives(joint, program, device, options, finish) if options.may_rewrite else ()
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:
@@ -365,11 +391,13 @@ def capture_ahead(
     )
 
 
-def _alternatives(joint: Captured, program: Program, device: str, options: Options) -> Sequence[Alternative]:
+def _alternatives(
+    joint: Captured, program: Program, device: str, options: Options, finish: Finish
+) -> Sequence[Alternative]:
     free = options.may_write_over
     if is_elsewhere(options.target):
-        return alternatives_elsewhere(joint, program, free=free)
-    return alternatives_here(joint, program, device, free=free)
+        return alternatives_elsewhere(joint, program, free=free, finish=finish)
+    return alternatives_here(joint, program, device, free=free, finish=finish)
 
 
 def _classes_in(model: torch.nn.Module) -> dict[str, str]:
@@ -419,8 +447,9 @@ def capture_program(
     loss: Callable[[Any], Any] | None = None,
     every_output: bool = False,
     name: str = "",
+    finish: Finish = itself,
 ) -> tuple[Captured, Program, Provenance]:
-    """One training call, its program with costs, and facts on where the costs are from.
+    """One training call as captured, its program with costs, and facts on where the costs are from.
 
     Args:
         model: real, fake or on ``meta``.
@@ -430,6 +459,7 @@ def capture_program(
         loss: applied to what the model returns, as part of the step.
         every_output: whether outputs beside a scalar loss take gradients too.
         name: of the case; the model's class if empty.
+        finish: gives the step that is to be planned for the captured one.
 
     Raises:
         CaptureError: if the call is not one graph.
@@ -451,9 +481,10 @@ def capture_program(
         here=not is_elsewhere(machine),
         cuda=cuda,
     )
+    finished = finish(joint)
     loss_place = LossPlace.OUTSIDE if loss_is_outside(joint) else None
     if not is_elsewhere(machine):
-        program = with_measured_costs(joint.program, joint.calls, device)
+        program = with_measured_costs(finished.program, finished.calls, device)
         costs, estimated = costs_of(joint.calls, device)
         return joint, program, Provenance(machine=device, costs=costs, estimate=estimated, loss=loss_place)
     assert machine is not None
@@ -468,4 +499,4 @@ def capture_program(
         workspace=workspace_on_cuda(joint.program, machine) if cuda is not None else "",
         loss=loss_place,
     )
-    return joint, with_roofline_costs(joint.program, joint.calls, machine), provenance
+    return joint, with_roofline_costs(finished.program, finished.calls, machine), provenance

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 
-from ebbflow._api.refusals import refuse_foreign_optimizer, refuse_to_fit, refuse_to_offload, require_module
+from ebbflow._api.refusals import (
+    refuse_foreign_optimizer,
+    refuse_to_fit,
+    refuse_to_offload,
+    refuse_to_step_inside,
+    require_module,
+)
 from ebbflow.engine.calls import Calls, watch_optimizers
 from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class, set_class
+from ebbflow.engine.inside import Inside
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.step import Step
@@ -34,12 +42,13 @@ from ebbflow.planning.shape_plans import Buckets
 from ebbflow.step.machine import Machine
 from ebbflow.step.plan import Plan
 from ebbflow.tiers import parse_tiers
+from ebbflow.torch_seams.optimizers import gradient_of
 from ebbflow.transfers.links import this_machine
 from ebbflow.transfers.tiers import open_tiers
 from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget
 
-__all__ = ["calls_of", "fit", "plan_of", "set_budget", "set_optimizer", "step_of", "unfit"]
+__all__ = ["calls_of", "fit", "no_update", "plan_of", "set_budget", "set_optimizer", "step_of", "unfit"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -60,6 +69,7 @@ def fit(
     tiers: str | Sequence[str] | None = None,
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
+    step: Literal["outside", "inside"] = "outside",
     verify: bool | Literal["always"] = True,
     progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
@@ -96,6 +106,9 @@ def fit(
         offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
             back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
             budget also holds at ``optimizer.step()``, with what that takes while it runs.
+        step: where ``optimizer`` steps. ``"inside"``: in the backward, where each gradient is applied and freed as it
+            comes; ``optimizer.step()`` stays where it is in the loop and does nothing more. With the same bits, for
+            optimizers that step on each parameter for itself (all of torch's but LBFGS; others are tried out).
         verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
             ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
             every buffer that comes back once more.
@@ -130,6 +143,7 @@ def fit(
         time_limit=time_limit,
         seed=seed,
         start=start,
+        step=step,
         verify=verify,
         progress=progress,
     )
@@ -149,6 +163,8 @@ def fit(
     _require_tiers(given, opened, f"tiers={tiers!r} does not name that; leave tiers out, or name the plan's")
     if offload_optimizer:
         refuse_to_offload(optimizer, opened)
+    if options.inside:
+        refuse_to_step_inside(optimizer)
     FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
@@ -168,7 +184,8 @@ def fit(
         writes_over=options.may_write_over,
         tiers=opened,
         offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
-        calls=Calls(fitted_with_gradients=any(each.grad is not None for each in model.parameters())),
+        inside=Inside(optimizer) if options.inside and optimizer is not None else None,
+        calls=Calls(fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters())),
     )
     set_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)
@@ -253,6 +270,8 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
             value=optimizer,
         )
     refuse_foreign_optimizer(model, optimizer)
+    if fitted.inside is not None and optimizer is not fitted.optimizer:
+        refuse_to_step_inside(optimizer)
     if fitted.offloaded is not None and optimizer is not fitted.optimizer:
         refuse_to_offload(optimizer, fitted.tiers)
         fitted.offloaded.close()
@@ -294,9 +313,29 @@ def unfit(model: ModelT) -> ModelT:
     del FITTED[model]
     fitted.flights.disturb()
     set_class(model, fitted.plain_class)
+    if fitted.inside is not None:
+        fitted.inside.close()
     if fitted.offloaded is not None:
         fitted.offloaded.close()
     return model
+
+
+@with_known_keywords
+def no_update(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """A context for calls whose gradients are to be accumulated, of a model that is fitted with ``step="inside"``.
+
+    Calls of the model inside of it leave their gradients as without ``step="inside"``; the first backward of a call
+    outside of it adds its own and updates. As with ``DistributedDataParallel.no_sync``, it is the forward that has to
+    be inside. Of a model with its optimizer outside of the step it changes nothing.
+
+    Args:
+        model: fitted.
+
+    Raises:
+        UsageError: if the model is not fitted.
+    """
+    inside = _fitted(model, "no_update").inside
+    return nullcontext() if inside is None else inside.accumulating()
 
 
 def _options(**given: Any) -> Options:

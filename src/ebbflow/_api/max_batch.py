@@ -92,6 +92,7 @@ def max_batch(
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
+    step: Literal["outside", "inside"] | None = None,
     gradients: Literal["loss", "all"] | None = None,
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -117,6 +118,7 @@ def max_batch(
             ``None`` is what each case says.
         rewrites: as for :func:`ebbflow.plan`.
         offload_optimizer: as for :func:`ebbflow.plan`.
+        step: where the optimizer steps, as for :func:`ebbflow.plan`; ``None`` is what each case says.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`; ``None`` is what each case says.
         effort: local-search moves of the answer's plan.
         time_limit: seconds per plan.
@@ -158,6 +160,7 @@ def max_batch(
         optimizer=optimizer,
         rewrites=rewrites,
         offload_optimizer=offload_optimizer,
+        step=step,
         gradients=gradients,
         effort=effort,
         time_limit=time_limit,
@@ -178,10 +181,10 @@ def max_batch(
         batch = search.run()
         if batch == 0:
             raise search.refusal()
-        step = search.step(batch)
-        plan = search.best_plan(step, batch)
+        of_batch = search.step(batch)
+        plan = search.best_plan(of_batch, batch)
     failed = tuple(sorted(search.failed.items()))
-    return BatchPlan(batch, plan, search.unplanned, search.limit(step.program), search.captures, vary, failed)
+    return BatchPlan(batch, plan, search.unplanned, search.limit(of_batch.program), search.captures, vary, failed)
 
 
 def _check_limit(overhead: object) -> None:

@@ -7,7 +7,7 @@ A step is planned for one device that holds the whole model. So these are refuse
 3. models whose parameters and buffers are on several devices;
 4. modules that have no forward, but a ``__call__`` of their own;
 5. an optimizer that trains another model: parameters that were replaced after it was made, or somebody else's; one
-   whose state cannot move, where that is asked for;
+   whose state cannot move, or which cannot step in the step, where that is asked for;
 6. wrappers that train a model in several processes or on several devices: their forward talks to the others, and the
    model that is planned is the one inside;
 7. under ``fit`` a ``LightningModule``: its trainer calls ``training_step``, so a planned ``forward`` holds nothing;
@@ -24,6 +24,7 @@ import torch
 
 from ebbflow.engine.movers import refuse_movers
 from ebbflow.errors import UsageError
+from ebbflow.inside.alone import refuse_what_is_not_alone
 from ebbflow.measurement.together import parts_of
 from ebbflow.names import did_you_mean
 from ebbflow.torch_seams import trees as pytree
@@ -34,6 +35,7 @@ __all__ = [
     "refuse_to_fit",
     "refuse_to_offload",
     "refuse_to_plan",
+    "refuse_to_step_inside",
     "require_call",
     "require_module",
 ]
@@ -142,6 +144,22 @@ def refuse_to_offload(optimizer: torch.optim.Optimizer | None, tiers: Collection
             "the optimizer is made with capturable=True: a CUDA graph of its step would read memory that its state has "
             "left; make it without"
         )
+
+
+def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse to have no optimizer in the step, or one that does not step on each parameter for itself.
+
+    Raises:
+        UsageError: saying what is missing, or what is another.
+    """
+    if optimizer is None:
+        raise UsageError(
+            'step="inside" is not accepted: no optimizer is given: fit(model, budget, optimizer=optimizer, '
+            'step="inside")',
+            argument="step",
+            value="inside",
+        )
+    refuse_what_is_not_alone(optimizer)
 
 
 def _refused_offload(why: str) -> UsageError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Captured:
         calls: per op, what it is called with.
         granularity_bytes: the device's allocator rounds blocks up to a multiple of this.
         target: type of the device that the step is for, if it is not that of its tensors.
+        parameters: per primal, the name of the model's parameter that it is, empty where it is none; empty if nobody
+            has asked.
     """
 
     graph: fx.Graph
@@ -74,6 +76,7 @@ class Captured:
     calls: tuple[Call, ...]
     granularity_bytes: int = 1
     target: str | None = None
+    parameters: tuple[str, ...] = ()
 
     @property
     def primals(self) -> list[fx.Node]:
@@ -438,7 +441,7 @@ def accumulating(captured: Captured, positions: Iterable[int]) -> Captured:
 def reread(captured: Captured, graph: fx.Graph) -> Captured:
     """The step of ``graph``, which has the inputs and outputs of ``captured``, as a value."""
     program = captured.program
-    return _read(
+    read = _read(
         graph,
         captured.forward_output_count,
         program.name,
@@ -446,6 +449,7 @@ def reread(captured: Captured, graph: fx.Graph) -> Captured:
         dict(program.context),
         captured.target,
     )
+    return replace(read, parameters=captured.parameters)
 
 
 def _read(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -37,11 +38,22 @@ class _Reader:
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
+        self._names: dict[int, str] = {}
+        self._parameters: tuple[str, ...] = ()
         self.joint: Captured | None = None
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """The call that is captured is one of ``model``."""
+        self._names = {id(each): name for name, each in model.named_parameters()}
+
+    def take_inputs(self, inputs: Sequence[object]) -> None:
+        self._parameters = tuple(self._names.get(id(each), "") for each in inputs)
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> NoReturn:
         rename_stand_ins(joint.graph)
-        self.joint = read_joint(joint.graph, forward_output_count, **self._settings)
+        read = read_joint(joint.graph, forward_output_count, **self._settings)
+        known = self._parameters if len(self._parameters) == len(read.primals) else ()
+        self.joint = replace(read, parameters=known)
         raise _AtHand
 
     def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -91,6 +103,7 @@ def capture(
     model, args, kwargs, mode = _as_fake(model, args, dict(kwargs))
     target = None if cuda is None else "cuda"
     reader = _Reader(name=name, granularity_bytes=granularity_bytes, context=context, target=target)
+    reader.name_parameters(model)
     answers = Answers()
     plain = forward = forward_of(model)
     if loss is not None:

@@ -14,7 +14,7 @@ import itertools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -66,6 +66,10 @@ __all__ = [
 
 class Partitioner(Protocol):
     """What turns a joint graph into the two graphs that run, and those into callables."""
+
+    def take_inputs(self, inputs: Sequence[object]) -> None:
+        """What the step that comes next goes in with, in the order of its primals."""
+        ...
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of ``joint``; contracts: ``lower/lowering.py``."""
@@ -159,6 +163,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         unroll_recurrent(graph)
         if elsewhere:
             refuse_autocast(graph)
+        kept().take_inputs(inputs)
         return planned(graph, inputs)
 
     with not_exporting():

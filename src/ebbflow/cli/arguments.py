@@ -13,7 +13,7 @@ import typer
 
 from ebbflow.errors import UsageError
 from ebbflow.names import ZOO, did_you_mean
-from ebbflow.options import REWRITES, no_optimizer
+from ebbflow.options import REWRITES, STEPS, no_optimizer
 from ebbflow.planners import planner_names
 from ebbflow.tiers import TIERS
 
@@ -38,6 +38,7 @@ __all__ = [
     "Rewrites",
     "Seed",
     "Size",
+    "StepPlace",
     "Tiers",
     "TimeLimit",
     "offloading",
@@ -132,6 +133,15 @@ OffloadOptimizer = Annotated[
     bool,
     typer.Option(
         "--offload-optimizer", help="with --optimizer and --tiers: its state is in the first tier while a step runs"
+    ),
+]
+StepPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--step",
+        help="where --optimizer steps: outside, after the backward, or inside of it, gradient by gradient; default: "
+        "the case's own",
+        autocompletion=_beginning(lambda: STEPS),
     ),
 ]
 Gradients = Annotated[

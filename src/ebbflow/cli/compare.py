@@ -29,6 +29,7 @@ from ebbflow.cli.arguments import (
     Rewrites,
     Seed,
     Size,
+    StepPlace,
     Tiers,
     TimeLimit,
     offloading,
@@ -71,6 +72,7 @@ def compare(
     optimizer: OptimizerName = None,
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
+    step: StepPlace = None,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = 60.0,
@@ -96,6 +98,7 @@ def compare(
         optimizer=optimizer_named(optimizer),
         rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
+        step=step,  # type: ignore[arg-type]  # checked by Options
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
@@ -108,6 +111,8 @@ def compare(
             asked.require_tiers_for(each)
     if run and is_elsewhere(asked.target):
         raise UsageError(f"--run cannot run on {machine}, which is not this machine; leave --machine or --run out")
+    if run and asked.inside:
+        raise UsageError("--run runs the step without its optimizer; leave --run or --step inside out")
     check_request(case, size, asked, run=run or None)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
@@ -118,10 +123,10 @@ def compare(
 
     names = _names(planners, moving=bool(asked.tiers))
     with ProgressDisplay(sys.stderr) as display:
-        step, loaded = captured_step(case, size, replace(asked, progress=display), display, sizes)
+        captured, loaded = captured_step(case, size, replace(asked, progress=display), display, sizes)
         stop = _Stop()
-        outcomes = _planned(step, parsed, names, replace(asked, progress=None), display, stop)
-        rows = [row_of(step.program.name, outcome) for outcome in outcomes]
+        outcomes = _planned(captured, parsed, names, replace(asked, progress=None), display, stop)
+        rows = [row_of(captured.program.name, outcome) for outcome in outcomes]
         if run and not stop.now:
             assert loaded is not None
             rows = _tried(loaded, outcomes, rows, display, stop)

@@ -28,6 +28,7 @@ from ebbflow.cli.arguments import (
     Rewrites,
     Seed,
     Size,
+    StepPlace,
     Tiers,
     TimeLimit,
     offloading,
@@ -60,6 +61,7 @@ def doctor(
     optimizer: OptimizerName = None,
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
+    step: StepPlace = None,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = None,
@@ -80,6 +82,7 @@ def doctor(
         optimizer=optimizer_named(optimizer),
         rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
+        step=step,  # type: ignore[arg-type]  # checked by Options
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
@@ -99,8 +102,8 @@ def doctor(
     with ProgressDisplay(sys.stderr) as display:
         options = replace(asked, progress=display)
         try:
-            step, _ = captured_step(case, size, options, display, sizes)
-            found = examine(step, limit, PlanningOptions.of(options), top)
+            captured, _ = captured_step(case, size, options, display, sizes)
+            found = examine(captured, limit, PlanningOptions.of(options), top)
         except CaptureError as error:
             found = break_of(error)
     if isinstance(found, Break):

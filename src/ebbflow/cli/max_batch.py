@@ -25,6 +25,7 @@ from ebbflow.cli.arguments import (
     PlannerName,
     Rewrites,
     Seed,
+    StepPlace,
     Tiers,
     TimeLimit,
     offloading,
@@ -70,6 +71,7 @@ def max_batch(
     optimizer: OptimizerName = None,
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
+    step: StepPlace = None,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = None,
@@ -92,6 +94,7 @@ def max_batch(
         optimizer=optimizer_named(optimizer),
         rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
+        step=step,  # type: ignore[arg-type]  # checked by Options
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
@@ -131,6 +134,7 @@ def max_batch(
             optimizer=optimizer_named(optimizer),
             rewrites=asked.rewrites,
             offload_optimizer=offload_optimizer,
+            step=asked.step,
             gradients=asked.gradients,
             effort=asked.effort,
             time_limit=asked.time_limit,

@@ -25,6 +25,7 @@ from ebbflow.cli.arguments import (
     Rewrites,
     Seed,
     Size,
+    StepPlace,
     Tiers,
     TimeLimit,
     offloading,
@@ -55,6 +56,7 @@ def plan(
     optimizer: OptimizerName = None,
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
+    step: StepPlace = None,
     gradients: Gradients = None,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
     report: ReportFile = None,
@@ -76,6 +78,7 @@ def plan(
         optimizer=optimizer_named(optimizer),
         rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
+        step=step,  # type: ignore[arg-type]  # checked by Options
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
@@ -93,9 +96,9 @@ def plan(
 
     with ProgressDisplay(sys.stderr) as display, KeepBest(display, time_limit) as keeper:
         options = replace(asked, time_limit=None, interrupt=keeper.interrupt, progress=keeper.tell)
-        step, _ = captured_step(case, size, options, display, sizes)
+        captured, _ = captured_step(case, size, options, display, sizes)
         display.stage("planning")
-        made = step.plan(limit, PlanningOptions.of(options))
+        made = captured.plan(limit, PlanningOptions.of(options))
     if keeper.interrupt.interrupted:
         print("stopped by Ctrl-C; this is the best plan found until then", file=sys.stderr)
     save_plan(made, out)

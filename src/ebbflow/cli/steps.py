@@ -38,6 +38,7 @@ def check_request(case: str, size: int | None, options: Options, **given: object
             "--optimizer": options.optimizer,
             "--rewrites": options.rewrites,
             "--offload-optimizer": options.offload_optimizer or None,
+            "--step": options.step,
             "--gradients": options.gradients,
         }
         refuse_for_graphs(case, {**mine, **{f"--{name}": value for name, value in given.items()}})

@@ -12,6 +12,7 @@ import torch
 from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call
 from ebbflow.cost.cuda_workspace import workspace_bytes
+from ebbflow.cost.priced import Priced
 from ebbflow.cost.profile import Cost, UnexpectedResult, profile_calls
 from ebbflow.cost.roofline import roofline_seconds
 from ebbflow.errors import CaptureError
@@ -30,7 +31,7 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
     """``program`` with seconds, workspaces and kept storages measured on this device, once and cached on disk.
 
     What is beyond the number of calls that are timed at once, or takes more than the room that there is, has seconds
-    by roofline; :func:`costs_of` tells.
+    by roofline; :func:`costs_of` tells. So has what is never run alone (``priced``), which says what it takes.
 
     Args:
         program: captured.
@@ -43,7 +44,7 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
     """
     cache = CostCache(device_context(device))
     known = _known(cache)
-    missing = [call for call in calls if call.signature not in known]
+    missing = [call for call in calls if call.signature not in known and not isinstance(call.target, Priced)]
     if missing:
         with _one_at_a_time:
             _measure(program, calls, device, known, cache)
@@ -53,7 +54,7 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
 
 def _measure(program: Program, calls: Sequence[Call], device: str, known: dict[str, Cost], cache: CostCache) -> None:
     """Add to ``known`` and to the cache what is not there, on a thread that has the measuring to itself."""
-    missing = [call for call in calls if call.signature not in known]  # less than before, if one has come first
+    missing = [call for call in calls if call.signature not in known and not isinstance(call.target, Priced)]
     try:
         # The calls are those behind autocast: under the user's own they would be cast once more.
         with torch.autocast(device, enabled=False):
@@ -103,7 +104,8 @@ def _known(cache: CostCache) -> dict[str, Cost]:
 
 def _estimate(call: Call) -> Cost:
     """For a call that cannot be tried alone, or does not fit beside what is resident: nor will it in the step."""
-    return Cost(roofline_seconds(call, machine_named("cpu")), 0, timed=False)
+    taken = call.target.workspace_bytes(call.args) if isinstance(call.target, Priced) else 0
+    return Cost(roofline_seconds(call, machine_named("cpu")), taken, timed=False)
 
 
 def _with_kept_bytes(program: Program, costs: Sequence[Cost]) -> Program:
@@ -149,7 +151,10 @@ def with_roofline_costs(program: Program, calls: Sequence[Call], machine: Machin
     costs: dict[str, tuple[float, int]] = {}
     for call in calls:
         if call.signature not in costs:
-            workspace = workspace_bytes(call, machine) if machine.device == "cuda" else 0
+            if isinstance(call.target, Priced):
+                workspace = call.target.workspace_bytes(call.args)
+            else:
+                workspace = workspace_bytes(call, machine) if machine.device == "cuda" else 0
             costs[call.signature] = roofline_seconds(call, machine), workspace
     found = [costs[call.signature] for call in calls]
     return program.with_costs([seconds for seconds, _ in found], [workspace for _, workspace in found])

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,9 @@ STEPS = 32
 _Group = dict[str, Any]
 
 
-def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> int | None:
+def step_bytes(
+    optimizer: torch.optim.Optimizer, device: str | None = None, groups: Sequence[_Group] | None = None
+) -> int | None:
     """Bytes that a step of ``optimizer`` takes at its peak; ``None`` if that cannot be found out.
 
     Steps on fake tensors cannot be taken by optimizers with kernels of their own, nor those that want a closure.
@@ -51,27 +54,48 @@ def step_bytes(optimizer: torch.optim.Optimizer, device: str | None = None) -> i
     Args:
         optimizer: of real, fake or meta parameters.
         device: type of the one to step on, where some optimizers take other ways; that of the parameters if ``None``.
+        groups: of parameters that it steps on; its own if ``None``.
     """
     optimizer = stepping(optimizer)
-    lenders = [each for group in optimizer.param_groups for each in group["params"]]
+    groups = optimizer.param_groups if groups is None else groups
+    lenders = [each for group in groups for each in group["params"]]
     kernels = _Kernels(any(device not in (None, each.device.type) for each in lenders))
     found: list[int] = []
     with signals_wait(), without_modes(), quiet_log(), within(Room(0, lenders)):
         for answer in (1, 0):  # a step that asks its own state, as ASGD does whether to average, may go either way
             try:
                 with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
-                    found.append(_largest(optimizer, device, kernels.workspace_bytes))
+                    found.append(_largest(optimizer, groups, device, kernels.workspace_bytes))
             except Exception as error:  # any optimizer of the user's may raise anything here
                 if raised_by_a_handler(error):
                     raise
     return max(found, default=None)
 
 
-def _largest(optimizer: torch.optim.Optimizer, device: str | None, workspace: Callable[..., int]) -> int:
-    kinds = [{**group, "params": list(_of_each_kind(group["params"]))} for group in optimizer.param_groups]
-    taken = list(_taken(optimizer, kinds, device, range(STEPS), lambda *_: 0))
-    counted = {0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}
-    return max(_taken(optimizer, optimizer.param_groups, device, sorted(counted), workspace))
+def _largest(
+    optimizer: torch.optim.Optimizer, groups: Sequence[_Group], device: str | None, workspace: Callable[..., int]
+) -> int:
+    kinds = [{**group, "params": list(_of_each_kind(group["params"]))} for group in groups]
+    known = _counted.setdefault(optimizer, {})
+    if (key := _outline(kinds, device)) not in known:
+        taken = list(_taken(optimizer, kinds, device, range(STEPS), lambda *_: 0))
+        known[key] = tuple(sorted({0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}))
+    return max(_taken(optimizer, groups, device, known[key], workspace))
+
+
+_counted: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[object, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""The steps of definition 2 that are looked at, by what they depend on."""
+
+
+def _outline(kinds: Sequence[_Group], device: str | None) -> object:
+    """What it depends on which steps take more than others: options and kinds of parameters, not how large they are."""
+    return device, tuple(
+        (
+            tuple((name, repr(value)) for name, value in group.items() if name != "params"),
+            tuple((each.dtype, each.ndim, each.requires_grad, each.numel() > 1) for each in group["params"]),
+        )
+        for group in kinds
+    )
 
 
 def _of_each_kind(parameters: Iterable[torch.nn.Parameter]) -> Iterable[torch.nn.Parameter]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ebbflow.cost.call import Call, TensorSpec
+from ebbflow.cost.priced import Priced
 from ebbflow.step.machine import Machine
 from ebbflow.torch_seams.dispatcher import flop_registry, sdpa_backward_flop, sdpa_flop
 
@@ -98,6 +99,8 @@ def _bytes(spec: TensorSpec) -> int:
 
 def traffic_bytes(call: Call) -> int:
     """Bytes that one call reads and writes at least: definitions 2 and 3."""
+    if isinstance(call.target, Priced):
+        return call.target.traffic_bytes(call.args)
     written = sum(_bytes(spec) for spec in call.outputs)
     part = _GATHERS.get(_packet(call))
     total = written

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ebbflow.errors import UsageError
 from ebbflow.faults import users_level
+from ebbflow.torch_seams.optimizers import gradient_of
 from ebbflow.torch_seams.storages import StorageWatch, version_of
 
 __all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "watch_optimizers"]
@@ -220,4 +221,5 @@ def _has_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> 
 
 def _gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Iterator[torch.Tensor]:
     own = {id(each) for each in model.parameters()}
-    return (each.grad for each in _own_parameters(optimizer) if id(each) in own and each.grad is not None)
+    gradients = (gradient_of(each) for each in _own_parameters(optimizer) if id(each) in own)
+    return (each for each in gradients if each is not None)

@@ -32,6 +32,7 @@ class Circumstances:
         hooked: whether saved-tensor hooks are active, as in a checkpoint.
         repeated: whether a backward is running, so that this is a checkpoint's repetition of a forward.
         hooks: on parameters.
+        updates: whether its backward applies gradients (``inside``).
     """
 
     slot: Slot
@@ -48,6 +49,7 @@ class Circumstances:
     hooked: bool
     repeated: bool
     hooks: tuple[int, ...]
+    updates: bool = False
 
     @property
     def key(self) -> object:

@@ -223,6 +223,9 @@ class Capture:
 
     # -- the partitioner ------------------------------------------------------------------------------------
 
+    def take_inputs(self, inputs: Sequence[object]) -> None:
+        """Who they are is seen at the first run (``Step.look_at_inputs``)."""
+
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Keep the joint graph; AOTAutograd goes on with stubs."""
         if self.symbolic and not size_inputs(joint.graph):

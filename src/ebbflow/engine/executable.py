@@ -32,6 +32,7 @@ from ebbflow.engine.retained import Retained, retained_above_bytes
 from ebbflow.engine.unused import UnusedOutputs
 from ebbflow.errors import BudgetExceeded
 from ebbflow.faults import users_level
+from ebbflow.inside.updates import PREFIX, updates_in
 from ebbflow.lower.fingerprints import Fingerprints, with_fingerprints
 from ebbflow.lower.lowering import Lowered, lower
 from ebbflow.lower.proof import prove
@@ -93,6 +94,10 @@ class Executable:
         needs_bytes: above the step's start, as the plan predicts.
         leaves_bytes: kept while its flight is in the air, or by the gradients that its backward has made since.
         accumulates: whether it is for a step of which all gradients are added to others.
+        updates: of a step with the optimizer in it, names of the parameters that it updates, by position among the
+            primals; and where they are among the tensors that go in.
+        serves: whether calls whose backward updates (``Circumstances.updates``), those of which none does, or both.
+        rehearsed: whether such a step has been proven without updating anything.
         provisional: whether it was planned for the least memory because something was not known yet.
         gradient_order: per tensor that goes in, when its gradient reaches it (``hook_order``).
         unused: drops gradients that no used output depends on.
@@ -122,6 +127,12 @@ class Executable:
         self.proving: int | None = None
         self.accumulates = False
         self.provisional = False
+        self.serves: set[bool] = set()
+        self.rehearsed = False
+        self.updates = {each.position: each.parameter for each in updates_in(captured).values()}
+        tensors = [i for i, node in enumerate(captured.primals) if isinstance(node.meta.get("val"), torch.Tensor)]
+        self.entries = {position: tensors.index(position) for position in self.updates}
+        self._tangents = [node.meta["val"] for node in captured.tangents]
         self.verified_buffers = 0
         self.measured_above_bytes: int | None = None
         self.reserved: Reserved | None = None
@@ -189,6 +200,13 @@ class Executable:
         if traffic.timed or self.traffic is None:
             traffic.read_clocks()
             self.traffic = traffic
+
+    def rehearsal_tangents(self) -> list[torch.Tensor]:
+        """Tangents as of a loss that ``backward()`` is called on: ones."""
+        return [
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device).fill_(1)
+            for each in self._tangents
+        ]
 
     @property
     def output_count(self) -> int:
@@ -267,7 +285,9 @@ def _unseen_bytes(program: Program) -> int:
         unseen += sum(program.buffers[b].bytes for b in program.forward_outputs)
     # Room for a guess that turns out wrong, which a right one does not take.
     guessed = max((op.workspace_bytes for op in program.ops if op.target == SETTLES), default=0)
-    return max(unseen + guessed, SCALARS_BYTES)
+    # Some optimizers take more in some steps than in others, and an update has room for the most.
+    updates = max((op.workspace_bytes for op in program.ops if op.target.startswith(PREFIX)), default=0)
+    return max(unseen + guessed + updates, SCALARS_BYTES)
 
 
 def _graphs(lowered: Lowered) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -6,6 +6,8 @@
 3. One flight of an executable at a time is *proven*: two would share the names of its buffers. A forward that a
    checkpoint repeats inside of a backward is followed by its own part of that backward, so it may be proven.
 4. A flight is *measured* if no other one of the model is in the air and nobody's hooks or profiler look on.
+5. What updates parameters in its backward (``inside``) cannot take that back. It is proven in a *rehearsal*, right
+   before its first forward: the same two graphs with the same inputs, the loss' gradient taken for one, and no update.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ import torch
 
 from ebbflow.engine.between import learn_retained
 from ebbflow.engine.executable import Executable, Phase, executable_numbered
-from ebbflow.engine.flights import Flight, flight_numbered, flights_of
+from ebbflow.engine.flights import Flight, aloft, flight_numbered, flights_of
+from ebbflow.engine.inside import Updating
+from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
 from ebbflow.errors import CaptureError, VerificationError
+from ebbflow.inside.updates import updating
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
@@ -128,6 +133,8 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     if executable is None:
         raise Unplanned(list(args))
     flight.ran = True
+    if executable.updates:
+        _prepare_updates(flight, executable, args)
     flight.arena = executable.arena(flight.number, flight.gauge is not None)
     runs = executable.checked if flight.proves and executable.checked is not None else executable.plain
     with travelling(flight.arena):
@@ -138,6 +145,56 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
             results = runs.forward(args)
     count = executable.output_count
     return (*results[:count], ticket(executable.number, flight.name), *results[count:])
+
+
+def _prepare_updates(flight: Flight, executable: Executable, args: list[Any]) -> None:
+    """Definition 5: the step of this flight will update, and is proven first."""
+    assert flight.inside is not None
+    parameters = {position: (args[position], name) for position, name in executable.updates.items()}
+    flight.updating = Updating(flight.inside, parameters, executable.entries)
+    if flight.proves and not executable.rehearsed:
+        _rehearse(flight, executable, list(args))
+        executable.rehearsed = True
+
+
+class _Dropping:
+    """Takes no update: its gradient is dropped."""
+
+    def update(self, position: int, gradient: torch.Tensor) -> None:
+        pass
+
+
+def _rehearse(flight: Flight, executable: Executable, args: list[Any]) -> None:
+    """Run forward and backward with their checks and without their updates; random state is as before then.
+
+    Nothing else is changed by the two: new values of buffers are copied back by who calls them.
+
+    Raises:
+        VerificationError: if a buffer came back with other bits.
+    """
+    assert executable.checked is not None
+    assert executable.fingerprints is not None
+    put_back = snapshot((), executable.device)
+    arena = executable.arena(flight.number)
+    try:
+        with travelling(arena), updating(_Dropping()):
+            results = executable.checked.forward(args)
+            saved = list(results[executable.output_count :])
+            results = results[: executable.output_count]
+            executable.checked.backward([*saved, *executable.rehearsal_tangents()])
+            del results, saved
+    except BaseException:
+        executable.proving = None
+        raise
+    finally:
+        put_back()
+        if arena is not None:
+            arena.close()
+    executable.proven()
+    if executable.always:
+        executable.fingerprints.restart()
+    else:
+        executable.proving = None
 
 
 def run_nothing(args: list[Any]) -> Any:
@@ -153,13 +210,62 @@ def run_backward(args: list[Any]) -> Any:
     arena = arena_numbered(name)
     if arena is None and executable.moves:
         raise gone(executable.plan.tiers[0])
+    flight = _flight(executable, name)
+    taken = _begin_updates(executable, flight)
     with travelling(arena), _by_default(executable.default_dtype):
-        gradients = _gradients(executable, name, args)
+        gradients = _gradients(executable, name, args, taken)
     if arena is not None:
         executable.moved(arena.traffic)
         if not keeps_graph():
             arena.close()
     return executable.unused.dropped(gradients)
+
+
+def _begin_updates(executable: Executable, flight: Flight | None) -> Updating | None:
+    """What the backward of ``flight`` updates, once it is seen that nothing forbids that.
+
+    Raises:
+        CaptureError, UsageError: if something does. Nothing has been updated.
+    """
+    if flight is not None and flight.inside is not None:
+        flight.inside.refuse_to_begin()
+    if not executable.updates:
+        return None
+    if flight is None or flight.updating is None or flight.node is None:
+        raise CaptureError(
+            "the backward cannot be told from another's: what the forward returned is in an object that Ebbflow does "
+            'not look into, and step="inside" has to know whose parameters it updates',
+            remedy="return tensors, or a tuple, list, dict or dataclass of them",
+        )
+    if keeps_graph():
+        raise CaptureError(
+            'a backward with retain_graph=True (or create_graph=True) keeps what the next one needs, and step="inside" '
+            "would have changed the weights by then. Nothing has been updated",
+            remedy='add up losses and call backward() once, or leave step="inside" out',
+        )
+    if any(each.home is flight.home and each is not flight for each in aloft(flight.home)):
+        raise CaptureError(
+            "another forward of this model is in flight, whose backward needs the weights as they are, and "
+            'step="inside" would update them in this one. Nothing has been updated',
+            remedy="call backward before the next forward; to accumulate, run all forwards and backwards but the last "
+            "in ebbflow.no_update(model)",
+        )
+    flight.updating.begin(flight.node(), executable.unused.left_out())
+    return flight.updating
+
+
+def _updating(taken: Updating, backward: Callable[..., Any], args: list[Any]) -> Any:
+    """Run ``backward`` with the updates of ``taken``; what fails in it says what has been updated."""
+    try:
+        with updating(taken):
+            return backward(args)
+    except BaseException as error:
+        instead = taken.failed(error)
+        if instead is error:
+            raise
+        raise instead from error
+    finally:
+        taken.end()
 
 
 @contextmanager
@@ -176,7 +282,7 @@ def _by_default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(outside)
 
 
-def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:
+def _gradients(executable: Executable, name: int, args: list[Any], taken: Updating | None) -> Any:
     flight = _flight(executable, name)
     gauge = None
     retained = keeps_graph()
@@ -191,6 +297,8 @@ def _gradients(executable: Executable, name: int, args: list[Any]) -> Any:
     backward = executable.plain.backward
     if executable.proving == name and executable.checked is not None:
         backward = functools.partial(_proven, executable, executable.checked.backward, flight)
+    if taken is not None:
+        backward = functools.partial(_updating, taken, backward)
     if gauge is None or being_watched(executable.device) or retained:  # what is retained is in no plan
         gradients = backward(args)
     else:

@@ -27,6 +27,7 @@ from ebbflow.cost.cache import product_precisions
 from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.hook_order import keep_order
+from ebbflow.engine.inside import Inside, Updating
 from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
 from ebbflow.engine.unused import note_arrived
@@ -79,6 +80,8 @@ class Flight:
         thread: that started it.
         node: its autograd node, once the forward has returned.
         arena: holds what its forward has moved to other tiers.
+        inside: the optimizer that is in its model's steps.
+        updating: what its backward updates, if it does.
         capture: of the step. AOTAutograd compiles a backward when it first comes, also after the model is let go.
     """
 
@@ -96,6 +99,8 @@ class Flight:
     returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
     arena: Arena | None = None
+    inside: Inside | None = None
+    updating: Updating | None = None
     node: weakref.ref[Any] | None = None
     thread: int = field(default_factory=threading.get_ident)
 

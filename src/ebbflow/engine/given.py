@@ -9,7 +9,7 @@ from dataclasses import replace
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured_form
 from ebbflow.errors import BudgetError, PlanMismatch
-from ebbflow.rewrites.choices import choice_of
+from ebbflow.rewrites.choices import Finish, choice_of, itself
 from ebbflow.step.legality import check
 from ebbflow.step.machine import is_elsewhere
 from ebbflow.step.plan import Plan
@@ -20,16 +20,22 @@ from ebbflow.units import format_count
 __all__ = ["given_plan_here", "program_of", "start_here"]
 
 
-def program_of(plan: Plan, captured: Captured, program: Program, device: str) -> Program:
+def program_of(plan: Plan, captured: Captured, program: Program, device: str, finish: Finish = itself) -> Program:
     """What ``plan`` is for where it is of this step: ``program``, or what the plan's rewrites make of ``captured``.
 
     Raises:
         PlanMismatch: if the step has not what they replace, or the kernels here are not as they take for granted.
     """
+    if plan.program.has_updates and not program.has_updates:
+        raise PlanMismatch(
+            f"the plan for {plan.case} has the optimizer in the step, and the model was fitted without; fit it with "
+            'ebbflow.fit(model, plan, optimizer=optimizer, step="inside")',
+            differences=['step: plan "inside", here "outside"'],
+        )
     if plan.rewritten is None:
         return program
     try:
-        choice = choice_of(captured, plan.rewritten.rewrites)
+        choice = choice_of(captured, plan.rewritten.rewrites, finish)
     except LookupError as error:
         raise PlanMismatch(
             f"the plan for {plan.case} does not belong to this step: {error}", differences=[str(error)]

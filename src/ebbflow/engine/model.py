@@ -30,6 +30,7 @@ from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.engine.executor import being_watched
 from ebbflow.engine.flights import Flight, Flights, aloft, kept_bytes, kept_inputs
+from ebbflow.engine.inside import Inside
 from ebbflow.engine.key import Code, Slot, key_of, modes_of
 from ebbflow.engine.movers import refuse_movers
 from ebbflow.engine.offloaded import Offloaded
@@ -77,6 +78,7 @@ class FittedModel:
         offloaded: where the optimizer's state is in a step, if not in place.
         gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
             Lightning's trainer does: room is kept for them from the first call on, and no plan counts on them.
+        inside: the optimizer in its steps, if it is (``inside``).
         last: the step that ran last.
         flights: forwards whose backward has not come.
         number: of the model among all that were ever fitted.
@@ -99,6 +101,7 @@ class FittedModel:
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
     offloaded: Offloaded | None = None
     gradients_stay: bool = False
+    inside: Inside | None = None
     last: Step | None = None
     flights: Flights = field(init=False)
     number: int = field(default_factory=_numbers.__next__)
@@ -126,6 +129,9 @@ class FittedModel:
         """Plan for the state of another optimizer, from the next call on. What is captured stays."""
         if optimizer is not self.optimizer:
             self.optimizer = optimizer
+            if self.inside is not None:
+                self.inside.close()
+                self.inside = Inside(optimizer)
             for step in self.steps():
                 step.forget_plans()
 
@@ -159,6 +165,7 @@ class FittedModel:
             hooked=has_saved_tensor_hooks(),
             repeated=in_backward(),
             hooks=hooks,
+            updates=self.inside is not None and not self.inside.accumulates,
         )
 
     def warn_of_flights(self, now: Circumstances) -> None:

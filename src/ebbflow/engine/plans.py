@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ebbflow.capture.joint import Captured
@@ -38,7 +38,7 @@ from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planning.alternatives import Alternative
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import StepEnd, most_of
-from ebbflow.rewrites.choices import UNKNOWN, alternatives_here
+from ebbflow.rewrites.choices import UNKNOWN, alternatives_here, itself
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
@@ -69,6 +69,7 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
         and all(end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes for end in ends)
         and not (each.provisional and not is_guess(model, step, now))
         and (now.accumulating or not each.accumulates)
+        and now.updates in each.serves
         and not (each.moves and now.checkpointed)
     ]
     return min(fitting, key=lambda each: each.overhead) if fitting else None
@@ -96,7 +97,7 @@ def plan_for(
     if model.gradients_stay:
         resident += gradients_to_come(now.module, model.optimizer, ALLOCATOR_GRANULARITY_BYTES[now.device])
     if model.given_plan is not None:
-        here = program_of(model.given_plan, captured, program, now.device)
+        here = program_of(model.given_plan, captured, program, now.device, _finish(model, now))
         return _given(model, model.given_plan, here, now, resident, reserve), False
     guess = _waits_for_a_loss(model, step, now)
     end = most_of(_ends_of(model, now), program)
@@ -106,7 +107,12 @@ def plan_for(
         options = replace(
             options,
             alternatives=alternatives_here(
-                captured, program, now.device, retained=retained is not None, free=model.writes_over
+                captured,
+                program,
+                now.device,
+                retained=retained is not None,
+                free=model.writes_over,
+                finish=_finish(model, now),
             ),
         )
     wanted = _Wanted(model, program, now, resident, reserve, end, options)
@@ -131,6 +137,11 @@ def _unknown_here(alternatives: Sequence[Alternative]) -> Iterator[str]:
             f"{'; '.join(map(str, lowest.rewrites))} was not tried: {why}. Or make a plan with this budget once in a "
             "process that has room: ebbflow.plan(model, args, budget=...) keeps what it finds out"
         )
+
+
+def _finish(model: FittedModel, now: Circumstances) -> Callable[[Captured], Captured]:
+    """What is done to a captured step after its rewrites."""
+    return model.inside.inside if model.inside is not None and now.updates else itself
 
 
 def is_guess(model: FittedModel, step: Step, now: Circumstances) -> bool:

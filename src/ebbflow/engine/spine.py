@@ -29,6 +29,7 @@ from ebbflow.engine.derivatives import refuse_transforms
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbflow.engine.flights import Flight, returned_tensors
+from ebbflow.engine.inside import Inside
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.plans import holding, plan_for, resident_bytes
 from ebbflow.engine.reasons import reason_of
@@ -62,9 +63,19 @@ def train(model: FittedModel, call: Call) -> Any:
         TierError: if a tier has no room or fails.
     """
     refuse_transforms()
+    if model.inside is None:
+        return _trained(model, call)
+    with model.inside.applied.aside():
+        return _trained(model, call)
+
+
+def _trained(model: FittedModel, call: Call) -> Any:
+    """What :func:`train` gives."""
     if model.offloaded is not None:
         model.offloaded.leave()
     now = model.look_around(call)
+    if model.inside is not None:
+        model.inside.refuse_surroundings(call.module, checkpointed=now.checkpointed, hooked=bool(now.hooks))
     if now.key in model.not_captured:
         return _as_it_is(model, call)
     model.warn_of_flights(now)
@@ -131,13 +142,17 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
     now = model.look_around(call)
     if (executable := holding(model, step, now)) is not None:
         return now, executable
-    captured = step.captured_for(accumulating=now.accumulating and model.given_plan is None)
+    inside = model.inside if now.updates else None
+    captured = step.captured_for(accumulating=now.accumulating and model.given_plan is None and inside is None)
+    if inside is not None:
+        inside.know(call.module)
     with within(_room(model, step, call, now)):
-        program = _cost(model, captured, now)
+        program = _cost(model, captured if inside is None else inside.inside(captured), now)
         plan, provisional = _plan(model, step, captured, program, now)
     model.options.progress(Progress("lowering the plan and proving its graphs"))
-    executable = _lower_and_prove(step, captured, plan)
+    executable = _lower_and_prove(step, captured, plan, inside)
     executable.provisional = provisional
+    executable.serves.add(now.updates)
     return now, executable
 
 
@@ -177,7 +192,10 @@ def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
 
 
 def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program:
-    """The program with seconds and workspaces; those of a plan that the user gave are the plan's own."""
+    """The program with seconds and workspaces; those of a plan that the user gave are the plan's own.
+
+    ``captured`` has the optimizer in it, where it is.
+    """
     if model.given_plan is not None:
         return captured.program
     model.options.progress(Progress(f"profiling its {format_count(len(captured.program.ops), 'op')}"))
@@ -192,10 +210,10 @@ def _plan(
         return plan_for(model, step, captured, program, now)
 
 
-def _lower_and_prove(step: Step, captured: Captured, plan: Plan) -> Executable:
-    """The plan's two graphs, each node of which is one of the captured step's."""
+def _lower_and_prove(step: Step, captured: Captured, plan: Plan, inside: Inside | None) -> Executable:
+    """The plan's two graphs, each node of which is one of the captured step's, or an update by its optimizer."""
     with own_faults():
-        return step.made_for(captured, plan)
+        return step.made_for(captured, plan, inside)
 
 
 def _run(model: FittedModel, step: Step, executable: Executable | None, call: Call, now: Circumstances) -> Any:
@@ -203,10 +221,13 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
     flight = Flight(
         executable, model.flights, now.slot, now.inputs, model.expected(now), hooked=now.hooked, capture=step.capture
     )
+    flight.inside = model.inside
     if executable is not None:
         alone = not model.flights
         model.flights.disturb()
         choose_checks(flight, now.device)
+        if executable.updates and model.inside is not None and not model.inside.has_updated:
+            flight.gauge = None  # the optimizer makes its state in this step, which is counted as there already
         if flight.proves and alone:
             flight.restore = snapshot(step.changed_in(call.module), now.device)
     try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from ebbflow.capture.joint import Captured
 from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.executable import Executable, Phase
+from ebbflow.engine.inside import Inside
 from ebbflow.measurement.reserved import Reserved
 from ebbflow.measurement.resident import hidden_in, storages_in
 from ebbflow.rewrites.choices import apply_proven
@@ -120,6 +122,8 @@ class Step:
         """Find out what the captured step's inputs are; they are those of ``call``."""
         self.hidden = hidden_in(inputs, call.module, (call.args, call.kwargs))
         assert self.captured is not None
+        parameters = {id(each): name for name, each in call.module.named_parameters()}
+        self.captured = replace(self.captured, parameters=tuple(parameters.get(id(each), "") for each in inputs))
         names = {id(each): name for name, each in call.module.named_buffers()}
         changed = [
             value for node, value in zip(self.captured.primals, inputs, strict=True) if node in self.captured.mutated
@@ -146,8 +150,8 @@ class Step:
             self._accumulating = self.capture.accumulating(self.captured, self.accumulated)
         return self._accumulating
 
-    def made_for(self, captured: Captured, plan: Plan) -> Executable:
-        """``plan`` for ``captured``, or for what its rewrites make of that, lowered and proven.
+    def made_for(self, captured: Captured, plan: Plan, inside: Inside | None = None) -> Executable:
+        """``plan`` for ``captured``, or for what its rewrites and updates make of that, lowered and proven.
 
         What has its schedule already is not made again.
         """
@@ -158,6 +162,8 @@ class Step:
         step = captured
         if plan.rewritten is not None:
             step = apply_proven(captured, plan.rewritten.rewrites)
+        if inside is not None:
+            step = inside.inside(step)
         executable = Executable(step, plan, device=self.capture.device, verify=self._verify, tiers=self._tiers)
         executable.accumulates = captured is self._accumulating
         return executable

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ebbflow.capture.joint import Captured
+from ebbflow.inside.updates import updates_in
 from ebbflow.torch_seams.aot import output_position_of
 
 __all__ = ["UnusedOutputs", "note_arrived"]
@@ -51,10 +52,19 @@ class UnusedOutputs:
             if node.op == "call_function":
                 found = {reached.get(each, nothing) for each in node.all_input_nodes}
                 reached[node] = next(iter(found)) if len(found) == 1 else nothing.union(*found)
-        gradients = captured.outputs[captured.forward_output_count :]
+        gradients = list(captured.outputs[captured.forward_output_count :])
+        for node, update in updates_in(captured).items():
+            gradients[update.position] = node.args[0]
         self._sources = tuple(
             reached.get(each, nothing) if isinstance(each, fx.Node) else nothing for each in gradients
         )
+
+    def left_out(self) -> frozenset[int]:
+        """Positions of the primals of which :meth:`dropped` will say that they have no gradient."""
+        missing = _arrived.missing
+        if not missing:
+            return frozenset()
+        return frozenset(i for i, sources in enumerate(self._sources) if sources and sources <= missing)
 
     def dropped(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """``gradients`` of the backward that runs, ``None`` where all that they depend on did not arrive."""

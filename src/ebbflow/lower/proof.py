@@ -17,6 +17,7 @@ Every lowered node claims a joint node. The claims hold by induction over the gr
    is filled twice, no buffer has two, and none overlap; a wait for the copy takes that buffer too;
 9. a reload follows the offload of its slot, and nothing but one arrival reads it; the arrival claims the buffer of the
    slot.
+10. every update of a parameter runs once, and no op reads the memory of that parameter after it.
 
 Written from the graphs alone, so that a fault of the lowering cannot hide in it.
 """
@@ -33,10 +34,12 @@ from torch import fx
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbflow.errors import InternalError
+from ebbflow.inside.updates import updates_in
 from ebbflow.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
 from ebbflow.lower.lowering import STATE_OF, Lowered
 from ebbflow.lower.targets import arrive, offload, read_state, reload, replay, settle
 from ebbflow.torch_seams.dispatcher import schema_of
+from ebbflow.torch_seams.storages import storage_key
 from ebbflow.transfers.slots import Slot
 
 __all__ = ["ProofError", "prove"]
@@ -47,7 +50,7 @@ class ProofError(InternalError):
 
 
 def prove(joint: Captured, lowered: Lowered) -> int:
-    """Check clauses 1-9; returns the number of nodes proven.
+    """Check clauses 1-10; returns the number of nodes proven.
 
     Raises:
         ProofError: naming the first node that is not congruent.
@@ -65,6 +68,7 @@ def prove(joint: Captured, lowered: Lowered) -> int:
     proof.placeholders(inputs[lowered.saved_count :], joint.tangents)
     proof.calls(backward)
     proof.outputs(_results(backward), joint.outputs[count:])
+    proof.updated()
     return len(forward) + len(backward)
 
 
@@ -87,6 +91,8 @@ class _Proof:
         self.last_random = -1
         self.ran: set[int] = set()
         self.pending: tuple[fx.Node, int] | None = None
+        self.updates = updates_in(joint)
+        self.changed: dict[fx.Node, int] = {}  # per update that has run, the storage that it has changed
 
     def placeholders(self, nodes: Sequence[fx.Node], expected: Sequence[fx.Node]) -> None:
         _require(len(nodes) == len(expected), f"{len(nodes)} placeholders stand for {len(expected)}")
@@ -141,6 +147,7 @@ class _Proof:
         claim = node.meta.get(CLAIM)
         _require(isinstance(claim, fx.Node), f"{node} claims nothing")
         assert isinstance(claim, fx.Node)
+        self._update(node, claim)
         if node.target is replay:
             self._replay(node, claim)
         elif self._has_repeat(claim) and node.target is repeat_of(claim):
@@ -151,6 +158,23 @@ class _Proof:
         else:
             self._folded(node, claim)
         self.claims[node] = claim
+
+    def _update(self, node: fx.Node, claim: fx.Node) -> None:
+        """Clause 10."""
+        if self.changed:
+            for source in node.all_input_nodes:
+                value = source.meta.get("val")
+                resident = self.joint.buffer_of.get(self.claims.get(source, source), 0) is None
+                if resident and isinstance(value, torch.Tensor):
+                    _require(storage_key(value) not in self.changed.values(), f"{node} reads what was updated before")
+        if (update := self.updates.get(claim)) is not None:
+            _require(claim not in self.changed, f"{claim} updates a second time")
+            self.changed[claim] = storage_key(self.joint.primals[update.position].meta["val"])
+
+    def updated(self) -> None:
+        """Of clause 10 that every update runs; the graphs are read."""
+        for claim in self.updates:
+            _require(claim in self.changed, f"{claim} never runs")
 
     def _leave(self, node: fx.Node) -> None:
         """Clause 8, and of clause 9 what concerns the reload."""

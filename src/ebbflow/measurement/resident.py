@@ -13,6 +13,7 @@ import torch
 
 from ebbflow.measurement.leftovers import left_bytes
 from ebbflow.torch_seams.away import is_away
+from ebbflow.torch_seams.optimizers import gradient_of
 from ebbflow.torch_seams.storages import (
     StorageWatch,
     buffer_table,
@@ -45,8 +46,8 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
         if is_away(root):
             return
         yield from parts_of(root)
-        if root.is_leaf and root.grad is not None:
-            yield from parts_of(root.grad)
+        if root.is_leaf and (gradient := gradient_of(root)) is not None:
+            yield from parts_of(gradient)
     elif isinstance(root, torch.nn.Module):
         yield from _tensors_of(root)
     elif isinstance(root, torch.optim.Optimizer):
@@ -95,8 +96,8 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         for parameter in parameter_table(each).values():
             if parameter is not None:
                 yield parameter
-                if parameter.is_leaf and parameter.grad is not None:
-                    yield parameter.grad
+                if parameter.is_leaf and (gradient := gradient_of(parameter)) is not None:
+                    yield gradient
         yield from (buffer for buffer in buffer_table(each).values() if buffer is not None)
         for child in module_table(each).values():
             if child is not None and id(child) not in seen:
@@ -134,7 +135,7 @@ def resident_parts(
     parameters = [each for each in model.parameters() if not is_away(each)]
     kinds: dict[str, Iterable[torch.Tensor]] = {
         "weights": (part for each in parameters for part in parts_of(each)),
-        "gradients of earlier steps": tensors_in([each.grad for each in parameters if each.is_leaf]),
+        "gradients of earlier steps": tensors_in([gradient_of(each) for each in parameters if each.is_leaf]),
         "buffers of modules": tensors_in(list(model.buffers())),
         "optimizer state": tensors_in(list(state)),
         "arguments of the call": tensors_in(arguments),
@@ -184,7 +185,9 @@ def gradients_to_come(
     parts = [] if optimizer is None else optimizers_in(optimizer)
     trained = {id(each) for part in parts for group in part.param_groups for each in group["params"]}
     without = [
-        each for each in module.parameters() if each.grad is None and (each.requires_grad or id(each) in trained)
+        each
+        for each in module.parameters()
+        if gradient_of(each) is None and (each.requires_grad or id(each) in trained)
     ]
     return sum(-(-each.nbytes // granularity_bytes) * granularity_bytes for each in without)
 

@@ -70,6 +70,8 @@ def auto_free(problem: Problem) -> Answer:
     captured = _planned(replace(problem, effort=round(FIRST_SHARE * problem.effort)), program)
     best.bound = captured.bound or 0.0
     best.offer(captured.schedule)
+    if any(op.until for op in program.ops):  # in another order, what is made again may have been changed
+        return _answer(best)
     moves = problem.effort * max(1.0, len(program.ops) / FULL_OPS)
     order = None if best.proven else _best_order(best, moves)
     if not best.proven and not problem.interrupt:

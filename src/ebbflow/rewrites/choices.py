@@ -7,7 +7,7 @@ the rules' ways and no product: the ways of free rules are tried alone, and with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from ebbflow.capture.joint import Captured
@@ -27,11 +27,13 @@ __all__ = [
     "RULES",
     "UNKNOWN",
     "Choice",
+    "Finish",
     "alternatives_elsewhere",
     "alternatives_here",
     "apply",
     "apply_proven",
     "choice_of",
+    "itself",
     "left_of",
     "may_be_rewritten",
     "measure_ahead",
@@ -41,6 +43,14 @@ RULES: tuple[Rule, ...] = (HeadRule(), InPlaceRule())
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbflow calibrate CASE finds out ahead"
 """Why a rewrite is not used of which something is not known."""
+
+Finish = Callable[[Captured], Captured]
+"""What is done to a step after its rewrites (``inside``)."""
+
+
+def itself(captured: Captured) -> Captured:
+    """Nothing is done."""
+    return captured
 
 
 def apply(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
@@ -81,11 +91,13 @@ class Choice:
         source: the step as captured.
         rewrites: in the order in which rules are applied.
         known: the stages of the first rules, where they are at hand.
+        finish: gives the step that runs for the one with the rewrites in it.
     """
 
     source: Captured
     rewrites: tuple[Rewrite, ...]
     known: tuple[_Stage, ...] = ()
+    finish: Finish = field(default=itself, compare=False)
 
     @cached_property
     def stages(self) -> tuple[_Stage, ...]:
@@ -102,13 +114,18 @@ class Choice:
         return tuple(stages)
 
     @property
-    def captured(self) -> Captured:
+    def rewritten(self) -> Captured:
         """The step with the rewrites in it."""
         return self.stages[-1].after if self.stages else self.source
 
+    @cached_property
+    def captured(self) -> Captured:
+        """The same, finished."""
+        return self.finish(self.rewritten)
+
     def with_rewrites(self, rule: Rule, rewrites: Sequence[Rewrite]) -> Choice:
         """The same with a way of one rule more, which comes after all of these."""
-        return Choice(self.source, (*self.rewrites, *rewrites), self.stages)
+        return Choice(self.source, (*self.rewrites, *rewrites), self.stages, self.finish)
 
     def not_held(self, device: str) -> str:
         """The first fact that does not hold on ``device``, or of which nobody knows; empty if all hold.
@@ -145,7 +162,8 @@ class Choice:
                 known.append(_Stage(stage.rule, before, kept))
         if not known:
             return None
-        return Choice(self.source, tuple(each for stage in known for each in stage.rewrites), tuple(known))
+        rewrites = tuple(each for stage in known for each in stage.rewrites)
+        return Choice(self.source, rewrites, tuple(known), self.finish)
 
     def estimated(self, program: Program) -> Program:
         """The program with the costs of ``program``, as captured, where an op is in both, else estimated ones."""
@@ -155,20 +173,25 @@ class Choice:
         """The same, and what was estimated by the names of ops."""
         known = {op.signature: (op.seconds, op.workspace_bytes) for op in program.ops}
         own: dict[str, Estimate] = {}
-        for stage in self.stages:
-            own |= stage.rule.estimates(stage.before, stage.rewrites, program, stage.after)
-            ours = stage.after.program
+
+        def priced(ours: Program) -> Program:
             estimates = {name: (each.seconds, each.workspace_bytes) for name, each in own.items()}
             costs = [estimates.get(op.name) or known.get(op.signature) or (0.0, 0) for op in ours.ops]
-            program = ours.with_costs([each for each, _ in costs], [each for _, each in costs])
-        return program, own
+            return ours.with_costs([each for each, _ in costs], [each for _, each in costs])
+
+        at = priced(self.source.program)
+        for stage in self.stages:
+            own |= stage.rule.estimates(stage.before, stage.rewrites, at, stage.after)
+            at = priced(stage.after.program)
+        return priced(self.captured.program), own
 
     def costed(self, device: str, program: Program) -> Costed | None:
         """With costs as measured on ``device``; ``None`` if not all facts are known to hold there.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
-            program: as captured, with costs, from which those of ops are estimated that had no room to be measured.
+            program: as captured and finished, with costs, from which those of ops are estimated that had no room to be
+                measured.
         """
         holding = self.holding(device)
         return None if holding is None else holding._measured(device, program)
@@ -203,13 +226,13 @@ def _not_held(stage: _Stage, rewrite: Rewrite, device: str) -> str:
     return next((fact.says for fact in facts if not found[fact.signature]), "")
 
 
-def choice_of(captured: Captured, rewrites: Sequence[Rewrite]) -> Choice:
-    """The choice that ``rewrites`` are.
+def choice_of(captured: Captured, rewrites: Sequence[Rewrite], finish: Finish = itself) -> Choice:
+    """The choice that ``rewrites`` are; ``finish`` is done to the step then.
 
     Raises:
         LookupError: if the step has not what they replace.
     """
-    choice = Choice(captured, tuple(rewrites))
+    choice = Choice(captured, tuple(rewrites), finish=finish)
     for stage in choice.stages:
         for each in stage.rewrites:
             stage.rule.facts(stage.before, each)
@@ -217,16 +240,23 @@ def choice_of(captured: Captured, rewrites: Sequence[Rewrite]) -> Choice:
 
 
 def alternatives_here(
-    captured: Captured, program: Program, device: str, *, retained: bool = False, free: bool = False
+    captured: Captured,
+    program: Program,
+    device: str,
+    *,
+    retained: bool = False,
+    free: bool = False,
+    finish: Finish = itself,
 ) -> Alternatives:
     """Alternatives whose costs and facts are measured on ``device`` before they are planned in earnest.
 
     Args:
         captured: the step.
-        program: its program with costs.
+        program: its program with costs, finished.
         device: ``"cpu"`` or ``"cuda"``.
         retained: whether its backwards retain their graph: then nothing that they keep may be written over.
         free: whether free rules are among those that are used.
+        finish: done to the step after its rewrites.
     """
 
     def made(choice: Choice) -> Alternative:
@@ -234,25 +264,29 @@ def alternatives_here(
         return Alternative(choice.rewrites, choice.estimated(program), costed, why_not=partial(choice.why_not, device))
 
     def make() -> Iterator[Alternative]:
-        for each in _alternatives(captured, made, free):
+        for each in _alternatives(captured, made, free, finish):
             if not (retained and any(one.form == KEPT for one in each.rewrites)):
                 yield each
 
     return Alternatives(make)
 
 
-def alternatives_elsewhere(captured: Captured, program: Program, *, free: bool = False) -> Alternatives:
+def alternatives_elsewhere(
+    captured: Captured, program: Program, *, free: bool = False, finish: Finish = itself
+) -> Alternatives:
     """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
 
     def made(choice: Choice) -> Alternative:
         return Alternative(choice.rewrites, choice.estimated(program), partial(choice.assumed, program))
 
-    return Alternatives(lambda: _alternatives(captured, made, free))
+    return Alternatives(lambda: _alternatives(captured, made, free, finish))
 
 
-def _alternatives(captured: Captured, made: Callable[[Choice], Alternative], free: bool) -> Iterator[Alternative]:
+def _alternatives(
+    captured: Captured, made: Callable[[Choice], Alternative], free: bool, finish: Finish
+) -> Iterator[Alternative]:
     """Free ways first; then every way of each other rule, which can be had with the free ways of what it leaves."""
-    for choice in _choices(captured, free=free):
+    for choice in _choices(captured, free=free, finish=finish):
         if all(stage.rule.free for stage in choice.stages):
             yield replace(made(choice), free=True)
         else:
@@ -288,9 +322,9 @@ def measure_ahead(captured: Captured, device: str) -> Iterator[tuple[str, bool |
                         yield f"{each.where or each.at}: {fact.says}", measured([fact], device)[fact.signature]
 
 
-def _choices(captured: Captured, *, free: bool = True) -> Iterator[Choice]:
+def _choices(captured: Captured, *, free: bool = True, finish: Finish = itself) -> Iterator[Choice]:
     """Free ways first, alone; then every way of each other rule, alone."""
-    nothing = Choice(captured, ())
+    nothing = Choice(captured, (), finish=finish)
     if free:
         yield from _with_free_ways(nothing)
     for rule in RULES:
@@ -302,5 +336,5 @@ def _choices(captured: Captured, *, free: bool = True) -> Iterator[Choice]:
 def _with_free_ways(choice: Choice) -> Iterator[Choice]:
     for rule in RULES:
         if rule.free:
-            for way in rule.ways(choice.captured):
+            for way in rule.ways(choice.rewritten):
                 yield choice.with_rewrites(rule, way)

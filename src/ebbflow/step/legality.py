@@ -5,7 +5,8 @@
    every random op or op that may not run again, in captured order among themselves, and nothing that depends on a
    tangent. Every op runs at least once.
 3. An op may run again any number of times, before or after the boundary, unless it is not rerunnable; an op
-   that reads a mutated input may not run after the boundary. A rerun makes all outputs but the last ``once``.
+   that reads a mutated input may not run after the boundary, nor one that reads what an update changes after that. A
+   rerun makes all outputs but the last ``once``.
 4. A buffer that is freed is resident. One that is offloaded is resident and movable (no output, tangent or mutation,
    the whole of its storage), and is offloaded once, to a tier that the machine has, where it is worth the while. One
    that is reloaded was offloaded and is not resident, and is read before it is freed or the step ends.
@@ -159,6 +160,9 @@ class _Checker:
             self._broken(3, f"op {index} runs again and is not rerunnable")
         if op.reads_mutated and self.boundaries:
             self._broken(3, f"op {index} reads a mutated input after the boundary")
+        for update in op.until:
+            if update in self.ran:
+                self._broken(3, f"op {index} reads what op {update} has changed")
         if self.program.after_boundary[index] and not self.boundaries:
             self._broken(2, f"op {index} depends on a tangent and runs before the boundary")
         once = op.once if index in self.ran else 0

@@ -13,13 +13,15 @@ Definitions (the docs use these words and no others):
    One that no op reads is dropped there. One that is read is an ordinary buffer, kept until the forward's last op,
    :data:`COPY_BACK`, has read it too.
 7. What user code does *between* the two graphs (a loss outside the model) is a number of bytes at the boundary.
+8. An *update* is an op that changes a parameter in place by its gradient (``ebbflow.inside``): an ordinary op that may
+   not run again, whose output has no bytes. What reads that parameter runs ``until`` then and never after.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
@@ -75,6 +77,7 @@ class Op:
         source: ``file:line`` in the user's code, if known.
         module: the module path that issued it, if known.
         signature: key of its cost; ops with one signature cost the same.
+        until: indices of later ops, updates of what it reads, after which it may not run (definition 8).
     """
 
     name: str
@@ -92,6 +95,7 @@ class Op:
     source: str = ""
     module: str = ""
     signature: str = ""
+    until: tuple[int, ...] = ()
 
     @property
     def random(self) -> bool:
@@ -151,6 +155,8 @@ class Program:
         for index, op in enumerate(self.ops):
             if not op.outputs:
                 raise ValueError(f"op {index} {op.name} creates no buffer")
+            if any(not index < u < len(self.ops) or self.ops[u].rerunnable for u in op.until):
+                raise ValueError(f"op {index} {op.name} is to run until an op that does not come later, once")
             if op.workspace_bytes < 0 or op.state_bytes < 0 or not 0 <= op.seconds <= MOST_SECONDS:
                 raise ValueError(f"op {index} {op.name} has a cost that is negative, or too large to be added up")
             for b in op.inputs:
@@ -244,6 +250,29 @@ class Program:
         return tuple(flags)
 
     @cached_property
+    def has_updates(self) -> bool:
+        """Whether some of its ops are updates of what others read (definition 8)."""
+        return any(op.until for op in self.ops)
+
+    def before_updates(self, order: Sequence[int | None]) -> Sequence[int | None]:
+        """``order`` without runs that would read what an update has changed by then.
+
+        Where first runs are in captured order such a run serves nobody: an update stands behind all that may need what
+        it changes, made again or not (``ebbflow.inside.updates``). Whoever repeats whole layers repeats some.
+        """
+        if not self.has_updates:
+            return order
+        ran: set[int] = set()
+        kept: list[int | None] = []
+        for op in order:
+            if op is not None:
+                if op in ran and not ran.isdisjoint(self.ops[op].until):
+                    continue
+                ran.add(op)
+            kept.append(op)
+        return kept
+
+    @cached_property
     def seconds(self) -> float:
         """Seconds of all ops once: the unplanned step."""
         return sum(op.seconds for op in self.ops)
@@ -255,6 +284,8 @@ class Program:
         for op in self.ops:
             made = (op.target, op.repeat, op.once, op.inputs, op.outputs, op.views)
             digest.update(repr((made, op.state_bytes, op.rerunnable, op.reads_mutated)).encode())
+            if op.until:
+                digest.update(repr(op.until).encode())
         for buffer in self.buffers:
             digest.update(repr((buffer.bytes, buffer.producer)).encode())
         digest.update(repr((self.boundary, self.forward_outputs, self.gradients, self.mutations)).encode())
@@ -283,7 +314,8 @@ class Program:
             "resident_bytes": self.resident_bytes,
             "context": dict(self.context),
             "buffers": [[b.name, b.bytes, b.producer, *([] if b.whole else [False])] for b in self.buffers],
-            "ops": [[getattr(op, name) for name in _OP_FIELDS] for op in self.ops],
+            # Most programs have no updates, and are written as before there were any.
+            "ops": [[getattr(op, name) for name in _OP_FIELDS[: None if op.until else -1]] for op in self.ops],
         }
 
     @staticmethod
@@ -295,9 +327,9 @@ class Program:
         """
         ops: list[Op] = []
         for row in data["ops"]:
-            values = dict(zip(_OP_FIELDS, row, strict=True))
-            for key in ("inputs", "outputs", "views"):
-                values[key] = tuple(values[key])
+            values = dict(zip(_OP_FIELDS[: None if len(row) == len(_OP_FIELDS) else -1], row, strict=True))
+            for key in ("inputs", "outputs", "views", "until"):
+                values[key] = tuple(values.get(key, ()))
             ops.append(Op(**values))
         return Program(
             name=str(data["name"]),

@@ -100,6 +100,7 @@ class Schedule:
         """
         if sum(o is None for o in order) != 1:
             raise ValueError("an order of runs has exactly one boundary")
+        order = program.before_updates(order)
         form = flat(program)
         runs = np.array([-1 if op is None else op for op in order], np.int64)
         positions = np.flatnonzero(runs >= 0)

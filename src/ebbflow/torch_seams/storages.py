@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 
 from ebbflow.torch_seams.away import is_away
+from ebbflow.torch_seams.optimizers import gradient_of
 
 __all__ = [
     "StorageWatch",
@@ -137,8 +138,8 @@ def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]
         if isinstance(value, torch.Tensor):
             if has_memory(value):
                 yield value
-            if value.is_leaf and value.grad is not None:
-                waiting.append((value.grad, 0))
+            if value.is_leaf and (gradient := gradient_of(value)) is not None:
+                waiting.append((gradient, 0))
         elif isinstance(value, torch.nn.Module):
             if id(value) not in seen:
                 seen.add(id(value))

@@ -226,7 +226,7 @@ def _coarse(program: Program, groups: Sequence[Sequence[int]]) -> Program:
     ops = [_op(program, group, made) for group, made in zip(groups, outer, strict=True)]
     return replace(
         program,
-        ops=tuple(replace(op, inputs=placed(op.inputs), outputs=placed(op.outputs)) for op in ops),
+        ops=tuple(replace(op, inputs=placed(op.inputs), outputs=placed(op.outputs), until=()) for op in ops),
         buffers=tuple(Buffer(program.buffers[x].name, program.buffers[x].bytes, owner.get(x)) for x in buffers),
         boundary=sum(group[0] < program.boundary for group in groups),
         forward_outputs=placed(program.forward_outputs),

@@ -342,7 +342,7 @@ class _Tiling:
             count = len(program.ops[op].outputs)
             outputs = tuple(range(first[new], first[new] + count))
             name = f"{program.ops[op].name}@{self.places[new]}" if self.places[new] >= 0 else program.ops[op].name
-            ops.append(replace(program.ops[op], name=name, inputs=tuple(sorted(inputs)), outputs=outputs))
+            ops.append(replace(program.ops[op], name=name, inputs=tuple(sorted(inputs)), outputs=outputs, until=()))
         boundary = sum(1 for op in self.origin if op < program.boundary)
         # An output in the middle of the blocks may have lost all readers; a mutation never has any.
         return replace(

@@ -152,7 +152,7 @@ def reruns_of(program: Program, schedule: Schedule) -> list[tuple[int, int]] | N
     """
     reruns: list[tuple[int, int]] = []
     stage = 0
-    for op in schedule.computes:
+    for op in program.before_updates(schedule.computes):
         if op is None:
             continue
         if op > stage:

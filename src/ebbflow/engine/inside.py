@@ -1,0 +1,297 @@
+"""The optimizer of one model, in its steps: what updates it takes, when it may, and what its own step finds then.
+
+1. A backward of a training call *updates*: each parameter of the optimizer that gets a gradient of the step is stepped
+   by it where the plan says so (``inside.updates``), and has none afterwards (``engine.applied``). Calls inside of
+   :func:`accumulating` do not, and leave their gradients as ever.
+2. Before the first update it is seen that nothing forbids one: a backward that retains its graph, another forward in
+   flight, gradients of earlier steps that were not cleared, ``torch.autograd.grad``. Nothing has changed if it raises.
+3. Options of the optimizer are what they are when the backward begins. If they are others at ``optimizer.step()``,
+   eager would have stepped otherwise, and that raises.
+4. A gradient that reaches an updated parameter from elsewhere in the same backward came too late to be added: at
+   ``optimizer.step()`` that raises.
+5. A backward that fails after its first update raises :class:`~ebbflow.errors.UpdateError`, which names what has been
+   updated: those steps are made, the others are not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ebbflow.capture.joint import Captured
+from ebbflow.engine.applied import Applied, State
+from ebbflow.errors import CaptureError, UpdateError, UsageError
+from ebbflow.inside.one_by_one import step_alone
+from ebbflow.inside.step import WithOptimizer
+from ebbflow.inside.updates import names_of
+from ebbflow.torch_seams.data_parallel import bucket_bytes
+from ebbflow.torch_seams.optimizers import gradient_of, has_gradient_hooks, modules_of, will_accumulate
+from ebbflow.torch_seams.stance import left_out_of_traces
+from ebbflow.torch_seams.storages import version_of
+
+__all__ = ["Inside", "Updating"]
+
+
+class Inside:
+    """Definitions 1 to 4, of one fitted model.
+
+    Args:
+        optimizer: whose step may be taken for one parameter at a time (``inside.alone``).
+
+    Attributes:
+        optimizer: likewise.
+        applied: what has been updated and is not cleared.
+        has_updated: whether a backward has updated anything, so that the optimizer's state is there.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.applied = Applied(modules_of(optimizer))
+        self.has_updated = False
+        self._put_in: WithOptimizer | None = None
+        self._options: list[dict[str, Any]] = []
+        self._accumulating = threading.local()
+        before, after = self._before_step, self._after_step
+        why = "Ebbflow looks at what its steps have updated"
+        self._hooks = (
+            optimizer.register_step_pre_hook(left_out_of_traces(before, why)),
+            optimizer.register_step_post_hook(left_out_of_traces(after, why)),
+        )
+
+    def close(self) -> None:
+        """The model is not fitted any more, or has another optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self.applied.clear()
+
+    # -- the step -------------------------------------------------------------------------------------------
+
+    def inside(self, captured: Captured) -> Captured:
+        """``captured`` with the updates of definition 1; itself where there are none."""
+        assert self._put_in is not None
+        return self._put_in(captured)
+
+    def know(self, module: torch.nn.Module) -> None:
+        """Whose parameters these are."""
+        self._put_in = WithOptimizer(self.optimizer, module)
+
+    # -- a call ---------------------------------------------------------------------------------------------
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether this thread is inside of :meth:`accumulating`."""
+        return bool(getattr(self._accumulating, "depth", 0))
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """While open, backwards of calls that this thread makes update nothing."""
+        self._accumulating.depth = getattr(self._accumulating, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._accumulating.depth -= 1
+
+    def refuse_surroundings(self, module: torch.nn.Module, *, checkpointed: bool, hooked: bool) -> None:
+        """Refuse a call whose gradients somebody else wants to see.
+
+        Raises:
+            CaptureError: naming who.
+        """
+        instead = 'fit without step="inside" here, or take that away'
+        if checkpointed:
+            raise CaptureError(
+                'the optimizer is in the step (step="inside"), and this call is inside of a checkpoint or saved-tensor '
+                "hooks of somebody else's, under which a backward cannot be told from another",
+                remedy=instead,
+            )
+        if hooked:
+            own = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+            name = next((n for n, p in module.named_parameters() if id(p) in own and has_gradient_hooks(p)), "")
+            if name:
+                raise CaptureError(
+                    f'{name} has a hook for its gradient, which step="inside" applies where it is made, without one',
+                    remedy=instead,
+                )
+        if bucket_bytes(module):
+            raise CaptureError(
+                "the model is inside of a DistributedDataParallel, which averages gradients over processes before they "
+                'are applied, and step="inside" applies them before',
+                remedy=instead,
+            )
+
+    def refuse_to_begin(self) -> None:
+        """Refuse a backward to whose gradients eager would add (``applied``, definition 4).
+
+        Raises:
+            UsageError: saying what is to be called. This backward has changed nothing.
+        """
+        if self.applied.state is State.UPDATED:
+            raise UsageError(
+                "a backward begins, and optimizer.step() has not been called since the last one, which has updated the "
+                'weights (step="inside"): eager would add the gradients of both and step once. Call optimizer.step() '
+                "and zero_grad() after each; to accumulate, run all forwards and backwards but the last in "
+                "ebbflow.no_update(model)"
+            )
+        if self.applied.state is State.STEPPED:
+            raise UsageError(
+                f"a backward begins, and the gradients of the last step ({names_of(self.applied.names)}) have not been "
+                'cleared: eager would add to them, and step="inside" has applied and freed them. Call '
+                "optimizer.zero_grad() or model.zero_grad() before it"
+            )
+
+    # -- optimizer.step() -----------------------------------------------------------------------------------
+
+    def snapshot_options(self) -> None:
+        """Definition 3."""
+        self._options = [_options(group) for group in self.optimizer.param_groups]
+
+    def _before_step(self, *_: object) -> None:
+        self.applied.stepping = True
+        if self.applied.state is not State.UPDATED:
+            return
+        try:
+            self._refuse_late_gradients()
+            self._refuse_other_options()
+        except BaseException:
+            self.applied.stepping = False
+            raise
+        self.applied.state = State.STEPPED
+
+    def _after_step(self, *_: object) -> None:
+        self.applied.stepping = False
+        if self.applied.state is State.UPDATED:  # its closure has called the backward
+            self._refuse_late_gradients()
+            self.applied.state = State.STEPPED
+
+    def _refuse_late_gradients(self) -> None:
+        """Definition 4."""
+        pairs = zip(self.applied.names, self.applied.parameters, strict=True)
+        late = [name for name, each in pairs if gradient_of(each) is not None]
+        if late:
+            raise UpdateError(
+                f"{names_of(late)} got gradients from outside of the planned step too (a penalty on weights, another "
+                "model that shares them), after the step had applied its own: eager adds the two and steps once. "
+                'Move what makes them into the model\'s forward, or leave step="inside" out. All of the updates of '
+                "the step's own gradients have been made",
+                updated=self.applied.names,
+            )
+
+    def _refuse_other_options(self) -> None:
+        now = [_options(group) for group in self.optimizer.param_groups]
+        if now == self._options:
+            return
+        pairs = zip(self._options, now, strict=False)
+        changed = sorted({key for a, b in pairs for key in {*a, *b} if a.get(key) != b.get(key)}) or ["groups"]
+        raise UpdateError(
+            f"{', '.join(changed)} of the optimizer changed between loss.backward() and optimizer.step(), and "
+            'step="inside" has applied the gradients in the backward, with what was set before. Change options before '
+            "loss.backward(), or after optimizer.step() as schedulers do",
+            updated=self.applied.names,
+        )
+
+
+def _in_order_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """State that has come as gradients came, in the order in which ``step()`` would have made it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(parameter)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group as they are now; of a tensor which one and how often it was written to."""
+    return {key: _value(value) for key, value in group.items() if key != "params"} | {
+        "params": [id(each) for each in group["params"]]
+    }
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), version_of(value)
+    return tuple(map(_value, value)) if isinstance(value, list | tuple) else value
+
+
+class Updating:
+    """The updates of one flight; the :class:`~ebbflow.inside.updates.Updater` of its backward.
+
+    Args:
+        inside: of its model.
+        parameters: by position among the primals, with their names.
+        entries: per position, its place among the tensors that go into the step's node.
+    """
+
+    def __init__(
+        self, inside: Inside, parameters: Mapping[int, tuple[torch.Tensor, str]], entries: Mapping[int, int]
+    ) -> None:
+        self._inside = inside
+        self._parameters = dict(parameters)
+        self._entries = entries
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._left_out: set[int] = set()
+        self._updated: list[tuple[torch.Tensor, str]] = []
+
+    def begin(self, node: Any, unused: frozenset[int]) -> None:
+        """Its backward begins: definitions 2 and 3.
+
+        Args:
+            node: of the step.
+            unused: positions whose gradients are none, for nothing that was used depends on them.
+        """
+        optimizer = self._inside.optimizer
+        self._groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        self._inside.snapshot_options()
+        self._updated = []
+        self._left_out = set(unused)
+        for position, (parameter, name) in self._parameters.items():
+            if id(parameter) not in self._groups or not parameter.requires_grad:
+                raise UsageError(
+                    f"{name} was trained by the optimizer when its step was planned, and is not any more; tell of "
+                    "another optimizer (ebbflow.set_optimizer), and freeze parameters before the forward"
+                )
+            if position in self._left_out:
+                continue
+            wanted = will_accumulate(node, self._entries[position])
+            if wanted is None:
+                raise CaptureError(
+                    'torch.autograd.grad was called on what a fitted model has computed, and step="inside" applies '
+                    "gradients in a backward and hands none out. Nothing has been updated",
+                    remedy='call loss.backward(), or leave step="inside" out',
+                )
+            if not wanted:
+                self._left_out.add(position)
+
+    def update(self, position: int, gradient: torch.Tensor) -> None:
+        """Step the parameter at ``position`` by ``gradient``."""
+        if position in self._left_out:
+            return
+        parameter, name = self._parameters[position]
+        # In the list first: an update that is interrupted may have been made in part.
+        self._updated.append((parameter, name))
+        step_alone(self._inside.optimizer, self._groups[id(parameter)], parameter, gradient)
+
+    def end(self) -> None:
+        """Its backward has returned, or failed."""
+        if self._updated:
+            if not self._inside.has_updated:
+                _in_order_of_groups(self._inside.optimizer)
+            self._inside.has_updated = True
+            self._inside.applied.add(self._updated)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """What to raise in place of ``error`` (definition 5)."""
+        if not self._updated:
+            return error
+        names = [name for _, name in self._updated]
+        said = (
+            f"the backward failed after it had updated {names_of(names)} ({len(names)} of {len(self._parameters)} "
+            f"parameters; .updated has all names): {type(error).__name__}: {error}. The others are as they were. Load "
+            "a checkpoint, or go on: optimizer.step() and zero_grad() end this step as it is"
+        )
+        if not isinstance(error, Exception):
+            error.add_note(said)
+            return error
+        return UpdateError(said, updated=names)

@@ -1,0 +1,140 @@
+"""Whether an optimizer's step may be taken for one parameter at a time: tried out on stand-ins, bit by bit.
+
+1. For each group a few small tensors of the type and on the device of its parameters step all together, as the
+   optimizer does, and one by one in another order, as gradients come in a backward. After each of
+   :data:`_STEPS` steps parameters and state are compared.
+2. What steps by a closure, counts its steps in its groups, couples parameters (a common norm, a common estimate),
+   draws random numbers or calls its hooks from below gives other bits there, or an error, and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ebbflow.errors import UsageError
+from ebbflow.inside.one_by_one import step_alone
+from ebbflow.measurement.optimizer_state import options_of
+from ebbflow.measurement.resident import optimizers_in, tensors_in
+from ebbflow.measurement.together import Together
+from ebbflow.signals import raised_by_a_handler, signals_wait
+from ebbflow.torch_seams.fake_tensors import without_modes
+
+__all__ = ["refuse_what_is_not_alone"]
+
+_STEPS = 4
+_SHAPES = ((5, 3), (7,), (2, 4), (1, 6))
+"""Of stand-ins for matrices and vectors; others have a size of 2 or 3 in each dimension."""
+_MOST_OF_A_GROUP = 4
+_INSTEAD = 'leave step="inside" out: fit(model, budget, optimizer=optimizer) has its state in the budget'
+
+
+def refuse_what_is_not_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step is not that of its parameters one by one.
+
+    Raises:
+        UsageError: saying what is another, and the line that works.
+    """
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, Together) or len(optimizers_in(optimizer)) > 1 or "defaults" not in vars(optimizer):
+        raise _refusal(f"{kind} holds other optimizers; give the one that steps")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _refusal("LBFGS takes one step for all of its parameters together, by calling a closure several times")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise _refusal(f"{kind} is made with differentiable=True, and its step is a part of somebody's graph")
+    state = torch.get_rng_state()
+    try:
+        with signals_wait(), without_modes(), torch.random.fork_rng():
+            difference = _difference(optimizer)
+    except Exception as error:  # any optimizer of the user's may raise anything here
+        if raised_by_a_handler(error):
+            raise
+        raise _refusal(f"{kind} cannot be stepped on single parameters ({type(error).__name__}: {error})") from error
+    finally:
+        torch.set_rng_state(state)
+    if difference:
+        raise _refusal(f"{kind} {difference}")
+
+
+def _refusal(why: str) -> UsageError:
+    return UsageError(f'step="inside" is not accepted: {why}; {_INSTEAD}', argument="step", value="inside")
+
+
+def _difference(optimizer: torch.optim.Optimizer) -> str:
+    """What is another when parameters step one by one; empty if nothing is."""
+    together, alone = _stand_in(optimizer), _stand_in(optimizer)
+    hooks: list[int] = []
+    alone.register_step_pre_hook(lambda *_: hooks.append(1))
+    drawing = torch.get_rng_state()
+    for step in range(_STEPS):
+        for mine, other in zip(_parameters(together), _parameters(alone), strict=True):
+            mine.grad = _drawn(mine, 100 * step + 1)
+            other.grad = None
+        together.step()
+        for group in reversed(alone.param_groups):
+            for position in reversed(range(len(group["params"]))):
+                parameter = group["params"][position]
+                step_alone(alone, group, parameter, _drawn(parameter, 100 * step + 1))
+        if not torch.equal(torch.get_rng_state(), drawing):
+            return "draws random numbers while it steps, which come in the order of its parameters"
+        if hooks:
+            return "calls its hooks from below its own step"
+        if not _same(together, alone):
+            return (
+                "does not step on each parameter for itself: stepping on stand-ins one by one gives other bits than "
+                "all together"
+            )
+    return ""
+
+
+def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    groups = [{**options_of(group), "params": list(_small(group["params"]))} for group in optimizer.param_groups]
+    return type(optimizer)(groups)  # type: ignore[call-arg]
+
+
+def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:
+    """A few stand-ins, of each type and number of dimensions that there is; two of one kind where there is but one."""
+    kinds = list(dict.fromkeys((each.dtype, each.ndim, each.device) for each in parameters))[:_MOST_OF_A_GROUP]
+    kinds = kinds * 2 if len(kinds) == 1 else kinds
+    for number, (dtype, dimensions, device) in enumerate(kinds):
+        fitting = [shape for shape in _SHAPES if len(shape) == dimensions]
+        shape = fitting[number % len(fitting)] if fitting else (2, 3, 2, 3, 2, 3, 2, 3)[:dimensions]
+        made = torch.empty(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
+        parameter = torch.nn.Parameter(made, requires_grad=True)
+        parameter.data.copy_(_drawn(parameter, 10 + number))
+        yield parameter
+
+
+def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
+    drawing = torch.Generator().manual_seed(seed + like.numel())
+    return torch.randn(like.shape, generator=drawing).to(device=like.device, dtype=like.dtype)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether parameters and their state have the same bits."""
+    for mine, theirs in zip(_parameters(one), _parameters(other), strict=True):
+        held, others = (
+            list(tensors_in([mine.data, one.state[mine]])),
+            list(tensors_in([theirs.data, other.state[theirs]])),
+        )
+        if len(held) != len(others) or not all(map(_same_bits, held, others)):
+            return False
+        if _numbers(one.state[mine]) != _numbers(other.state[theirs]):
+            return False
+    return True
+
+
+def _numbers(state: Any) -> list[object]:
+    return [each for each in state.values() if isinstance(each, bool | int | float)]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

@@ -1,0 +1,58 @@
+"""What an update takes while it runs and what it reads and writes: that of the optimizer's step on one parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ebbflow.cost.optimizer_step import step_bytes
+from ebbflow.errors import UsageError
+from ebbflow.measurement.optimizer_state import future_state_sizes
+from ebbflow.measurement.resident import storages_in
+
+__all__ = ["UpdateCosts"]
+
+
+class UpdateCosts:
+    """What updates by one optimizer cost, each kind of parameter found out once.
+
+    Args:
+        optimizer: of real, fake or meta parameters.
+        device: type of the one that it is to step on; that of the parameters if ``None``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: str | None = None) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._known: dict[object, int] = {}
+        self._state = sum(future_state_sizes(optimizer)) + sum(storages_in([list(optimizer.state.values())]).values())
+        self._trained = sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
+
+    def of(self, group: int, parameter: torch.Tensor) -> tuple[int, int]:
+        """Bytes that an update of ``parameter``, of the group at ``group``, takes, and that it reads and writes.
+
+        Raises:
+            UsageError: if that cannot be found out.
+        """
+        options = self._optimizer.param_groups[group]
+        # What is taken depends on flags such as amsgrad and foreach, and on whether there is a momentum.
+        numbers = ((name, value) for name, value in options.items() if isinstance(value, bool | float | None))
+        settings = tuple((name, bool(value)) for name, value in numbers)
+        key = (group, settings, tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device)
+        if key not in self._known:
+            self._known[key] = self._taken(options, parameter)
+        state = self._state * parameter.nbytes // max(self._trained, 1)
+        return self._known[key], 3 * parameter.nbytes + 2 * state
+
+    def _taken(self, options: dict[str, Any], parameter: torch.Tensor) -> int:
+        taken = step_bytes(self._optimizer, self._device, [{**options, "params": [parameter]}])
+        if taken is None:
+            kind = type(self._optimizer).__name__
+            raise UsageError(
+                f'step="inside" is not accepted: what a step of {kind} takes while it runs cannot be found out; leave '
+                'step="inside" out: fit(model, budget, optimizer=optimizer) has its state in the budget',
+                argument="step",
+                value="inside",
+            )
+        return taken

@@ -1,0 +1,88 @@
+"""What an optimizer's step is without its hooks and counters, and who asks a parameter for its gradient.
+
+1. ``Optimizer`` wraps the ``step`` of a class once (``profile_hook_step``), by ``functools.wraps``: hooks run in the
+   wrapper. A scheduler wraps the ``step`` of an object, to count. The class's own function is below both.
+2. The gradient of a tensor is a descriptor of its base in C. A class of a parameter that has another descriptor of the
+   name is asked by whoever reads it in Python, and by nobody in C++: neither autograd nor an optimizer's kernels.
+3. What clears gradients is one of two functions of torch's, and asks first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+__all__ = [
+    "clears_gradients",
+    "gradient_of",
+    "has_gradient_hooks",
+    "modules_of",
+    "own_step",
+    "reader",
+    "set_gradient",
+    "will_accumulate",
+]
+
+_GRADIENT: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
+_CLEARING: frozenset[CodeType] = frozenset(
+    inspect.unwrap(each).__code__ for each in (torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad)
+)
+
+
+def own_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The function of the class that steps, with neither hooks nor counters (definition 1)."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its gradient, whoever else is asked (definition 2)."""
+    return _GRADIENT.__get__(tensor)
+
+
+def set_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Make ``gradient`` its gradient, likewise."""
+    _GRADIENT.__set__(tensor, gradient)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody has a hook for its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def reader() -> FrameType:
+    """The frame of whoever reads or sets an attribute; called in the descriptor's own method."""
+    return sys._getframe(2)
+
+
+def clears_gradients(frame: FrameType) -> bool:
+    """Whether it is a call of one of the two functions of definition 3."""
+    return frame.f_code in _CLEARING
+
+
+def modules_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of the modules in which the functions of its class and of the bases of that are written."""
+    functions = (
+        inspect.unwrap(each) for kind in type(optimizer).__mro__ for each in vars(kind).values() if callable(each)
+    )
+    return frozenset(each.__globals__["__name__"] for each in functions if inspect.isfunction(each))
+
+
+def will_accumulate(node: Any, index: int) -> bool | None:
+    """Whether the backward that runs hands a gradient to the leaf that went into ``node`` at ``index``.
+
+    It does not where ``backward(inputs=...)`` names others; ``None`` if ``torch.autograd.grad`` wants that gradient.
+    A node has an entry of ``next_functions`` for every tensor that went in.
+    """
+    leaf, _ = node.next_functions[index]
+    if leaf is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None

@@ -1,0 +1,239 @@
+"""Updates in a captured step: where they stand, that no planner can read behind them, and what the proofs see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import ebbflow
+from ebbflow._api.estimate import capture_ahead
+from ebbflow.capture.joint import Captured
+from ebbflow.capture.offline import capture
+from ebbflow.cost.cache import device_context
+from ebbflow.inside.proof import UpdateError, prove_updates
+from ebbflow.inside.step import WithOptimizer
+from ebbflow.inside.updates import PREFIX, updatable, updates_in, with_updates
+from ebbflow.lower.emit import CLAIM
+from ebbflow.lower.lowering import lower
+from ebbflow.lower.proof import ProofError, prove
+from ebbflow.options import Options
+from ebbflow.planners import planner_names
+from ebbflow.planners.base import NEED_TIERS
+from ebbflow.planning.pipeline import PlanningOptions
+from ebbflow.step.legality import check
+from ebbflow.step.program import Program
+from ebbflow.step.schedule import Compute, Schedule
+from ebbflow.step.unplanned import unplanned_schedule
+from ebbflow.units import Budget
+from ebbflow.zoo import GPTConfig, gpt
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.layers:
+            x = torch.tanh(each(x))
+        return x.square().mean()
+
+
+class Detached(nn.Module):
+    """What the first layer makes is also used behind autograd's back, by a layer whose gradient comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.early, self.late = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.sigmoid(self.mask(x))
+        return (self.late(torch.tanh(self.early(x)) * mask.detach()) + mask).square().mean()
+
+
+def captured(model: nn.Module, *args: Tensor) -> Captured:
+    return capture(
+        model, args, {}, name="case", granularity_bytes=1, context=device_context("cpu"), loss=None, every_output=False
+    )
+
+
+def inside(model: nn.Module, *args: Tensor) -> tuple[Captured, Captured]:
+    """The step of ``model`` as captured, and with SGD in it."""
+    plain = captured(model, *args)
+    return plain, WithOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)(plain)
+
+
+def small_gpt() -> tuple[nn.Module, Tensor, Tensor]:
+    case = gpt(2, GPTConfig(vocabulary=64, length=16, layers=2, width=16, heads=2, dropout=0.1, tied=True))
+    return case.model, *case.args
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, ...]]] = {
+    "chain": lambda: (Chain(), torch.randn(8, 16)),  # type: ignore[dict-item]
+    "detached": lambda: (Detached(), torch.randn(8, 16)),  # type: ignore[dict-item]
+    "gpt": small_gpt,  # type: ignore[dict-item]
+}
+
+
+def needs(program: Program, op: int) -> set[int]:
+    """All that may have to run so that ``op`` can, with none of its inputs there: it and its rerunnable ancestors."""
+    found, waiting = {op}, [op]
+    while waiting:
+        for buffer in program.ops[waiting.pop()].inputs:
+            producer = program.buffers[buffer].producer
+            if producer is not None and program.ops[producer].rerunnable and producer not in found:
+                found.add(producer)
+                waiting.append(producer)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_behind_an_update_may_need_what_it_has_changed(name: str) -> None:
+    _, step = inside(*MODELS[name]())  # type: ignore[arg-type]
+    program = step.program
+    readers = {u: {o for o, op in enumerate(program.ops) if u in op.until} for op in program.ops for u in op.until}
+    assert len(updates_in(step)) == len(updatable(captured(*MODELS[name]())))  # type: ignore[arg-type]
+    for update, reads in readers.items():
+        assert program.ops[update].target.startswith(PREFIX)
+        for later in range(update + 1, len(program.ops)):
+            assert not needs(program, later) & reads
+    assert not check(program, unplanned_schedule(program))
+
+
+def test_updates_stand_where_gradients_are_made() -> None:
+    """In a chain each layer is updated before the gradients of the one below are made."""
+    _, step = inside(*MODELS["chain"]())  # type: ignore[arg-type]
+    made = [each.parameter for each in updates_in(step).values()]
+    assert [name.split(".")[1] for name in made] == sorted((name.split(".")[1] for name in made), reverse=True)
+    names = [op.name for op in step.program.ops]
+    assert names.index("update_layers_3_weight") < len(names) - 8
+    assert step.program.gradients == ()
+
+
+def test_what_is_used_later_without_a_gradient_keeps_the_update_waiting() -> None:
+    """``mask`` is read by the gradient of ``early``, and would be made again from the first layer's weights."""
+    _, step = inside(*MODELS["detached"]())  # type: ignore[arg-type]
+    program = step.program
+    at = next(i for i, op in enumerate(program.ops) if op.name == "update_mask_weight")
+    gradient = max(i for i, op in enumerate(program.ops) if i < at and set(op.outputs) & set(program.ops[at].inputs))
+    assert at >= gradient
+    assert not any(needs(program, later) & {0} for later in range(at + 1, len(program.ops)) if later != at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [each for each in planner_names() if each not in NEED_TIERS])
+def test_every_planner_gives_legal_schedules_of_steps_with_updates(name: str) -> None:
+    model, *args = small_gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = capture_ahead(model, tuple(args), options=Options(optimizer=optimizer, step="inside", progress=None))
+    assert step.program.has_updates
+    least = step.plan(Budget.parse("100%"), PlanningOptions()).smallest_bytes
+    for share in (0.02, 0.4):
+        budget = int(least + share * (step.unplanned_budget_bytes - least))
+        try:
+            plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=200, time_limit_seconds=20))
+        except ebbflow.errors.BudgetError:
+            continue
+        assert not check(step.program, plan.schedule)
+        assert plan.predicted_peak_bytes <= budget
+
+
+def test_legality_sees_a_read_behind_an_update() -> None:
+    _, step = inside(*MODELS["chain"]())  # type: ignore[arg-type]
+    program = step.program
+    reader = next(o for o, op in enumerate(program.ops) if op.until and op.rerunnable)
+    actions = (*unplanned_schedule(program).actions, Compute(reader))
+    assert any("has changed" in each.message for each in check(program, Schedule(actions)))
+
+
+def test_a_program_with_updates_survives_its_json() -> None:
+    _, step = inside(*MODELS["chain"]())  # type: ignore[arg-type]
+    again = Program.from_json(step.program.to_json())
+    assert again == step.program
+    assert again.fingerprint == step.program.fingerprint
+    op = replace(step.program.ops[0], until=(0,))
+    with pytest.raises(ValueError, match="until"):
+        replace(step.program, ops=(op, *step.program.ops[1:]))
+
+
+# -- the proofs -----------------------------------------------------------------------------------------------
+
+
+def test_the_proof_counts_the_updates() -> None:
+    plain, step = inside(*MODELS["gpt"]())  # type: ignore[arg-type]
+    assert prove_updates(plain, step) == len(updates_in(step)) > 10
+
+
+def _swap(step: Captured) -> None:
+    """Give two updates of one size each other's gradients."""
+    nodes = [node for node, update in updates_in(step).items() if update.parameter.endswith("weight")]
+    one, two = nodes[0].args[0], nodes[1].args[0]
+    nodes[1].update_arg(0, one)
+    nodes[0].update_arg(0, two)
+
+
+def _another(step: Captured) -> None:
+    node = next(n for n in step.graph.nodes if n.target is torch.ops.aten.tanh_backward.default)
+    node.target = torch.ops.aten.sigmoid_backward.default
+
+
+def _twice(step: Captured) -> None:
+    node = next(iter(updates_in(step)))
+    with step.graph.inserting_after(node):
+        copy = step.graph.create_node("call_function", node.target, node.args, name="again")
+    copy.meta = dict(node.meta)
+
+
+@pytest.mark.parametrize("tamper", [_swap, _another, _twice])
+def test_the_proof_sees_other_steps(tamper: Callable[[Captured], None]) -> None:
+    plain, step = inside(*MODELS["chain"]())  # type: ignore[arg-type]
+    tamper(step)
+    with pytest.raises(UpdateError):
+        prove_updates(plain, step)
+
+
+def test_the_proof_of_lowered_graphs_sees_a_read_behind_an_update() -> None:
+    """A product with a weight that runs once more at the end."""
+    _, step = inside(*MODELS["chain"]())  # type: ignore[arg-type]
+    lowered = lower(step, unplanned_schedule(step.program))
+    assert prove(step, lowered)
+    graph = lowered.backward.graph
+    reader = next(node for node in graph.nodes if step.program.ops[_index(step, node)].until)
+    with graph.inserting_before(graph.output_node()):
+        again = graph.create_node("call_function", reader.target, reader.args)
+    again.meta = dict(reader.meta)
+    with pytest.raises(ProofError, match="reads what was updated before"):
+        prove(step, lowered)
+
+
+def _index(step: Captured, node: fx.Node) -> int:
+    """Of the op that ``node`` runs; the first one, which reads nothing of the kind, where it runs none."""
+    claim = node.meta.get(CLAIM)
+    late = claim in step.op_nodes and node.op == "call_function"
+    return step.op_nodes.index(claim) if late else len(step.op_nodes) - 1
+
+
+def test_updates_are_told_apart_from_what_they_cost() -> None:
+    """Ops of one signature cost the same: parameters of one shape are of one."""
+    _, step = inside(*MODELS["chain"]())  # type: ignore[arg-type]
+    signatures = {op.signature for op in step.program.ops if op.target.startswith(PREFIX)}
+    assert len(signatures) == 2
+
+
+def test_nothing_is_updated_that_gets_no_gradient() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(self.two(self.one(x))).mean()
+
+    model = Frozen()
+    assert set(updatable(captured(model, torch.randn(2, 4))).values()) == {"two.weight", "two.bias"}
+    assert with_updates(captured(model, torch.randn(2, 4)), {}).program.gradients
