@@ -1,0 +1,126 @@
+"""The optimizer in the step: are gradients gone from what is resident, with the bits of the loop outside?
+
+Each model trains twenty steps twice from one seed, in eager and fitted with ``step="inside"``, each whole step with
+``optimizer.step()`` in it. Peaks are the allocator's own record of the last step; gradients are what the weights that
+are trained take. The smallest budgets are those that are planned for with the optimizer outside and inside.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import ebbflow
+from ebbflow.inside.updates import PREFIX
+from ebbflow.measurement.cpu_allocations import AllocationRecorder
+from ebbflow.measurement.peak import peak_above
+from ebbflow.measurement.resident import resident_bytes
+from ebbflow.zoo.small import SMALL
+from harness.record import Check, Row, at_most, holds
+
+TITLE = "The optimizer in the step: twenty steps against the loop outside"
+STEPS = 20
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+CASES = (
+    "gpt",
+    "gpt2_small",
+    "hf_bert",
+    "hf_gpt2",
+    "hf_llama",
+    "hf_t5",
+    "llama",
+    "llama_70b_lora",
+    "lstm_lm",
+    "mlp_chain",
+    "mobilenet",
+    "nmt",
+    "resnet50",
+    "transformer_base",
+    "unet",
+    "vgg16",
+)
+QUICK = ("gpt",)
+_RESERVE = 64 * 2**10
+"""Of plans: what the proven step remembers."""
+
+
+def _trained(case: ebbflow.Case, optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], int]:
+    """Losses, weights, state and random state after the steps, and the peak of the last one."""
+    torch.manual_seed(1)
+    found: list[torch.Tensor] = []
+    peak = 0
+    for number in range(STEPS):
+        recorder = AllocationRecorder()
+        start = resident_bytes([case.model, optimizer, case.args, dict(case.kwargs)])
+        if number == STEPS - 1:
+            recorder.start()
+        loss = case.model(*case.args, **case.kwargs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == STEPS - 1:
+            peak = start + peak_above(recorder.stop())
+        found.append(loss.detach().clone())
+    state = optimizer.state_dict()["state"]
+    kept = [value for key in sorted(state) for value in state[key].values() if isinstance(value, torch.Tensor)]
+    return [*found, *case.model.state_dict().values(), *kept, torch.get_rng_state()], peak
+
+
+def rows(name: str, quick: bool) -> Iterator[Row]:
+    """One per optimizer."""
+    torch.set_num_threads(1)
+    for kind, make in OPTIMIZERS.items():
+        torch.manual_seed(0)
+        case = SMALL[name]()
+        twin = ebbflow.Case(copy.deepcopy(case.model), case.args, case.kwargs)
+        expected, eager = _trained(twin, make(twin.model.parameters()))
+        smallest: dict[str, int] = {}
+        for step in ("outside", "inside"):
+            plan = ebbflow.plan(
+                case.model,
+                case.args,
+                case.kwargs,
+                budget="100%",
+                optimizer=lambda model: make(model.parameters()),  # noqa: B023 - called at once
+                step=step,  # type: ignore[arg-type]
+                progress=None,
+            )
+            smallest[step] = plan.smallest_bytes
+        optimizer = make(case.model.parameters())
+        budget = smallest["inside"] + _RESERVE
+        ebbflow.fit(case.model, budget, optimizer=optimizer, step="inside", progress=None)
+        found, inside = _trained(case, optimizer)
+        running = ebbflow.plan_of(case.model)
+        assert running is not None
+        updates = sum(op.target.startswith(PREFIX) for op in running.program.ops)
+        trained = sum(each.requires_grad for each in case.model.parameters())
+        checks: tuple[Check, ...] = (
+            holds("same bits", len(found) == len(expected) and all(map(torch.equal, found, expected))),
+            holds("no gradient is left at the step's end", not running.program.gradients and updates == trained),
+            at_most("measured peak over the budget", inside / budget, 1.0),
+        )
+        yield Row(
+            "inside",
+            {
+                "case": name,
+                "optimizer": kind,
+                "updates": updates,
+                "gradient_bytes": sum(each.nbytes for each in case.model.parameters() if each.requires_grad),
+                "eager_bytes": eager,
+                "smallest_outside_bytes": smallest["outside"],
+                "smallest_inside_bytes": smallest["inside"],
+                "budget_bytes": budget,
+                "measured_bytes": inside,
+                "overhead": running.overhead,
+            },
+            checks,
+        )
+        ebbflow.unfit(case.model)
+        if quick:
+            return
