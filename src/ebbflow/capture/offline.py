@@ -39,7 +39,7 @@ class _Reader:
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
         self._names: dict[int, str] = {}
-        self._parameters: tuple[str, ...] = ()
+        self._inputs: tuple[str, ...] = ()
         self.joint: Captured | None = None
 
     def name_parameters(self, model: torch.nn.Module) -> None:
@@ -47,12 +47,12 @@ class _Reader:
         self._names = {id(each): name for name, each in model.named_parameters()}
 
     def take_inputs(self, inputs: Sequence[object]) -> None:
-        self._parameters = tuple(self._names.get(id(each), "") for each in inputs)
+        self._inputs = tuple(self._names.get(id(each), "") for each in inputs)
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> NoReturn:
         rename_stand_ins(joint.graph)
         read = read_joint(joint.graph, forward_output_count, **self._settings)
-        known = self._parameters if len(self._parameters) == len(read.primals) else ()
+        known = self._inputs if len(self._inputs) == len(read.primals) else ()
         self.joint = replace(read, parameters=known)
         raise _AtHand
 

@@ -228,7 +228,7 @@ class Updating:
         self, inside: Inside, parameters: Mapping[int, tuple[torch.Tensor, str]], entries: Mapping[int, int]
     ) -> None:
         self._inside = inside
-        self._parameters = dict(parameters)
+        self._trained = dict(parameters)
         self._entries = entries
         self._groups: dict[int, dict[str, Any]] = {}
         self._left_out: set[int] = set()
@@ -246,7 +246,7 @@ class Updating:
         self._inside.snapshot_options()
         self._updated = []
         self._left_out = set(unused)
-        for position, (parameter, name) in self._parameters.items():
+        for position, (parameter, name) in self._trained.items():
             if id(parameter) not in self._groups or not parameter.requires_grad:
                 raise UsageError(
                     f"{name} was trained by the optimizer when its step was planned, and is not any more; tell of "
@@ -268,7 +268,7 @@ class Updating:
         """Step the parameter at ``position`` by ``gradient``."""
         if position in self._left_out:
             return
-        parameter, name = self._parameters[position]
+        parameter, name = self._trained[position]
         # In the list first: an update that is interrupted may have been made in part.
         self._updated.append((parameter, name))
         step_alone(self._inside.optimizer, self._groups[id(parameter)], parameter, gradient)
@@ -287,7 +287,7 @@ class Updating:
             return error
         names = [name for _, name in self._updated]
         said = (
-            f"the backward failed after it had updated {names_of(names)} ({len(names)} of {len(self._parameters)} "
+            f"the backward failed after it had updated {names_of(names)} ({len(names)} of {len(self._trained)} "
             f"parameters; .updated has all names): {type(error).__name__}: {error}. The others are as they were. Load "
             "a checkpoint, or go on: optimizer.step() and zero_grad() end this step as it is"
         )

@@ -69,7 +69,7 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
     alone.register_step_pre_hook(lambda *_: hooks.append(1))
     drawing = torch.get_rng_state()
     for step in range(_STEPS):
-        for mine, other in zip(_parameters(together), _parameters(alone), strict=True):
+        for mine, other in zip(_of_groups(together), _of_groups(alone), strict=True):
             mine.grad = _drawn(mine, 100 * step + 1)
             other.grad = None
         together.step()
@@ -112,13 +112,13 @@ def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(like.shape, generator=drawing).to(device=like.device, dtype=like.dtype)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def _of_groups(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     """Whether parameters and their state have the same bits."""
-    for mine, theirs in zip(_parameters(one), _parameters(other), strict=True):
+    for mine, theirs in zip(_of_groups(one), _of_groups(other), strict=True):
         held, others = (
             list(tensors_in([mine.data, one.state[mine]])),
             list(tensors_in([theirs.data, other.state[theirs]])),

@@ -25,7 +25,7 @@ class WithOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, device: str | None = None) -> None:
         self._optimizer = optimizer
-        self._parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+        self._trained: Mapping[str, torch.Tensor] = dict(model.named_parameters())
         self._costs = UpdateCosts(optimizer, device)
 
     def __call__(self, captured: Captured) -> Captured:
@@ -47,7 +47,7 @@ class WithOptimizer:
         kind = type(self._optimizer).__name__
         found: dict[Update, tuple[int, int]] = {}
         for position, name in updatable(captured).items():
-            parameter = self._parameters.get(name)
+            parameter = self._trained.get(name)
             if parameter is not None and id(parameter) in groups:
                 found[Update(position, name, kind)] = self._costs.of(groups[id(parameter)], parameter)
         return found

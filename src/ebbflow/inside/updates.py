@@ -140,10 +140,9 @@ def with_updates(captured: Captured, updates: Mapping[Update, tuple[int, int]]) 
             name = f"update_{update.parameter.replace('.', '_')}"
             node = graph.create_node("call_function", update, (gradient, *updates[update]), name=name)
         anchors[original] = node
-        first = gradient.meta["val"]
-        with mode_of(first):
-            node.meta["val"] = first.new_empty(0)
-        node.meta.update({key: value for key, value in gradient.meta.items() if key not in ("val", "desc")})
+        node.meta = dict(gradient.meta)
+        with mode_of(gradient.meta["val"]):
+            node.meta["val"] = gradient.meta["val"].new_empty(0)
     graph.output(tuple(results)).meta = dict(captured.graph.output_node().meta)
     return _settled(reread(captured, graph))
 
