@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import sys
@@ -195,6 +196,4 @@ def test_elapsed_time_ticks_while_nothing_is_told(monkeypatch: pytest.MonkeyPatc
     with ProgressDisplay(terminal) as display:
         display.stage("capturing")
         time.sleep(1.4)
-    shown = terminal.getvalue()
-    assert "capturing (0 s)" in shown
-    assert "capturing (1 s)" in shown
+    assert len(set(re.findall(r"capturing \((\d+) s\)", terminal.getvalue()))) > 1
