@@ -120,7 +120,6 @@ def _sizes(plan: Plan) -> dict[str, int]:
         "reserve": plan.reserve_bytes,
         "peak": plan.predicted_peak_bytes,
         "unplanned": plan.baseline_peak_bytes,
-        "captured_above": plan.baseline_peak_bytes - plan.resident_bytes,
         "floor": plan.floor_bytes,
         "smallest": plan.smallest_bytes,
         "boundary": plan.boundary_bytes,

@@ -170,8 +170,10 @@ class Chart {
   }
 
   levels(context, y) {
-    const { budget, floor } = this.plan.bytes;
+    const { budget, floor, unplanned } = this.plan.bytes;
     const rules = [["budget", budget, "warn", [], allowedText], ["floor", floor, "soft", [2, 4], bytesText],
+      // The unplanned step that is drawn is that of the rewritten program; the captured one is known by its peak.
+      ...(this.plan.rewrites.length ? [["unplanned, as captured,", unplanned, "soft", [8, 3], bytesText]] : []),
       ...this.plan.measured.map(each => [`${each.label}, measured`, each.peak_bytes, "good", [6, 4], bytesText])];
     const labels = [];
     for (const [name, bytes, colour, dash, text] of rules) {
