@@ -93,12 +93,13 @@ pages: $(STAMP)
 release-check: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python -m publish --release
 
-# The site: pages of docs as HTML, links and all, in an environment of its own that needs nothing of .venv.
+# The site: pages of docs as HTML, links and all, in an environment of its own; the gallery's plans are made in .venv.
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-docs: $(DOCS_STAMP)
+docs: $(DOCS_STAMP) $(STAMP)
 	$(DOCS_VENV)/bin/python -m sphinx --fail-on-warning --quiet --conf-dir docs/site . build/site
+	PYTHONPATH=src $(BIN)/python docs/site/gallery.py build/site/gallery
 	@echo "build/site/index.html"
 
 $(DOCS_STAMP): pyproject.toml constraints.txt
