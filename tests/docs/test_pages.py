@@ -65,6 +65,14 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert near.union(*(_linked(page) for page in near if page in PAGES)) >= set(PAGES[1:])
 
 
+def test_every_page_has_a_place_on_the_site() -> None:
+    """`make docs` fails on one that has none."""
+    site = ROOT / "docs" / "site"
+    listed = re.findall(r"^(\.\./[\w/.*]+)$", read(site / "index.md"), re.MULTILINE)
+    places = {path.resolve() for each in listed for path in site.glob(f"{each}.md")}
+    assert set(PAGES) <= places
+
+
 @pytest.mark.parametrize("record", RECORDS, ids=name_of)
 def test_a_record_opens_with_its_decision(record: Path) -> None:
     opening = DECISION.match(read(record))
