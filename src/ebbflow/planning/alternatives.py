@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import overload
@@ -138,7 +138,7 @@ def best_of(
     best = tries.best
     if best is not None and (best.overhead <= _ENOUGH or interrupted()):
         return best
-    others = [each for each in alternatives if not each.free]
+    others = [*_that_may_fit([each for each in alternatives if not each.free], above_budget_bytes, links)]
     tried = 0
     for each in _ranked(program, others, above_budget_bytes, links):
         if tries.best is not None and each.estimated.seconds >= tries.best.step_seconds:
@@ -153,6 +153,17 @@ def best_of(
     if captured.rewrites not in tries.tried:
         tries.plan(captured)
     raise min(tries.refusals, key=lambda each: each.smallest_bytes or 0)
+
+
+def _that_may_fit(
+    alternatives: Iterable[Alternative], above_budget_bytes: int, links: Mapping[str, Link] | None
+) -> Iterator[Alternative]:
+    """Those whose floor is within the budget; in the place of others, themselves with free rewrites besides."""
+    for each in alternatives:
+        if _floor(each.estimated, links) <= above_budget_bytes:
+            yield each
+        else:
+            yield from each.refined()
 
 
 def _with_free(
@@ -200,15 +211,15 @@ class _Tries:
 def _try_the_smallest(alternatives: Sequence[Alternative], tries: _Tries) -> None:
     """A plan of one of the least floors after all, for these are estimates; or let them say what they would need."""
     refused = len(tries.refusals)
-    for each in _by_floor(alternatives):
+    refined = [one for each in alternatives for one in each.refined()]
+    for each in _by_floor([*alternatives, *refined]):
         if each.why_not():  # what is not known to hold here refuses nothing
             continue
-        for one in _by_floor([each, *each.refined()]):
-            if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(one):
-                return
+        if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(each):
+            return
 
 
-def _by_floor(alternatives: Sequence[Alternative]) -> list[Alternative]:
+def _by_floor(alternatives: Iterable[Alternative]) -> list[Alternative]:
     return sorted(alternatives, key=lambda each: floor_bytes(each.estimated)[0])
 
 
