@@ -211,7 +211,7 @@ def test_a_write_that_fails_leaves_no_draft_and_the_old_file(
 
         def opened(descriptor: int, *_: object, **__: object) -> Any:
             plain(descriptor).close()
-            return open("/dev/full", "w") if getattr(why, "errno", 0) == errno.ENOSPC else fail()
+            return open("/dev/full", "wb") if getattr(why, "errno", 0) == errno.ENOSPC else fail()
 
         monkeypatch.setattr("ebbflow.files.os.fdopen", opened)
     else:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.errors import UsageError
+from ebbflow.names import with_known_keywords
 from ebbflow.report.plots.axes import axes_or_new, bytes_axis
 from ebbflow.report.records.points import Measured, Point, points_of
 from ebbflow.step.plan import Plan
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["plot_frontier"]
 
 
+@with_known_keywords
 def plot_frontier(
     plans: Sequence[Plan], ax: Axes | None = None, *, runs: Sequence[tuple[Plan, Measured]] = ()
 ) -> Figure:
