@@ -2,8 +2,8 @@
 
     python benchmarks/floors.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/floors.json]
 
-NAME is a question (gpt2, sizes, cards, rules) or part of ``question:case``. Every case runs in a process of its own.
-``cards`` needs no card: models are captured from shapes, costs are those of the catalogue.
+NAME is a question (gpt2, sizes, cards, rules, inside) or part of ``question:case``. Every case runs in a process of its
+own. ``cards`` needs no card: models are captured from shapes, costs are those of the catalogue.
 """
 
 from __future__ import annotations
@@ -12,9 +12,21 @@ import sys
 from types import ModuleType
 
 from harness.suite import main
-from questions import floors_cards, floors_gpt2, floors_rules, floors_sizes
+from questions import floors_cards, floors_gpt2, floors_inside, floors_rules, floors_sizes
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "rewrites", "lower", "engine", "measurement", "zoo")
+MEASURED = (
+    "step",
+    "planners",
+    "planning",
+    "capture",
+    "cost",
+    "inside",
+    "rewrites",
+    "lower",
+    "engine",
+    "measurement",
+    "zoo",
+)
 SEEDS = {"weights and inputs": 0, "sizes": "their case", "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {
@@ -22,6 +34,7 @@ QUESTIONS: dict[str, ModuleType] = {
     "sizes": floors_sizes,
     "cards": floors_cards,
     "rules": floors_rules,
+    "inside": floors_inside,
 }
 MOST_SECONDS = 7200.0
 """For one case; a child that takes longer is ended and reported."""
