@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import ebbflow
@@ -160,6 +161,19 @@ def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None
         model(*arguments())
     assert isinstance(raised.value.__cause__, AttributeError)
     assert "model's forward" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("file", "torchs"), [(torch.__file__, True), (__file__, False)])
+def test_an_assertion_of_torchs_own_is_not_the_models(monkeypatch: pytest.MonkeyPatch, file: str, torchs: bool) -> None:
+    """An op that the trace fails on for a reason of its own raises nothing in eager; the user's assertion does."""
+    fails = "assert 'addmm' not in str(func), 'of the trace'"
+    source = f"def fails(mode, func, *rest):\n    {fails}\n    return below(mode, func, *rest)"
+    place = "torch._subclasses.fake_tensor.FakeTensorMode.dispatch"
+    exec(compile(source, file, "exec"), scope := {"below": FakeTensorMode.dispatch})
+    monkeypatch.setattr(place, scope["fails"])
+    with pytest.raises(CaptureError if torchs else AssertionError, match="of the trace") as raised:
+        ebbflow.plan(Model(fine), arguments(), budget="1GiB")
+    assert not torchs or "cannot be captured" in str(raised.value)
 
 
 @torch.library.custom_op("ebbflow_refusals::doubled", mutates_args=())

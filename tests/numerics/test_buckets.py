@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import ebbflow
 from ebbflow._api.fit import step_of
 from ebbflow.engine import model as fitted
+from ebbflow.engine import plans
 from ebbflow.errors import BudgetError
 from ebbflow.planning import pipeline as planning
 from ebbflow.zoo import GPTConfig, gpt
@@ -89,9 +90,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Text:
 
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry per search for a plan."""
+    """One entry per plan that was searched for, of however many programs for the same step."""
     made: list[str] = []
-    named = planning.planner_named
+    named, make_plan = planning.planner_named, plans.make_plan
 
     def counting(name: str) -> Callable[[Any], Any]:
         def run(problem: Any) -> Any:
@@ -100,7 +101,15 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
+    def one_plan(*args: Any, **kwargs: Any) -> ebbflow.Plan:
+        before = len(made)
+        try:
+            return make_plan(*args, **kwargs)
+        finally:
+            del made[before + 1 :]
+
     monkeypatch.setattr(planning, "planner_named", counting)
+    monkeypatch.setattr(plans, "make_plan", one_plan)
     return made
 
 

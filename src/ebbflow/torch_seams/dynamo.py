@@ -7,10 +7,12 @@ import functools
 import logging
 import os
 import re
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,7 +97,15 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
         return None
     if _UNTOLD_SIZE.search(str(last)):
         return None  # of sizes that only data tell: the code itself may well run
+    if isinstance(last, AssertionError) and _is_torchs_own(last):
+        return None  # kernels refuse arguments with other exceptions: a fault of the trace
     return made_anew(type(last), last.args) if isinstance(last, Exception) else None
+
+
+def _is_torchs_own(error: BaseException) -> bool:
+    """Whether code of torch raised it, no matter who called that."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(torch.__file__).parent)
 
 
 def _said_by(text: str) -> tuple[str, ...]:
