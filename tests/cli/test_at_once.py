@@ -115,6 +115,28 @@ def test_the_script_ends_with_the_status_of_its_command() -> None:
     assert "plna" in done.stderr
 
 
+# Runs the script, and presses Ctrl-C as soon as the module that is named begins to be imported.
+INTERRUPTED = """
+import os, signal, sys
+class Presses:
+    def find_spec(self, name, path=None, target=None):
+        if name == WANTED:
+            os.kill(os.getpid(), signal.SIGINT)
+WANTED = sys.argv.pop()
+sys.meta_path.insert(0, Presses())
+from ebbflow.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["ebbflow.cli.commands", "typer", "ebbflow.options", "ebbflow.step.plan"])
+def test_ctrl_c_is_answered_in_one_line_while_it_imports(module: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    command = [sys.executable, "-c", INTERRUPTED, "show", "plan.json", module]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "ebbflow: stopped by Ctrl-C; there is no result yet\n")
+
+
 def complete(words: str, shell: str = "bash") -> list[str]:
     environment = {
         **os.environ,

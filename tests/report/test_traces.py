@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import pickletools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,12 +54,22 @@ def test_a_snapshot_reaches_the_plans_peak(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["recomputed", "hybrid", "empty", "one op"])
-def test_torchs_readers_take_a_snapshot(name: str) -> None:
-    snapshot = snapshot_of(PLANS[name]())
+def test_torchs_readers_take_a_snapshot(name: str, tmp_path: Path) -> None:
+    """The file as it was written, by every reader that torch has for one."""
+    plan = PLANS[name]()
+    snapshot = pickle.loads(plan.save_snapshot(tmp_path / "snapshot.pickle").read_bytes())
     assert "entries" in _memory_viz.trace(snapshot) or not snapshot["device_traces"][0]
     _memory_viz.segsum(snapshot)  # raises where blocks do not fill their segment
     assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
-    assert _memory_viz.segment_plot(snapshot)
+    assert "Allocator State History" in _memory_viz.segment_plot(snapshot)
+    _, last = played(snapshot)
+    assert _active(_memory_viz.memory(snapshot, format_flamegraph=str)) == plan.resident_bytes + last
+    assert _active(_memory_viz.segments(snapshot, format_flamegraph=str)) == plan.resident_bytes + last
+
+
+def _active(stacks: str) -> int:
+    """Bytes in use, as torch's readers write them for a flame graph: a stack a line, its bytes at the end."""
+    return sum(int(line.rpartition(" ")[2]) for line in stacks.splitlines() if "active_allocated" in line)
 
 
 def test_a_snapshot_is_plain_data_and_names_lines() -> None:

@@ -1,103 +1,47 @@
-"""The command line: one file per command, one way to fail.
+"""The command line's door. It imports almost nothing, so that Ctrl-C is answered in one line from the start.
 
-Standard output holds results alone, with ``--json`` one object; progress and messages go to standard error.
-Exit codes: 0 done, 1 a promise was broken, 2 the request cannot be met as written, 130 stopped by Ctrl-C.
-
-Commands check what they are given before they import torch: help and refusals come at once.
+All else is in ``ebbflow.cli.commands``, which ``main`` imports once it has laid its handler.
 """
 
-from __future__ import annotations
+import os
+import signal
+from typing import TYPE_CHECKING, Any
 
-import sys
-from typing import Annotated, Any
+if TYPE_CHECKING:
+    from ebbflow.cli.commands import app as app
 
-import typer
-from typer.core import TyperGroup
+__all__ = ["app", "main"]  # pyright: ignore[reportUnsupportedDunderAll]
 
-import ebbflow
-from ebbflow.cli.calibrate import calibrate
-from ebbflow.cli.compare import compare
-from ebbflow.cli.demo import demo
-from ebbflow.cli.doctor import doctor
-from ebbflow.cli.max_batch import max_batch
-from ebbflow.cli.plan import plan
-from ebbflow.cli.refusals import told
-from ebbflow.cli.report import report
-from ebbflow.cli.show import show
-from ebbflow.errors import BudgetExceeded, EbbflowError, InternalError, VerificationError
-from ebbflow.faults import RAISED_IN_CAPTURE
-from ebbflow.planners.narration import INTERRUPTED
-
-__all__ = ["app", "main"]
-
-
-_WORDS = "ebbflow.words"
-
-
-class _Group(TyperGroup):
-    """Commands whose expected errors are one message and an exit code; all others keep their traceback."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remember what was typed: a refusal may say how it would do."""
-        ctx.meta[_WORDS] = list(args)
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
-        try:
-            return super().invoke(ctx)
-        except InternalError:
-            raise  # with its traceback, which belongs into a report
-        except EbbflowError as error:
-            print(told(error, ctx.meta.get(_WORDS, ())), file=sys.stderr)
-            broken = isinstance(error, BudgetExceeded | VerificationError)
-            raise typer.Exit(1 if broken else 2) from error
-        except KeyboardInterrupt as error:
-            notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(INTERRUPTED)]
-            at = f" at this: {notes[-1].removeprefix(INTERRUPTED)}" if notes else ""
-            print(f"ebbflow: stopped by Ctrl-C{at}; there is no result yet", file=sys.stderr)
-            raise typer.Exit(130) from error
-        except Exception as error:
-            notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_IN_CAPTURE)]
-            if not notes:
-                raise
-            print(f"ebbflow: the model's forward raises {type(error).__name__}: {error}\n{notes[0]}", file=sys.stderr)
-            raise typer.Exit(2) from error
-
-
-app = typer.Typer(
-    cls=_Group,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-# In a list of commands the first sentence of a docstring would be cut off at the end of the line.
-app.command(short_help="Train a small GPT under half of its peak and print the proof.")(demo)
-app.command(short_help="Plan a training step under a budget, without running it.")(plan)
-app.command(short_help="Hold several planners' plans of one step against each other.")(compare)
-app.command(short_help="Find the largest batch whose training step fits a budget.")(max_batch)
-app.command(short_help="Tell what takes a step's memory, and what would lower it.")(doctor)
-app.command(short_help="Print a saved plan, or what it does with one tensor.")(show)
-app.command(short_help="Write a report of a saved plan: one HTML page.")(report)
-app.command(short_help="Measure this machine and its disks, for later plans.")(calibrate)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"ebbflow {ebbflow.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _ebbflow(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
-    ] = False,
-) -> None:
-    """Train PyTorch models inside a byte budget, with the same numbers."""
+STOPPED = b"ebbflow: stopped by Ctrl-C; there is no result yet\n"
 
 
 def main() -> None:
     """The ``ebbflow`` command."""
+    # An exception that comes up in the middle of an import has a long traceback, or is swallowed: end there and then.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
+    from ebbflow.cli.commands import app
+
     app(prog_name="ebbflow")
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    """Until a command begins there is nothing to clean up. ``commands`` puts Python's own handler back then."""
+    try:
+        os.write(2, STOPPED)
+    finally:
+        os._exit(130)
+
+
+def interruptible() -> None:
+    """A command begins: from here on, Ctrl-C raises ``KeyboardInterrupt``."""
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module 'ebbflow.cli' has no attribute {name!r}")
+    from ebbflow.cli.commands import app
+
+    return app
