@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from ebbflow._api.fit import set_budget as set_budget
     from ebbflow._api.fit import set_optimizer as set_optimizer
     from ebbflow._api.fit import step_of as step_of
+    from ebbflow._api.fit import total_norm as total_norm
     from ebbflow._api.fit import unfit as unfit
     from ebbflow._api.max_batch import BatchPlan as BatchPlan
     from ebbflow._api.max_batch import max_batch as max_batch
     from ebbflow._api.verify import Verification as Verification
     from ebbflow._api.verify import verify as verify
     from ebbflow.case import Case as Case
+    from ebbflow.clipping import Clipping as Clipping
     from ebbflow.measurement.peak import measure as measure
     from ebbflow.report.plots.frontier import plot_frontier as plot_frontier
     from ebbflow.step.machine import Machine as Machine
@@ -40,6 +42,7 @@ _HOMES = {
     "BatchPlan": "ebbflow._api.max_batch",
     "Budget": "ebbflow.units",
     "Case": "ebbflow.case",
+    "Clipping": "ebbflow.clipping",
     "Machine": "ebbflow.step.machine",
     "Plan": "ebbflow.step.plan",
     "Program": "ebbflow.step.program",
@@ -58,6 +61,7 @@ _HOMES = {
     "set_optimizer": "ebbflow._api.fit",
     "step_of": "ebbflow._api.fit",
     "sweep": "ebbflow._api.estimate",
+    "total_norm": "ebbflow._api.fit",
     "unfit": "ebbflow._api.fit",
     "verify": "ebbflow._api.verify",
 }

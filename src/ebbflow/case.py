@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+    from ebbflow.clipping import Clipping
+
 __all__ = ["Case"]
 
 
@@ -16,7 +18,7 @@ __all__ = ["Case"]
 class Case:
     """A model and the arguments of one training call, with what belongs to its step.
 
-    What is left out of the last four is as for :func:`ebbflow.plan`. Arguments of the function or command that plans
+    What is left out of the last five is as for :func:`ebbflow.plan`. Arguments of the function or command that plans
     the case override them.
 
     Attributes:
@@ -28,6 +30,7 @@ class Case:
         loss: applied to what the model returns; ``None`` if the call's result is the scalar loss.
         gradients: which outputs take gradients, ``"loss"`` or ``"all"``.
         step: where the optimizer steps, ``"inside"`` of the step or ``"outside"``.
+        max_norm: to what norm gradients are clipped in the step.
     """
 
     model: torch.nn.Module
@@ -39,3 +42,4 @@ class Case:
     loss: Callable[[Any], Any] | None = None
     gradients: Literal["loss", "all"] | None = None
     step: Literal["outside", "inside"] | None = None
+    max_norm: float | Clipping | None = None

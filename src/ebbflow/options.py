@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from ebbflow.clipping import Clipping, clipping_of
 from ebbflow.errors import UsageError
 from ebbflow.names import did_you_mean
 from ebbflow.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, require_tiers, silent
@@ -82,6 +83,8 @@ class Options:
     step: Literal["outside", "inside"] | None = None
     """Where ``optimizer`` steps. ``"inside"``: in the backward, where each gradient is applied and freed as it comes;
     ``"outside"``, also meant by ``None``: by its own call after the step, which every gradient waits for."""
+    max_norm: float | Clipping | None = None
+    """To what norm gradients are clipped before the optimizer in the step applies them; ``None`` clips nothing."""
     start: Plan | None = None
     """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
     verify: bool | Literal["always"] = True
@@ -124,6 +127,22 @@ class Options:
                 argument="step",
                 value=self.step,
             )
+        if self.clipping is not None and not self.inside:
+            raise UsageError(
+                f"max_norm={self.max_norm!r} is not accepted: gradients are clipped in the step where the optimizer is "
+                'in it; give step="inside" and optimizer= besides, or call torch.nn.utils.clip_grad_norm_ in the loop',
+                argument="max_norm",
+                value=self.max_norm,
+            )
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """By what gradients are clipped in the step.
+
+        Raises:
+            UsageError: for a ``max_norm`` that is none.
+        """
+        return clipping_of(self.max_norm)
 
     @property
     def inside(self) -> bool:
@@ -176,6 +195,7 @@ class Options:
             loss=case.loss if self.loss is None else self.loss,
             gradients=case.gradients if self.gradients is None else self.gradients,
             step=case.step if self.step is None else self.step,
+            max_norm=case.max_norm if self.max_norm is None else self.max_norm,
         )
 
     def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:

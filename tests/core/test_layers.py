@@ -12,7 +12,7 @@ import ebbflow
 ROOT = Path(ebbflow.__file__).parent
 
 LAYERS = [
-    {"errors", "faults", "signals", "units", "names", "files", "case", "tiers"},
+    {"errors", "faults", "signals", "units", "names", "files", "case", "tiers", "clipping"},
     {"step"},
     {"planners"},
     {"options"},
@@ -35,7 +35,20 @@ LAYERS = [
 ]
 """From the bottom up; what stands on one line is a layer, and a module imports from its own and from lower ones."""
 
-NO_TORCH = {"errors", "faults", "signals", "units", "names", "files", "tiers", "step", "planners", "planning", "report"}
+NO_TORCH = {
+    "errors",
+    "faults",
+    "signals",
+    "units",
+    "names",
+    "files",
+    "tiers",
+    "clipping",
+    "step",
+    "planners",
+    "planning",
+    "report",
+}
 """A program is plain data: it is planned, judged and fuzzed without torch."""
 
 LATE = {

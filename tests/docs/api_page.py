@@ -22,9 +22,12 @@ from ebbflow.engine.step import Step
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 WIDTH = 110
 
-TRAINING = ("fit", "set_budget", "set_optimizer", "no_update", "unfit", "plan_of", "step_of", "calls_of", "measure")
+TRAINING = (
+    *("fit", "set_budget", "set_optimizer", "no_update", "total_norm", "unfit"),
+    *("plan_of", "step_of", "calls_of", "measure"),
+)
 AHEAD = ("plan", "sweep", "max_batch", "plot_frontier", "doctor", "verify")
-RECORDS = ("Budget", "Case", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")
+RECORDS = ("Budget", "Case", "Clipping", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")
 RETURNED = {"Step": Step, "Calls": Calls}
 """What functions return and nobody makes."""
 ONLY = {

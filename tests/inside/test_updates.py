@@ -14,8 +14,10 @@ import ebbflow
 from ebbflow._api.estimate import capture_ahead
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
+from ebbflow.clipping import Clipping
 from ebbflow.cost.cache import device_context
-from ebbflow.inside.proof import UpdateError, prove_updates
+from ebbflow.inside.looks import Look, Settlement, settlement_of
+from ebbflow.inside.proof import UpdateError, prove_looks, prove_updates
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import PREFIX, updatable, updates_in, with_updates
 from ebbflow.lower.emit import CLAIM
@@ -237,3 +239,47 @@ def test_nothing_is_updated_that_gets_no_gradient() -> None:
     model = Frozen()
     assert set(updatable(captured(model, torch.randn(2, 4))).values()) == {"two.weight", "two.bias"}
     assert with_updates(captured(model, torch.randn(2, 4)), {}).program.gradients
+
+
+# -- steps that look at their gradients first -----------------------------------------------------------------
+
+
+def looked(model: nn.Module, *args: Tensor) -> tuple[Captured, Captured]:
+    """The step of ``model`` as captured, and with looks at its gradients."""
+    plain = captured(model, *args)
+    put_in = WithOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, clipping=Clipping(1.0))
+    return plain, put_in.looked(plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_update_comes_before_all_gradients_have_been_looked_at(name: str) -> None:
+    model, *args = MODELS[name]()
+    plain, with_looks = looked(model, *args)  # type: ignore[arg-type]
+    step = WithOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)(with_looks)
+    ops = step.program.ops
+    (settled,) = [i for i, op in enumerate(ops) if op.target == "ebbflow.settle"]
+    looks = [i for i, op in enumerate(ops) if op.target == "ebbflow.look"]
+    updates = [i for i, op in enumerate(ops) if op.target.startswith(PREFIX)]
+    assert len(looks) == len(updates) == len(updatable(plain))
+    assert max(looks) < settled < min(updates)
+    assert all(ops[settled].outputs[0] in ops[each].inputs for each in updates)
+
+
+def _look_elsewhere(step: Captured) -> None:
+    looks = [node for node in step.op_nodes if isinstance(node.target, Look)]
+    looks[0].update_arg(0, looks[1].args[0])
+
+
+def _forget_one(step: Captured) -> None:
+    settle = settlement_of(step)
+    assert settle is not None
+    settle.args = settle.args[1:]
+    settle.target = Settlement(settle.target.positions[1:])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("tamper", [_look_elsewhere, _forget_one, _another])
+def test_the_proof_sees_other_looks(tamper: Callable[[Captured], None]) -> None:
+    plain, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
+    tamper(step)
+    with pytest.raises(UpdateError):
+        prove_looks(plain, step, updatable(plain))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow._api.refusals import require_module
+from ebbflow.clipping import Clipping
 from ebbflow.errors import BudgetError, UsageError
 from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients, require_text
@@ -45,6 +46,7 @@ def doctor(
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
+    max_norm: float | Clipping | None = None,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -69,6 +71,7 @@ def doctor(
         rewrites: as for :func:`ebbflow.plan`; the findings say what each would lower, and why others are left.
         offload_optimizer: as for :func:`ebbflow.plan`.
         step: as for :func:`ebbflow.plan`.
+        max_norm: as for :func:`ebbflow.plan`.
         gradients: as for :func:`ebbflow.plan`.
         effort: local-search moves of the plan within the budget.
         time_limit: seconds for that plan.
@@ -95,6 +98,7 @@ def doctor(
         rewrites=rewrites,
         offload_optimizer=offload_optimizer,
         step=step,
+        max_norm=max_norm,
         gradients=gradients,
         effort=effort,
         time_limit=time_limit,

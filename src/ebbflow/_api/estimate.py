@@ -20,6 +20,7 @@ from ebbflow.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.capture.offline import capture
+from ebbflow.clipping import Clipping
 from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.cost.cuda_workspace import cublas_bytes
@@ -80,6 +81,7 @@ def plan(
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
+    max_norm: float | Clipping | None = None,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -110,6 +112,7 @@ def plan(
         offload_optimizer: plan for that state in the first of ``tiers`` while a step runs, as :func:`ebbflow.fit` does
             with it: it is not resident then, and the budget also holds at ``optimizer.step()``.
         step: where the optimizer steps, as for :func:`ebbflow.fit`: ``"inside"``, in the backward, or ``"outside"``.
+        max_norm: to what norm gradients are clipped in the step, as for :func:`ebbflow.fit`.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`.
         effort: local-search moves.
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
@@ -136,6 +139,7 @@ def plan(
         rewrites=rewrites,
         offload_optimizer=offload_optimizer,
         step=step,
+        max_norm=max_norm,
         loss=loss,
         machine=machine,
         tiers=tiers,
@@ -166,6 +170,7 @@ def sweep(
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
+    max_norm: float | Clipping | None = None,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -192,6 +197,7 @@ def sweep(
         rewrites: as for :func:`plan`.
         offload_optimizer: as for :func:`plan`.
         step: as for :func:`plan`.
+        max_norm: as for :func:`plan`.
         gradients: as for :func:`plan`.
         effort: local-search moves per plan.
         time_limit: seconds per plan.
@@ -219,6 +225,7 @@ def sweep(
         rewrites=rewrites,
         offload_optimizer=offload_optimizer,
         step=step,
+        max_norm=max_norm,
         loss=loss,
         machine=machine,
         tiers=tiers,
@@ -347,11 +354,13 @@ def capture_ahead(
     target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)
     if options.offload_optimizer:
         refuse_to_offload(optimizer, parse_tiers(options.tiers))
+    begin: Finish = itself
     finish: Finish = itself
     if options.inside:
         refuse_to_step_inside(optimizer)
         assert optimizer is not None
-        finish = WithOptimizer(optimizer, model, None if target is None else target.device)
+        finish = WithOptimizer(optimizer, model, None if target is None else target.device, options.clipping)
+        begin = finish.looked
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
         joint, program, provenance = capture_program(
@@ -362,6 +371,7 @@ def capture_ahead(
             loss=options.loss,
             every_output=options.every_output,
             name=name,
+            begin=begin,
             finish=finish,
         )
         device = program.context["device"] if target is None else target.device
@@ -447,6 +457,7 @@ def capture_program(
     loss: Callable[[Any], Any] | None = None,
     every_output: bool = False,
     name: str = "",
+    begin: Finish = itself,
     finish: Finish = itself,
 ) -> tuple[Captured, Program, Provenance]:
     """One training call as captured, its program with costs, and facts on where the costs are from.
@@ -459,7 +470,8 @@ def capture_program(
         loss: applied to what the model returns, as part of the step.
         every_output: whether outputs beside a scalar loss take gradients too.
         name: of the case; the model's class if empty.
-        finish: gives the step that is to be planned for the captured one.
+        begin: gives the step that is rewritten for the captured one.
+        finish: gives the step that is to be planned for that.
 
     Raises:
         CaptureError: if the call is not one graph.
@@ -481,6 +493,7 @@ def capture_program(
         here=not is_elsewhere(machine),
         cuda=cuda,
     )
+    joint = begin(joint)
     finished = finish(joint)
     loss_place = LossPlace.OUTSIDE if loss_is_outside(joint) else None
     if not is_elsewhere(machine):

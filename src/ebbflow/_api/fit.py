@@ -20,6 +20,7 @@ from ebbflow._api.refusals import (
     refuse_to_step_inside,
     require_module,
 )
+from ebbflow.clipping import Clipping
 from ebbflow.engine.calls import Calls, watch_optimizers
 from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class, set_class
 from ebbflow.engine.inside import Inside
@@ -48,7 +49,7 @@ from ebbflow.transfers.tiers import open_tiers
 from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget
 
-__all__ = ["calls_of", "fit", "no_update", "plan_of", "set_budget", "set_optimizer", "step_of", "unfit"]
+__all__ = ["calls_of", "fit", "no_update", "plan_of", "set_budget", "set_optimizer", "step_of", "total_norm", "unfit"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -70,6 +71,7 @@ def fit(
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
+    max_norm: float | Clipping | None = None,
     verify: bool | Literal["always"] = True,
     progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
@@ -109,6 +111,10 @@ def fit(
         step: where ``optimizer`` steps. ``"inside"``: in the backward, where each gradient is applied and freed as it
             comes; ``optimizer.step()`` stays where it is in the loop and does nothing more. With the same bits, for
             optimizers that step on each parameter for itself (all of torch's but LBFGS; others are tried out).
+        max_norm: with ``step="inside"``, the norm to which the gradients of all parameters together are clipped before
+            they are applied, as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does between backward
+            and step, which is taken out of the loop; :func:`total_norm` gives what it returns. A :class:`Clipping` has
+            its other arguments.
         verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
             ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
             every buffer that comes back once more.
@@ -144,6 +150,7 @@ def fit(
         seed=seed,
         start=start,
         step=step,
+        max_norm=max_norm,
         verify=verify,
         progress=progress,
     )
@@ -184,7 +191,7 @@ def fit(
         writes_over=options.may_write_over,
         tiers=opened,
         offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
-        inside=Inside(optimizer) if options.inside and optimizer is not None else None,
+        inside=Inside(optimizer, options.clipping) if options.inside and optimizer is not None else None,
         calls=Calls(fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters())),
     )
     set_class(model, fitted_class(type(model)))
@@ -336,6 +343,29 @@ def no_update(model: torch.nn.Module) -> AbstractContextManager[None]:
     """
     inside = _fitted(model, "no_update").inside
     return nullcontext() if inside is None else inside.accumulating()
+
+
+@with_known_keywords
+def total_norm(model: torch.nn.Module) -> torch.Tensor | None:
+    """The norm of all gradients of the last step that clipped them, before that; ``None`` before the first.
+
+    What ``torch.nn.utils.clip_grad_norm_`` returns, of a model that is fitted with ``max_norm``.
+
+    Args:
+        model: fitted.
+
+    Raises:
+        UsageError: if the model is not fitted, or without ``max_norm``.
+    """
+    inside = _fitted(model, "total_norm").inside
+    if inside is None or inside.clipping is None:
+        raise UsageError(
+            "the model is fitted without max_norm, so its steps take no norm of its gradients; "
+            'ebbflow.fit(model, budget, optimizer=optimizer, step="inside", max_norm=...) does, and '
+            "torch.nn.utils.clip_grad_norm_ returns it where the optimizer is outside of the step",
+            argument="model",
+        )
+    return inside.total_norm
 
 
 def _options(**given: Any) -> Options:

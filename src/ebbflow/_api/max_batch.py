@@ -23,6 +23,7 @@ from ebbflow._api.batches import interpolated, judged, largest, one_forward
 from ebbflow._api.estimate import AheadStep, capture_ahead
 from ebbflow.capture.without_memory import without_memory
 from ebbflow.case import Case
+from ebbflow.clipping import Clipping
 from ebbflow.errors import BudgetError, UsageError
 from ebbflow.names import with_known_keywords
 from ebbflow.options import Options
@@ -93,6 +94,7 @@ def max_batch(
     rewrites: Literal["exact", "in-place", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] | None = None,
+    max_norm: float | Clipping | None = None,
     gradients: Literal["loss", "all"] | None = None,
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -119,6 +121,7 @@ def max_batch(
         rewrites: as for :func:`ebbflow.plan`.
         offload_optimizer: as for :func:`ebbflow.plan`.
         step: where the optimizer steps, as for :func:`ebbflow.plan`; ``None`` is what each case says.
+        max_norm: to what norm gradients are clipped in the step, likewise.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`; ``None`` is what each case says.
         effort: local-search moves of the answer's plan.
         time_limit: seconds per plan.
@@ -161,6 +164,7 @@ def max_batch(
         rewrites=rewrites,
         offload_optimizer=offload_optimizer,
         step=step,
+        max_norm=max_norm,
         gradients=gradients,
         effort=effort,
         time_limit=time_limit,

@@ -29,6 +29,16 @@ from ebbflow.torch_seams.optimizers import clears_gradients, gradient_of, reader
 __all__ = ["Applied", "State"]
 
 
+_TO_CLIP = (
+    "What clips gradients (torch.nn.utils.clip_grad_norm_) is left to the step: "
+    'ebbflow.fit(model, budget, optimizer=optimizer, step="inside", max_norm=...), and the line in the loop taken out'
+)
+_CLIPPED = (
+    "They have been clipped in the step (max_norm): take torch.nn.utils.clip_grad_norm_ out of the loop; their norm is "
+    "ebbflow.total_norm(model)"
+)
+
+
 class State(enum.Enum):
     """Of the parameters that a backward has updated."""
 
@@ -42,13 +52,15 @@ class Applied:
 
     Args:
         modules: names of the modules in which the optimizer is written.
+        clips: whether the step clips gradients itself.
 
     Attributes:
         state: of all of them.
         stepping: whether ``optimizer.step()`` runs.
     """
 
-    def __init__(self, modules: frozenset[str]) -> None:
+    def __init__(self, modules: frozenset[str], *, clips: bool = False) -> None:
+        self._clips = clips
         self.state = State.CLEARED
         self.stepping = False
         self._modules = modules
@@ -150,8 +162,8 @@ class Applied:
             )
         return UsageError(
             f'the gradient of {name} is read before optimizer.step(), and step="inside" has applied it in the '
-            "backward: there is none. What clips gradients (torch.nn.utils.clip_grad_norm_), scales them (GradScaler) "
-            'or logs them needs the optimizer outside of the step: leave step="inside" out'
+            f"backward: there is none. {_CLIPPED if self._clips else _TO_CLIP}. What scales gradients (GradScaler) or "
+            'logs them needs the optimizer outside of the step: leave step="inside" out'
         )
 
 

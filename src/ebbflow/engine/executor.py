@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from ebbflow.engine.inside import Updating
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
 from ebbflow.errors import CaptureError, VerificationError
-from ebbflow.inside.updates import updating
+from ebbflow.inside.current import updating
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
@@ -158,7 +158,13 @@ def _prepare_updates(flight: Flight, executable: Executable, args: list[Any]) ->
 
 
 class _Dropping:
-    """Takes no update: its gradient is dropped."""
+    """Takes no update: its gradient is dropped, and nothing is found out."""
+
+    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.new_zeros(())
+
+    def settle(self, looks: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return next(iter(looks.values())).new_zeros(())
 
     def update(self, position: int, gradient: torch.Tensor) -> None:
         pass

@@ -9,13 +9,17 @@
    eager would have stepped otherwise, and that raises.
 4. A gradient that reaches an updated parameter from elsewhere in the same backward came too late to be added: at
    ``optimizer.step()`` that raises.
-5. A backward that fails after its first update raises :class:`~ebbflow.errors.UpdateError`, which names what has been
+5. Where gradients are clipped by their norm, each is looked at when it is made, the norm is settled once all have been,
+   and updates come after that. Gradients that are there already are added to first, and those of parameters that the
+   step does not reach are in the norm and are scaled in place, as ``clip_grad_norm_`` does.
+6. A backward that fails after its first update raises :class:`~ebbflow.errors.UpdateError`, which names what has been
    updated: those steps are made, the others are not.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,12 +27,15 @@ from typing import Any
 import torch
 
 from ebbflow.capture.joint import Captured
+from ebbflow.clipping import Clipping
 from ebbflow.engine.applied import Applied, State
 from ebbflow.errors import CaptureError, UpdateError, UsageError
+from ebbflow.inside.norms import coefficient_of, total_of
 from ebbflow.inside.one_by_one import step_alone
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import names_of
 from ebbflow.torch_seams.data_parallel import bucket_bytes
+from ebbflow.torch_seams.gradient_norms import norm_of, scale_by
 from ebbflow.torch_seams.optimizers import gradient_of, has_gradient_hooks, modules_of, will_accumulate
 from ebbflow.torch_seams.stance import left_out_of_traces
 from ebbflow.torch_seams.storages import version_of
@@ -41,18 +48,24 @@ class Inside:
 
     Args:
         optimizer: whose step may be taken for one parameter at a time (``inside.alone``).
+        clipping: by what gradients are clipped first.
 
     Attributes:
         optimizer: likewise.
+        clipping: likewise.
+        total_norm: of the gradients of the last backward that has settled it, before they were clipped.
         applied: what has been updated and is not cleared.
         has_updated: whether a backward has updated anything, so that the optimizer's state is there.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, clipping: Clipping | None = None) -> None:
         self.optimizer = optimizer
-        self.applied = Applied(modules_of(optimizer))
+        self.clipping = clipping
+        self.total_norm: torch.Tensor | None = None
+        self.applied = Applied(modules_of(optimizer), clips=clipping is not None)
         self.has_updated = False
         self._put_in: WithOptimizer | None = None
+        self._module: weakref.ref[torch.nn.Module] | None = None
         self._options: list[dict[str, Any]] = []
         self._accumulating = threading.local()
         before, after = self._before_step, self._after_step
@@ -71,13 +84,24 @@ class Inside:
     # -- the step -------------------------------------------------------------------------------------------
 
     def inside(self, captured: Captured) -> Captured:
-        """``captured`` with the updates of definition 1; itself where there are none."""
+        """``captured``, looked at, with the updates of definition 1; itself where there are none."""
         assert self._put_in is not None
         return self._put_in(captured)
 
     def know(self, module: torch.nn.Module) -> None:
         """Whose parameters these are."""
-        self._put_in = WithOptimizer(self.optimizer, module)
+        self._put_in = WithOptimizer(self.optimizer, module, clipping=self.clipping)
+        self._module = weakref.ref(module)
+
+    def looked(self, captured: Captured) -> Captured:
+        """``captured`` as it is before any rewrite: with looks at its gradients, where they are clipped."""
+        assert self._put_in is not None
+        return self._put_in.looked(captured)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Of the model, in the order in which it gives them."""
+        module = None if self._module is None else self._module()
+        return [] if module is None else list(module.parameters())
 
     # -- a call ---------------------------------------------------------------------------------------------
 
@@ -216,7 +240,7 @@ def _value(value: Any) -> Any:
 
 
 class Updating:
-    """The updates of one flight; the :class:`~ebbflow.inside.updates.Updater` of its backward.
+    """The updates of one flight; the :class:`~ebbflow.inside.current.Updater` of its backward.
 
     Args:
         inside: of its model.
@@ -233,6 +257,7 @@ class Updating:
         self._groups: dict[int, dict[str, Any]] = {}
         self._left_out: set[int] = set()
         self._updated: list[tuple[torch.Tensor, str]] = []
+        self._coefficient: torch.Tensor | None = None
 
     def begin(self, node: Any, unused: frozenset[int]) -> None:
         """Its backward begins: definitions 2 and 3.
@@ -245,6 +270,7 @@ class Updating:
         self._groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
         self._inside.snapshot_options()
         self._updated = []
+        self._coefficient = None
         self._left_out = set(unused)
         for position, (parameter, name) in self._trained.items():
             if id(parameter) not in self._groups or not parameter.requires_grad:
@@ -264,11 +290,49 @@ class Updating:
             if not wanted:
                 self._left_out.add(position)
 
+    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The norm of the gradient that the parameter at ``position`` has with this one (definition 5)."""
+        clipping = self._inside.clipping
+        assert clipping is not None
+        if position in self._left_out:
+            return gradient.new_zeros(())
+        with torch.no_grad():
+            if (existing := gradient_of(self._trained[position][0])) is not None:
+                existing += gradient
+                gradient = existing
+            return norm_of(gradient, clipping.norm_type, clipping.foreach)
+
+    def settle(self, looks: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """What gradients are scaled by, of the norm of all that the model's parameters have (definition 5)."""
+        clipping = self._inside.clipping
+        assert clipping is not None
+        made = {id(self._trained[i][0]): look for i, look in looks.items() if i not in self._left_out}
+        norms: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        with torch.no_grad():
+            for parameter in self._inside.parameters():
+                if (norm := made.get(id(parameter))) is not None:
+                    norms.append(norm)
+                elif (gradient := gradient_of(parameter)) is not None:
+                    norms.append(norm_of(gradient, clipping.norm_type, clipping.foreach))
+                    others.append(gradient)
+            total = total_of(norms, clipping)
+            self._inside.total_norm = total
+            self._coefficient = coefficient_of(total, clipping)
+            for gradient in others:
+                scale_by(gradient, self._coefficient, clipping.foreach)
+        return self._coefficient
+
     def update(self, position: int, gradient: torch.Tensor) -> None:
         """Step the parameter at ``position`` by ``gradient``."""
         if position in self._left_out:
             return
         parameter, name = self._trained[position]
+        if (clipping := self._inside.clipping) is not None:
+            assert self._coefficient is not None
+            gradient = gradient if (existing := gradient_of(parameter)) is None else existing
+            with torch.no_grad():
+                scale_by(gradient, self._coefficient, clipping.foreach)
         # In the list first: an update that is interrupted may have been made in part.
         self._updated.append((parameter, name))
         step_alone(self._inside.optimizer, self._groups[id(parameter)], parameter, gradient)
@@ -282,7 +346,7 @@ class Updating:
             self._inside.applied.add(self._updated)
 
     def failed(self, error: BaseException) -> BaseException:
-        """What to raise in place of ``error`` (definition 5)."""
+        """What to raise in place of ``error`` (definition 6)."""
         if not self._updated:
             return error
         names = [name for _, name in self._updated]

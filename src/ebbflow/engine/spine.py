@@ -146,6 +146,7 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
     captured = step.captured_for(accumulating=now.accumulating and model.given_plan is None and inside is None)
     if inside is not None:
         inside.know(call.module)
+        captured = inside.looked(captured)
     with within(_room(model, step, call, now)):
         program = _cost(model, captured if inside is None else inside.inside(captured), now)
         plan, provisional = _plan(model, step, captured, program, now)

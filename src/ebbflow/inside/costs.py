@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.resident import storages_in
 
 __all__ = ["UpdateCosts"]
+
+_PART_ELEMENTS = 65536  # kChunkSize of aten/src/ATen/native/cuda/MultiTensorApply.cuh
+_NUMBER_BYTES = 4
+_LEAST_ON_CARD_BYTES = 512  # kMinBlockSize of c10/core/AllocatorConfig.h
+_SCALARS = 4  # at most at a time: the total, what it is made into
 
 
 class UpdateCosts:
@@ -44,6 +50,22 @@ class UpdateCosts:
             self._known[key] = self._taken(options, parameter)
         state = self._state * parameter.nbytes // max(self._trained, 1)
         return self._known[key], 3 * parameter.nbytes + 2 * state
+
+    def of_look(self, parameter: torch.Tensor) -> tuple[int, int]:
+        """Bytes that the norm of a gradient like ``parameter`` takes, and that it reads.
+
+        On a card a kernel for lists adds up parts of :data:`_PART_ELEMENTS` elements.
+        """
+        parts = -(-parameter.numel() // _PART_ELEMENTS)
+        return parts * _NUMBER_BYTES if self._on_card(parameter) else 0, parameter.nbytes
+
+    def of_settlement(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Likewise of the norm of the norms of as many gradients, with what it is made into."""
+        least = _LEAST_ON_CARD_BYTES if any(map(self._on_card, parameters)) else _NUMBER_BYTES
+        return len(parameters) * _NUMBER_BYTES + _SCALARS * least, len(parameters) * _NUMBER_BYTES
+
+    def _on_card(self, parameter: torch.Tensor) -> bool:
+        return (self._device or parameter.device.type) == "cuda"
 
     def _taken(self, options: dict[str, Any], parameter: torch.Tensor) -> int:
         taken = step_bytes(self._optimizer, self._device, [{**options, "params": [parameter]}])

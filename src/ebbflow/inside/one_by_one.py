@@ -19,12 +19,16 @@ __all__ = ["step_alone"]
 def step_alone(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor
 ) -> None:
-    """Update ``parameter`` of ``group`` by ``gradient``, added to the one that it has, if any, which is gone then."""
+    """Update ``parameter`` of ``group`` by ``gradient``, added to the one that it has, if any, which is gone then.
+
+    One that *is* the gradient that it has is not added again.
+    """
     groups = optimizer.param_groups
     with torch.no_grad():
-        if (existing := gradient_of(parameter)) is not None:
+        existing = gradient_of(parameter)
+        if existing is not None and existing is not gradient:
             existing += gradient  # as autograd adds where no graph is made
-        else:
+        elif existing is None:
             set_gradient(parameter, gradient)
         optimizer.param_groups = [{**group, "params": [parameter]}]
         try:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import fx
 
 from ebbflow.capture.joint import Captured
+from ebbflow.clipping import Clipping
+from ebbflow.errors import CaptureError
 from ebbflow.inside.costs import UpdateCosts
-from ebbflow.inside.proof import prove_updates
+from ebbflow.inside.looks import Look, with_looks
+from ebbflow.inside.proof import prove_looks, prove_updates
 from ebbflow.inside.updates import Update, updatable, with_updates
 
 __all__ = ["WithOptimizer"]
@@ -21,10 +25,18 @@ class WithOptimizer:
         optimizer: of real, fake or meta parameters.
         model: whose parameters they are.
         device: type of the one that the step is for; that of the parameters if ``None``.
+        clipping: by what gradients are clipped first.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, device: str | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        device: str | None = None,
+        clipping: Clipping | None = None,
+    ) -> None:
         self._optimizer = optimizer
+        self._clipping = clipping
         self._trained: Mapping[str, torch.Tensor] = dict(model.named_parameters())
         self._costs = UpdateCosts(optimizer, device)
 
@@ -40,6 +52,36 @@ class WithOptimizer:
         made = with_updates(captured, updates)
         prove_updates(captured, made)
         return made
+
+    def looked(self, captured: Captured) -> Captured:
+        """``captured`` with looks at all gradients, where they are clipped; before any rewrite of it.
+
+        Raises:
+            CaptureError: if a parameter gets a gradient that the step does not apply, so that there is no norm of all.
+        """
+        if self._clipping is None:
+            return captured
+        updates = self._updates(captured)
+        self._refuse_what_is_left(captured, {each.position for each in updates})
+        if not updates:
+            return captured
+        looks = {
+            Look(each.position, each.parameter): self._costs.of_look(self._trained[each.parameter]) for each in updates
+        }
+        made = with_looks(captured, looks, self._costs.of_settlement([self._trained[each.parameter] for each in looks]))
+        prove_looks(captured, made, [each.position for each in looks])
+        return made
+
+    def _refuse_what_is_left(self, captured: Captured, updated: set[int]) -> None:
+        gradients = captured.outputs[captured.forward_output_count :]
+        for position, (name, gradient) in enumerate(zip(captured.parameters, gradients, strict=True)):
+            if name and isinstance(gradient, fx.Node) and position not in updated:
+                raise CaptureError(
+                    f"max_norm is of the gradients of all parameters, and {name} gets one that the optimizer in the "
+                    "step does not apply",
+                    remedy="give the optimizer all parameters that are trained and freeze the others "
+                    '(requires_grad_(False)), or leave step="inside" out',
+                )
 
     def _updates(self, captured: Captured) -> dict[Update, tuple[int, int]]:
         """Updates of the optimizer's parameters, with the bytes that each takes and moves."""

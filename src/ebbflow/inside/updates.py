@@ -5,7 +5,8 @@
 2. The update changes a parameter, so it comes behind whatever reads it, or may yet: behind each op that reads the
    parameter, and behind each that reads something which, if it was dropped, is made again through such an op. Autograd
    makes a gradient where all that the parameter went into has been walked back through, so both are right there in
-   nearly every step; where they are not (what is detached and used later), the update waits.
+   nearly every step; where they are not (what is detached and used later), the update waits. So it does for the
+   settlement, where something has to be known of all gradients first (``inside.looks``).
 3. Ops of the backward that read an updated parameter do not run again, nor do those that make a gradient which is
    applied: what they give is kept until its last reader. Without that, all of the backward would hang on every
    parameter behind it, and no update could come before its end, nor one of two whose gradients are made of the same.
@@ -15,56 +16,33 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
 from ebbflow.capture.joint import Captured, reread
 from ebbflow.cost.priced import Priced
+from ebbflow.inside.current import current_updater
+from ebbflow.inside.looks import settlement_of
 from ebbflow.torch_seams.aot import is_tangent
 from ebbflow.torch_seams.fake_tensors import mode_of
 from ebbflow.torch_seams.storages import storage_key
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["PREFIX", "Update", "Updater", "updatable", "updates_in", "updating", "with_updates"]
+__all__ = ["PREFIX", "Update", "updatable", "updates_in", "with_updates"]
 
 PREFIX = "ebbflow.update."
 """Of the targets of updates; the class of the optimizer follows."""
 
 
-class Updater(Protocol):
-    """What takes the updates of one step."""
-
-    def update(self, position: int, gradient: torch.Tensor) -> None:
-        """Apply ``gradient`` to the primal at ``position``, or drop it."""
-        ...
-
-
-class _Current(threading.local):
-    updater: Updater | None = None
-
-
-_current = _Current()
-
-
-@contextmanager
-def updating(updater: Updater | None) -> Iterator[None]:
-    """While open, updates that this thread runs are taken by ``updater``."""
-    before, _current.updater = _current.updater, updater
-    try:
-        yield
-    finally:
-        _current.updater = before
-
-
 @dataclass(frozen=True)
 class Update(Priced):
     """The target of an update. Its arguments are the gradient and two numbers of bytes (``cost.priced``).
+
+    Between them stands the settlement, where the step has one (``inside.looks``).
 
     Attributes:
         position: of the parameter among the primals.
@@ -84,11 +62,9 @@ class Update(Priced):
     def __str__(self) -> str:
         return f"{PREFIX}{self.optimizer}"  # the same for all: ops that cost the same have one signature
 
-    def __call__(self, gradient: torch.Tensor, workspace_bytes: int, traffic_bytes: int) -> torch.Tensor:
+    def __call__(self, gradient: torch.Tensor, *others: torch.Tensor | int) -> torch.Tensor:
         """Let the updater that is current take it."""
-        updater = _current.updater
-        assert updater is not None, "an update runs outside of a step"
-        updater.update(self.position, gradient)
+        current_updater().update(self.position, gradient)
         return _NOTHING
 
 
@@ -127,6 +103,8 @@ def with_updates(captured: Captured, updates: Mapping[Update, tuple[int, int]]) 
     nodes: dict[fx.Node, fx.Node] = {}
     results = list(tree_leaves(graph.graph_copy(captured.graph, nodes)))
     count = captured.forward_output_count
+    settlement = settlement_of(captured)
+    waits = () if settlement is None else (nodes[settlement],)
     after = _places(captured, [each.position for each in updates])
     place = {node: index for index, node in enumerate(captured.graph.nodes)}
     anchors: dict[fx.Node, fx.Node] = {}
@@ -138,7 +116,7 @@ def with_updates(captured: Captured, updates: Mapping[Update, tuple[int, int]]) 
         original = after[update.position]
         with graph.inserting_after(anchors.get(original, nodes[original])):
             name = f"update_{update.parameter.replace('.', '_')}"
-            node = graph.create_node("call_function", update, (gradient, *updates[update]), name=name)
+            node = graph.create_node("call_function", update, (gradient, *waits, *updates[update]), name=name)
         anchors[original] = node
         node.meta = dict(gradient.meta)
         with mode_of(gradient.meta["val"]):
@@ -190,12 +168,13 @@ def _places(captured: Captured, positions: list[int]) -> dict[int, fx.Node]:
             last[bit] = index
             needed ^= bit
     order = {node: index for index, node in enumerate(captured.graph.nodes)}
+    settlement = settlement_of(captured)
     found: dict[int, fx.Node] = {}
     for position in positions:
         gradient = captured.outputs[captured.forward_output_count + position]
         index = last.get(bit_of[keys[position]])
         reader = gradient if index is None else captured.op_nodes[index]
-        found[position] = max(gradient, reader, key=order.__getitem__)
+        found[position] = max(gradient, reader, settlement or gradient, key=order.__getitem__)
     return found
 
 

@@ -1,0 +1,258 @@
+"""Global-norm clipping with the optimizer in the step: the bits of backward, ``clip_grad_norm_`` and step outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.numerics.test_inside_steps import Lora, Mlp, Tied, adamw, floats, outcome, sgd, tokens
+from torch import Tensor, nn
+
+import ebbflow
+from ebbflow.errors import CaptureError, UsageError
+
+STEPS = 20
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(model, momentum=0.9)
+
+
+def same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        if not isinstance(theirs, Tensor):
+            assert mine == theirs
+        else:
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(
+                mine.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8)
+            )
+
+
+def trained(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    arguments: Callable[[], tuple[Any, ...]],
+    norm: Callable[[], Tensor | None],
+    steps: int = STEPS,
+) -> list[Any]:
+    """Losses, norms, weights, the optimizer's and random state; ``norm`` clips, or tells the norm of what has been."""
+    torch.manual_seed(3)
+    seen: list[Any] = []
+    for _ in range(steps):
+        loss = model(*arguments())
+        optimizer.zero_grad()
+        loss.backward()
+        total = norm()
+        optimizer.step()
+        assert total is not None
+        seen += [loss.detach().clone(), total.clone()]
+    return [*seen, *outcome(model, optimizer), torch.get_rng_state()]
+
+
+def clipper(model: nn.Module, **how: Any) -> Callable[[], Tensor]:
+    return lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), **how)
+
+
+def assert_as_outside(
+    make: Callable[[], nn.Module],
+    of: Callable[[nn.Module], torch.optim.Optimizer],
+    arguments: Callable[[], tuple[Any, ...]],
+    budget: str | int = "100%",
+    steps: int = STEPS,
+    rewrites: Any = None,
+    **how: Any,
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    expected = trained(plain, of(plain), arguments, clipper(plain, **how), steps)
+    optimizer = of(model)
+    ebbflow.fit(
+        model,
+        budget,
+        optimizer=optimizer,
+        step="inside",
+        max_norm=ebbflow.Clipping(**how),
+        rewrites=rewrites,
+        progress=None,
+    )
+    same(trained(model, optimizer, arguments, lambda: ebbflow.total_norm(model), steps), expected)
+    assert not ebbflow.calls_of(model).unplanned
+    assert ebbflow.plan_of(model).program.gradients == ()  # type: ignore[union-attr]
+    return model
+
+
+@pytest.mark.parametrize("of", [momentum, adamw])
+@pytest.mark.parametrize(
+    ("make", "arguments", "max_norm"),
+    [
+        (Mlp, floats(16, 8), 0.01),
+        (Mlp, floats(16, 8), 1e6),
+        (lambda: Mlp(torch.bfloat16), floats(16, 8, dtype=torch.bfloat16), 0.01),
+        (Tied, tokens, 0.5),
+        (Lora, floats(12, 16), 0.001),
+    ],
+    ids=["mlp", "never clipped", "bf16", "tied", "lora"],
+)
+def test_clipped_steps_have_the_bits_of_the_loop_outside(
+    make: Any, arguments: Any, max_norm: float, of: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    assert_as_outside(make, of, arguments, max_norm=max_norm)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"max_norm": 0.01, "norm_type": 1},
+        {"max_norm": 0.01, "norm_type": float("inf")},
+        {"max_norm": 0.01, "norm_type": 3.0},
+        {"max_norm": 0.01, "foreach": False},
+        {"max_norm": 0},
+    ],
+    ids=str,
+)
+def test_other_norms_and_ways_are_those_of_torch(how: dict[str, Any]) -> None:
+    assert_as_outside(Mlp, adamw, floats(16, 8), steps=4, **how)
+
+
+class Mixed(nn.Module):
+    """Parameters of two types, one that is used twice, one whose gradient others read, one that gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.idle = nn.Parameter(torch.ones(3))
+        self.high = nn.Linear(8, 8)
+        self.added = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.high(self.low(x.bfloat16()).float()) + self.added
+        return self.high(torch.tanh(x)).square().mean()
+
+
+def test_types_uses_and_missing_gradients() -> None:
+    assert_as_outside(Mixed, adamw, floats(6, 8), steps=6, max_norm=0.05)
+
+
+class Parted(nn.Module):
+    """Two losses; what only one of them needs gets no gradient where it is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.body(x))
+        return self.one(x).square().mean(), self.two(x).abs().mean()
+
+
+def test_gradients_that_are_there_and_those_the_step_does_not_reach() -> None:
+    """``two`` has a gradient of an accumulated call, and gets none in the last, whose loss does not need it."""
+
+    def run(model: nn.Module, fit: bool) -> list[Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if fit:
+            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=0.02, progress=None)
+        torch.manual_seed(3)
+        norms: list[Any] = []
+        for _ in range(3):
+            for micro in torch.randn(2, 6, 8):
+                with ebbflow.no_update(model) if fit else torch.enable_grad():
+                    sum(model(micro)).backward()
+            model(torch.randn(6, 8))[0].backward()
+            total = ebbflow.total_norm(model) if fit else clipper(model, max_norm=0.02)()
+            assert total is not None
+            norms.append(total.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*norms, *outcome(model, optimizer)]
+
+    torch.manual_seed(0)
+    model = Parted()
+    same(run(copy.deepcopy(model), True), run(model, False))
+
+
+def fitted(model: nn.Module, max_norm: Any, budget: str | int = "100%") -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    ebbflow.fit(model, budget, optimizer=optimizer, step="inside", max_norm=max_norm, progress=None)
+    return optimizer
+
+
+def test_a_norm_that_is_no_number_raises_before_anything_is_updated_or_spreads_as_in_torch() -> None:
+    torch.manual_seed(0)
+    model = Lora()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = fitted(model, ebbflow.Clipping(1.0, error_if_nonfinite=True))
+    with pytest.raises(RuntimeError, match=r"non-finite.*Nothing has been updated"):
+        model(torch.full((12, 16), float("inf"))).backward()
+    optimizer.zero_grad()
+    same(list(model.state_dict().values()), list(before.values()))
+    model(torch.randn(12, 16)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.equal(model.up.weight, before["up.weight"])
+
+    model = Lora()
+    optimizer = fitted(model, 1.0)
+    model(torch.full((12, 16), float("inf"))).backward()
+    optimizer.step()
+    assert model.up.weight.isnan().all()
+
+
+def test_a_backward_that_fails_before_its_norm_has_updated_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbflow.engine.inside import Updating
+
+    torch.manual_seed(0)
+    model = Lora()
+    optimizer = fitted(model, 1.0)
+    before = copy.deepcopy(model.state_dict())
+
+    def fail(*_: object) -> Tensor:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updating, "settle", fail)
+        with pytest.raises(MemoryError):
+            model(torch.randn(12, 16)).backward()
+    same(list(model.state_dict().values()), list(before.values()))
+    model(torch.randn(12, 16)).backward()
+    optimizer.step()
+
+
+def test_who_clips_besides_is_told_what_to_do() -> None:
+    model = Lora()
+    optimizer = fitted(model, 1.0)
+    assert ebbflow.total_norm(model) is None
+    model(torch.randn(12, 16)).backward()
+    with pytest.raises(UsageError, match=r"take torch.nn.utils.clip_grad_norm_ out.*ebbflow.total_norm\(model\)"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    other = Lora()
+    ebbflow.fit(other, "100%", optimizer=adamw(other), step="inside", progress=None)
+    other(torch.randn(12, 16)).backward()
+    with pytest.raises(UsageError, match=r"clip_grad_norm_.*is left to the step.*max_norm="):
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    with pytest.raises(UsageError, match="fitted without max_norm"):
+        ebbflow.total_norm(other)
+
+
+@pytest.mark.parametrize("max_norm", ["1.0", True, -1.0, float("nan")])
+def test_what_is_no_norm_is_refused(max_norm: Any) -> None:
+    model = Lora()
+    with pytest.raises(UsageError, match="max_norm"):
+        ebbflow.fit(model, "100%", optimizer=adamw(model), step="inside", max_norm=max_norm)
+
+
+def test_max_norm_needs_the_optimizer_in_the_step_and_all_that_is_trained() -> None:
+    model = Lora()
+    with pytest.raises(UsageError, match=r'give step="inside"'):
+        ebbflow.fit(model, "100%", optimizer=adamw(model), max_norm=1.0)
+    optimizer = torch.optim.SGD([model.up.weight], lr=0.1)
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=1.0, progress=None)
+    with pytest.raises(CaptureError, match=r"max_norm is of the gradients of all parameters, and down.weight gets one"):
+        model(torch.randn(12, 16))
