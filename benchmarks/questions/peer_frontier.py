@@ -55,6 +55,8 @@ MOST_OF_LOWEST = 0.7
 AGAIN = 1.005
 """Peaks as near as this are served by one plan, the lower one's."""
 PLANNING_SECONDS = 20.0
+OTHERS_BYTES = 2**16
+"""Resident beside a model and its arguments: constants that the other methods' captures hold (T5: 8 bytes each)."""
 EAGER, KEEP_ALL, CHECKPOINT = "eager", "ebbflow, keep all", "checkpoint per block"
 OURS, LOWEST = "ebbflow", "ebbflow, lowest"
 MEMORY_BUDGETS = (0.5, 0.2, 0.05)
@@ -178,10 +180,11 @@ def _add_planned(
 def _plan(known: Captured, planner: str, above: int, directory: str | None) -> Plan:
     base = known.keep_all
     machine = None if directory is None else this_machine({"disk": disk_tier(Path(directory))})
+    resident = base.resident_bytes + OTHERS_BYTES
     return make_plan(
         known.program,
-        Budget(bytes=base.resident_bytes + base.reserve_bytes + above),
-        resident_bytes=base.resident_bytes,
+        Budget(bytes=resident + base.reserve_bytes + above),
+        resident_bytes=resident,
         reserve_bytes=base.reserve_bytes,
         options=PlanningOptions(
             planner=planner,

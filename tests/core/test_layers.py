@@ -57,6 +57,7 @@ LATE = {
     ("step/plan.py", "ebbflow.report.html.plan"): "likewise",
     ("step/plan.py", "ebbflow.report.html.page"): "likewise",
     ("step/plan.py", "ebbflow.report.records.page"): "likewise",
+    ("step/plan.py", "ebbflow.report.records.points"): "likewise",
     ("step/plan.py", "ebbflow.report.traces.chrome"): "likewise",
     ("step/plan.py", "ebbflow.report.traces.snapshot"): "likewise",
     ("step/plan.py", "ebbflow.report.plots.plan"): "likewise",

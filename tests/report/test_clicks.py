@@ -15,6 +15,7 @@ from plans import hybrid, recomputed
 from test_page import ODD, html_of
 
 from ebbflow.report.records.course import planned_course
+from ebbflow.report.records.curve import Curve
 from ebbflow.report.records.points import Measured
 from ebbflow.report.records.stack import Category, stack_of
 from ebbflow.step.plan import Plan
@@ -52,6 +53,34 @@ def shown(browser: Browser, folder: Path, plan: Plan, name: str = "page") -> flo
     assert browser.errors == []
     assert browser.requests == [path.resolve().as_uri()], "the page loads something"
     return seconds
+
+
+def test_a_measured_step_is_drawn_where_it_ran(browser: Browser, folder: Path) -> None:
+    """A run that took the plan's own bytes lies on the chart's upper edge; unplanned was not recorded."""
+    plan = recomputed(12)
+    levels = [plan.resident_bytes + moment.bytes for moment in planned_course(plan).moments]
+    half = planned_course(plan).boundary
+    curve = Curve(tuple(levels[:half]), tuple(levels[half:]))  # nearly: all moments hand out about as much
+    path = folder / "measured.html"
+    path.write_text(html_of(plan, measured=(Measured("planned", max(levels), None, curve),)), encoding="utf-8")
+    browser.open(path)
+    browser.frame()
+    drawn = """(() => {
+        const canvas = ebbflow.chart.memory, [r, g, b] = [0x2c, 0x7a, 0x4b];
+        const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data, found = new Set();
+        for (let i = 0; i < data.length; i += 4)
+            if (Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) < 40)
+                found.add(Math.floor(i / 4 / canvas.width));
+        return found.size;
+    })()"""
+    rows_of_pixels: dict[tuple[str, str], int] = {}
+    for which in ("planned", "unplanned"):
+        for axis in ("time", "order"):
+            browser(f"ebbflow.chart.choose('{which}', '{axis}')")
+            browser.frame()
+            rows_of_pixels[which, axis] = browser(drawn)
+    few = max(rows_of_pixels["unplanned", axis] for axis in ("time", "order"))  # of the peak's rule and its label
+    assert min(rows_of_pixels["planned", axis] for axis in ("time", "order")) > 3 * few, rows_of_pixels
 
 
 def rows(browser: Browser) -> list[str]:

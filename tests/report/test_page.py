@@ -17,6 +17,7 @@ from plans import hybrid, plan_of, recomputed
 
 from ebbflow.errors import UsageError
 from ebbflow.report.html.page import write_page
+from ebbflow.report.records.curve import Curve
 from ebbflow.report.records.page import page_of
 from ebbflow.report.records.points import Measured
 from ebbflow.step.plan import Plan
@@ -175,7 +176,24 @@ def test_nothing_is_said_to_be_measured_that_was_not() -> None:
     assert told in html_of(plan)
     measured = html_of(plan, measured=(Measured("planned", 2**20, 0.1),))
     assert told not in measured
-    assert data_of(measured)["measured"] == [{"label": "planned", "peak_bytes": 2**20, "overhead": 0.1}]
+    expected = {"label": "planned", "peak_bytes": 2**20, "overhead": 0.1, "curve": None}
+    assert data_of(measured)["measured"] == [expected]
+    curve = Curve((1, 3), (2, 1))
+    found = data_of(html_of(plan, measured=(Measured("planned", 3, None, curve),)))["measured"][0]["curve"]
+    assert found == {"forward": [1, 3], "backward": [2, 1]}
+
+
+def test_what_is_resident_is_told_by_kind_where_the_kinds_add_up() -> None:
+    plan = recomputed(3)
+    parts = {"weights": plan.resident_bytes - 7, "arguments of the call": 7, "other": 0}
+    known = replace(plan, resident_parts=parts)
+    assert data_of(html_of(known))["resident_parts"] == [
+        ["weights", plan.resident_bytes - 7],
+        ["arguments of the call", 7],
+    ]
+    moved = replace(known, resident_bytes=plan.resident_bytes + 1)
+    for other in (plan, moved):
+        assert data_of(html_of(other))["resident_parts"] == [["resident before the step", other.resident_bytes]]
 
 
 def test_the_frontier_has_all_plans_of_one_step() -> None:

@@ -320,6 +320,7 @@ class AheadStep:
             machine=self.machine,
             tiers=self.tiers,
             provenance=self.provenance,
+            resident_parts={kind: size for kind, size in self.resident.items() if size},
             alternatives=self.alternatives,
         )
 

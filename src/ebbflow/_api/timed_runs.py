@@ -15,6 +15,7 @@ from ebbflow.errors import UsageError
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.peak import measure
 from ebbflow.options import Options
+from ebbflow.report.records.curve import Curve, Marks, curve_of
 from ebbflow.step.plan import Plan
 from ebbflow.torch_seams import trees as pytree
 
@@ -32,11 +33,13 @@ class Trial:
         measured_peak_bytes: of one step, resident part included.
         step_seconds: median of the planned steps: CPU time on CPU, device time on CUDA.
         unplanned_seconds: median of the step in captured order, run before.
+        curve: memory over the measured step, where that was recorded.
     """
 
     measured_peak_bytes: int
     step_seconds: float
     unplanned_seconds: float
+    curve: Curve | None = None
 
     @property
     def measured_overhead(self) -> float:
@@ -62,40 +65,44 @@ def try_plans(case: Case, plans: Iterable[Plan], steps: int = STEPS) -> Iterator
             argument="loss",
             value=case.loss,
         )
-    unplanned, _ = _run(case, "1000%", steps, planner="keep_all")
+    unplanned, _, _ = _run(case, "1000%", steps, planner="keep_all")
     for plan in plans:
-        seconds, peak = _run(case, plan, steps)
-        yield Trial(peak, seconds, unplanned)
+        seconds, peak, curve = _run(case, plan, steps)
+        yield Trial(peak, seconds, unplanned, curve)
 
 
-def _run(case: Case, budget: str | Plan, steps: int, *, planner: str = "auto") -> tuple[float, int]:
-    """Median seconds of a step and the peak of one."""
+def _run(case: Case, budget: str | Plan, steps: int, *, planner: str = "auto") -> tuple[float, int, Curve | None]:
+    """Median seconds of a step, and of one its peak and memory over it."""
     optimizer = Options(optimizer=case.optimizer).optimizer_of(case.model)
     to_come = future_state_bytes(optimizer) if optimizer is not None else 0  # no step of it is taken here
     fit(case.model, budget, planner=planner, optimizer=optimizer, gradients=case.gradients or "loss", verify=False)
     try:
         _step(case)  # captures
-        seconds = statistics.median(_step(case) for _ in range(steps))
+        seconds = statistics.median(_step(case)[0] for _ in range(steps))
         case.model.zero_grad()  # gradients of the step before are not resident at the start of this one
         with measure(case.model, case.args, case.kwargs, optimizer) as gauge:
-            _step(case)
-        return seconds, gauge.peak_bytes + to_come
+            _, marks = _step(case)
+        curve = curve_of(gauge.events, marks, gauge.start_bytes + to_come)
+        return seconds, gauge.peak_bytes + to_come, curve
     finally:
         unfit(case.model)
         case.model.zero_grad()
 
 
-def _step(case: Case) -> float:
-    """Seconds of forward and backward from no gradients."""
+def _step(case: Case) -> tuple[float, Marks]:
+    """Seconds of forward and backward from no gradients, and when they ran."""
     case.model.zero_grad()
     on_cuda = any(p.is_cuda for p in case.model.parameters())
     if on_cuda:
         torch.cuda.synchronize()
-    begin = time.perf_counter() if on_cuda else time.process_time()
-    torch.autograd.backward(_loss(case.model(*case.args, **case.kwargs), case))
+    begin, begin_ns = time.perf_counter() if on_cuda else time.process_time(), time.time_ns()
+    loss = _loss(case.model(*case.args, **case.kwargs), case)
+    boundary_ns = time.time_ns()
+    torch.autograd.backward(loss)
     if on_cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() if on_cuda else time.process_time()) - begin
+    seconds = (time.perf_counter() if on_cuda else time.process_time()) - begin
+    return seconds, Marks(begin_ns, boundary_ns, time.time_ns())
 
 
 def _loss(outputs: object, case: Case) -> torch.Tensor:

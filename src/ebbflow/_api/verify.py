@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,6 +25,8 @@ from ebbflow.measurement.peak import measure
 from ebbflow.measurement.resident import device_of
 from ebbflow.names import with_known_keywords
 from ebbflow.options import Options, require_gradients
+from ebbflow.report.records.curve import Curve, Marks, curve_of
+from ebbflow.report.records.points import Measured
 from ebbflow.rewrites.choices import apply_proven, choice_of
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -47,6 +50,7 @@ class Verification:
         baseline_above_bytes: the unplanned step's measured peak above its start.
         eager_above_bytes: eager's.
         budget_above_bytes: what the budget allows above the start.
+        measured: the three steps' peaks and, on CPU, memory over them, for ``Plan.save_html``.
     """
 
     differences: tuple[str, ...]
@@ -56,6 +60,7 @@ class Verification:
     baseline_above_bytes: int
     eager_above_bytes: int
     budget_above_bytes: int
+    measured: tuple[Measured, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -77,6 +82,13 @@ class Verification:
 class _Result:
     tensors: dict[str, torch.Tensor]
     above_bytes: int
+    curve: Curve | None
+    """Above the start."""
+
+    def measured(self, label: str, resident_bytes: int) -> Measured:
+        """For a report of a plan, whose resident part it is given."""
+        curve = None if self.curve is None else self.curve.above(resident_bytes)
+        return Measured(label, resident_bytes + self.above_bytes, curve=curve)
 
 
 @with_known_keywords
@@ -183,6 +195,11 @@ class Verifier:
             baseline_above_bytes=captured.above_bytes,
             eager_above_bytes=self._eager.above_bytes,
             budget_above_bytes=plan.budget_bytes - plan.resident_bytes,
+            measured=(
+                planned.measured("planned", plan.resident_bytes),
+                captured.measured("unplanned", plan.resident_bytes),
+                self._eager.measured("eager", plan.resident_bytes),
+            ),
         )
 
     def _run_planned(self, state: _State, plan: Plan) -> _Result:
@@ -235,16 +252,19 @@ class Verifier:
         model = self._model
         state.start()
         with measure(model) as gauge:
+            begin = time.time_ns()
             outputs = call()
+            boundary = time.time_ns()
             roots = _roots(outputs, self._every_output)
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+            marks = Marks(begin, boundary, time.time_ns())
         tensors = {f"output {i}": t.detach().clone() for i, t in enumerate(_tensors(outputs))}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 tensors[f"gradient of {name}"] = parameter.grad.detach().clone()
         tensors.update({f"buffer {name}": b.detach().clone() for name, b in model.named_buffers()})
         tensors["random state"] = torch.cuda.get_rng_state() if self._device == "cuda" else torch.get_rng_state()
-        return _Result(tensors, gauge.above_bytes)
+        return _Result(tensors, gauge.above_bytes, curve_of(gauge.events, marks, 0))
 
 
 class _State:

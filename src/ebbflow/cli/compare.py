@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ebbflow._api.estimate import AheadStep
     from ebbflow.case import Case
     from ebbflow.planning.frontier import Refusal
+    from ebbflow.report.records.points import Measured
     from ebbflow.report.text.compare import Row
     from ebbflow.report.text.progress import ProgressDisplay
     from ebbflow.step.plan import Plan
@@ -127,13 +128,14 @@ def compare(
         stop = _Stop()
         outcomes = _planned(captured, parsed, names, replace(asked, progress=None), display, stop)
         rows = [row_of(captured.program.name, outcome) for outcome in outcomes]
+        runs: list[tuple[Plan, Measured]] = []
         if run and not stop.now:
             assert loaded is not None
-            rows = _tried(loaded, outcomes, rows, display, stop)
+            rows, runs = _tried(loaded, outcomes, rows, display, stop)
     if stop.came:
         most = len(set(parsed)) * len(names)
         print(f"stopped by Ctrl-C: this is what {len(outcomes)} of {most} plans give", file=sys.stderr)
-    _save_reports(outcomes, rows, report, plot)
+    _save_reports(outcomes, runs, report, plot)
     if as_json:
         write_json([row.to_json() for row in rows])
     else:
@@ -202,29 +204,33 @@ def _names(planners: str, *, moving: bool) -> list[str]:
 
 def _tried(
     case: Case, outcomes: list[Plan | Refusal], rows: list[Row], display: ProgressDisplay, stop: _Stop
-) -> list[Row]:
-    """The rows with what running their plans gave; once Ctrl-C has come, the rest without."""
+) -> tuple[list[Row], list[tuple[Plan, Measured]]]:
+    """The rows with what running their plans gave, and that; once Ctrl-C has come, the rest without."""
     from ebbflow._api.timed_runs import try_plans
+    from ebbflow.report.records.points import Measured
     from ebbflow.step.plan import Plan
 
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     trials = try_plans(case, plans)
-    found = list(rows)
+    found, runs = list(rows), list[tuple[Plan, Measured]]()
     try:
         for place, (outcome, row) in enumerate(zip(outcomes, rows, strict=True)):
             if isinstance(outcome, Plan):
                 display.stage(f"running {outcome.planner} at {row.budget_bytes} bytes")
                 trial = next(trials)
                 found[place] = row.measured(trial.measured_peak_bytes, trial.measured_overhead)
+                taken = Measured("planned", trial.measured_peak_bytes, trial.measured_overhead, trial.curve)
+                runs.append((outcome, taken))
     except KeyboardInterrupt:
         stop.came = stop.now = True
-    return found
+    return found, runs
 
 
-def _save_reports(outcomes: list[Plan | Refusal], rows: list[Row], report: Path | None, plot: Path | None) -> None:
+def _save_reports(
+    outcomes: list[Plan | Refusal], runs: list[tuple[Plan, Measured]], report: Path | None, plot: Path | None
+) -> None:
     """The page of all plans, in detail of that within the smallest budget, of ``auto`` if it has one there; a plot."""
     from ebbflow.report.records.page import page_of
-    from ebbflow.report.records.points import Measured
     from ebbflow.step.plan import Plan
 
     plans = [each for each in outcomes if isinstance(each, Plan)]
@@ -232,10 +238,5 @@ def _save_reports(outcomes: list[Plan | Refusal], rows: list[Row], report: Path 
         return
     shown = min(plans, key=lambda plan: (plan.budget_bytes, plan.planner != "auto", plan.overhead))
     rest = [plan for plan in plans if plan is not shown]
-    runs = [
-        (plan, Measured("planned", row.measured_peak_bytes, row.measured_overhead))
-        for plan, row in zip(outcomes, rows, strict=True)
-        if isinstance(plan, Plan) and row.measured_peak_bytes is not None
-    ]
     save_report(page_of(shown, rest, runs=runs), report)
     save_frontier([shown, *rest], runs, plot)

@@ -21,6 +21,8 @@ from ebbflow._api.fit import fit, step_of
 from ebbflow.demo.text import batches
 from ebbflow.errors import UsageError
 from ebbflow.measurement.peak import measure
+from ebbflow.measurement.resident import resident_parts, tensors_in
+from ebbflow.report.records.curve import Curve, Marks, curve_of
 from ebbflow.report.text.demo import DemoRecord
 from ebbflow.step.plan import Plan
 from ebbflow.zoo import GPTConfig, gpt
@@ -78,19 +80,27 @@ class _Copy:
         self.seconds: list[float] = []
         self.start_bytes = 0
         self.peak_bytes = 0
+        self.curve: Curve | None = None
+        self.resident_parts: dict[str, int] = {}
         self.random_state = torch.get_rng_state()
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor], *, measured: bool = False) -> None:
         """One optimizer step; if ``measured``, its peak is taken, ``optimizer.step()`` included."""
-        gauge = measure(self.model, self.optimizer, batch) if measured else None
+        gauge = None
+        if measured:
+            gauge = measure(self.model, self.optimizer, batch)
+            self.resident_parts = resident_parts(self.model, batch, tensors_in(self.optimizer))
         with self._own_random_state(), gauge or contextlib.nullcontext():
-            begin = time.process_time()
+            begin, begin_ns = time.process_time(), time.time_ns()
             loss = self.model(*batch)
+            boundary_ns = time.time_ns()
             loss.backward()
             self.seconds.append(time.process_time() - begin)
+            marks = Marks(begin_ns, boundary_ns, time.time_ns())
             self.optimizer.step()
         if gauge is not None:
             self.start_bytes, self.peak_bytes = gauge.start_bytes, gauge.peak_bytes
+            self.curve = curve_of(gauge.events, marks, gauge.start_bytes)
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(loss.detach().clone())
 
@@ -152,7 +162,10 @@ def _record(config: DemoConfig, eager: _Copy, unplanned: _Copy, planned: _Copy) 
     step = step_of(planned.model)
     assert step is not None
     assert step.plan is not None
-    plan = _as_of(step.plan, planned.start_bytes, planned.name)
+    plan = replace(
+        _as_of(step.plan, planned.start_bytes, planned.name),
+        resident_parts={kind: size for kind, size in planned.resident_parts.items() if size},
+    )
     record = DemoRecord(
         plan=plan,
         steps=config.steps,
@@ -169,6 +182,7 @@ def _record(config: DemoConfig, eager: _Copy, unplanned: _Copy, planned: _Copy) 
         measured_step_seconds=planned.step_seconds,
         unplanned_step_seconds=unplanned.step_seconds,
         eager_step_seconds=eager.step_seconds,
+        curves=(planned.curve, unplanned.curve, eager.curve),
     )
     return record, plan
 

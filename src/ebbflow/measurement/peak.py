@@ -86,6 +86,7 @@ class measure:
         start_bytes: level at the block's start.
         above_bytes: the highest level inside the block above the start; valid after the block.
         peak_bytes: their sum.
+        events: on CPU every block that was handed out or given back, in order of time; valid after the block.
 
     Raises:
         RuntimeError: on CPU, if a profiler is active already.
@@ -97,6 +98,7 @@ class measure:
         self._recorder: AllocationRecorder | None = None
         self.start_bytes = 0
         self.above_bytes = 0
+        self.events: list[AllocationEvent] = []
 
     @property
     def peak_bytes(self) -> int:
@@ -121,4 +123,5 @@ class measure:
             torch.cuda.synchronize()
             self.above_bytes = torch.cuda.max_memory_allocated() - self.start_bytes
         elif self._recorder is not None:
-            self.above_bytes = peak_above(self._recorder.stop())
+            self.events = self._recorder.stop()
+            self.above_bytes = peak_above(self.events)

@@ -58,6 +58,8 @@ class PlanningOptions:
     """Called with what is known while planning."""
     provenance: Provenance = field(default_factory=Provenance)
     """What is known of where the program comes from, to be kept in the plan."""
+    resident_parts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What is resident by kind, where that is known; likewise."""
     cache: PlanCache | None = None
     """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
     buckets: Buckets | None = None
@@ -247,6 +249,7 @@ def _best_plan(
         machine=options.machine,
         tiers=tuple(links),
         rewritten=options.rewritten,
+        resident_parts=options.resident_parts,
     )
 
 

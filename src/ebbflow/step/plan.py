@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO, StringIO
@@ -31,6 +31,8 @@ from ebbflow.step.unplanned import unplanned_schedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from ebbflow.report.records.points import Measured
 
 __all__ = ["SCHEMA", "Plan", "Status"]
 
@@ -66,6 +68,7 @@ class Plan:
         tiers: that buffers were allowed to be moved to, by name.
         rewritten: how ``program`` comes from the captured one; ``None`` where it is that. Budgets in percent, overhead
             and bound are of the captured step all the same.
+        resident_parts: what is resident by kind, where that is known: weights, optimizer state and so on.
     """
 
     program: Program
@@ -86,6 +89,7 @@ class Plan:
     machine: Machine | None = None
     tiers: tuple[str, ...] = ()
     rewritten: Rewritten | None = None
+    resident_parts: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -191,12 +195,13 @@ class Plan:
         rewrites = () if self.rewritten is None else tuple(map(str, self.rewritten.rewrites))
         return explain(self.program, self.schedule, self.timeline, tensor, rewrites)
 
-    def save_html(self, path: str | Path, others: Sequence[Plan] = ()) -> Path:
+    def save_html(self, path: str | Path, others: Sequence[Plan] = (), measured: Sequence[Measured] = ()) -> Path:
         """Write a report of the plan to ``path``: one HTML page that needs no network and no other file.
 
         Args:
             path: of the file.
             others: plans of the same step, such as those of :func:`ebbflow.sweep`, for the frontier on the page.
+            measured: of runs of the step: ``verify(...).measured``.
 
         Raises:
             UsageError: for what is not a path, and for plans of another step.
@@ -206,7 +211,7 @@ class Plan:
         from ebbflow.report.records.page import page_of
 
         path = _path(path, "Plan.save_html")
-        save_page(page_of(self, others), path)
+        save_page(page_of(self, others, measured=measured), path)
         return path
 
     def save_trace(self, path: str | Path) -> Path:
@@ -285,6 +290,7 @@ class Plan:
             "machine": None if self.machine is None else self.machine.to_json(),
             "tiers": list(self.tiers),
             **({} if self.rewritten is None else {"rewritten": self.rewritten.to_json()}),
+            **({"resident_parts": dict(self.resident_parts)} if self.resident_parts else {}),
             "program": self.program.to_json(),
             "schedule": self.schedule.to_json(),
         }
@@ -366,6 +372,7 @@ def _from_json(data: dict[str, Any], path: str) -> Plan:
             machine=None if data.get("machine") is None else Machine.from_json(data["machine"]),
             tiers=tuple(map(str, data.get("tiers", ()))),
             rewritten=None if data.get("rewritten") is None else Rewritten.from_json(data["rewritten"]),
+            resident_parts={str(kind): int(size) for kind, size in data.get("resident_parts", {}).items()},
         )
         violations = check(plan.program, plan.schedule, links=None if plan.machine is None else plan.machine.links)
         recorded = int(data["predicted_peak_bytes"])

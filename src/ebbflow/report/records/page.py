@@ -17,6 +17,7 @@ from ebbflow.report.records.copies import copies_of
 from ebbflow.report.records.course import Course, planned_course, unplanned_course
 from ebbflow.report.records.decisions import Decision, Why, decisions_of, why_of
 from ebbflow.report.records.points import Measured, Point, points_of
+from ebbflow.report.records.resident import resident_of
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Offload, Reload
@@ -56,6 +57,7 @@ class Page:
             "status": plan.status.name,
             "status_text": plan.status.value,
             "bytes": _sizes(plan),
+            "resident_parts": [[kind, size] for kind, size in resident_of(plan).items()],
             "seconds": {"planned": _short(plan.step_seconds), "unplanned": _short(plan.baseline_seconds)},
             "overhead": plan.overhead,
             "bound": plan.bound,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbflow.errors import UsageError
+from ebbflow.report.records.curve import Curve
 from ebbflow.step.plan import Plan
 
 __all__ = ["Measured", "Point", "points_of"]
@@ -19,11 +20,13 @@ class Measured:
         label: what ran: ``"planned"``, ``"unplanned"``, ``"eager"``.
         peak_bytes: resident part included.
         overhead: seconds over those of the unplanned run, minus one; ``None`` where nothing was timed.
+        curve: memory over the step; ``None`` where that was not recorded.
     """
 
     label: str
     peak_bytes: int
     overhead: float | None = None
+    curve: Curve | None = None
 
 
 @dataclass(frozen=True, slots=True)

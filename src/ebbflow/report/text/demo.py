@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from ebbflow.report.records.curve import Curve
 from ebbflow.report.records.points import Measured
 from ebbflow.step.plan import Plan
 from ebbflow.units import format_allowed, format_bytes, format_count, format_gap, format_percent, format_seconds
@@ -30,6 +31,7 @@ class DemoRecord:
         measured_step_seconds: median CPU seconds of a planned forward and backward.
         unplanned_step_seconds: of an unplanned one.
         eager_step_seconds: of an eager one.
+        curves: memory over a planned, an unplanned and an eager step, where that was recorded.
     """
 
     plan: Plan
@@ -45,6 +47,7 @@ class DemoRecord:
     measured_step_seconds: float
     unplanned_step_seconds: float
     eager_step_seconds: float
+    curves: tuple[Curve | None, Curve | None, Curve | None] = (None, None, None)
 
     @property
     def measured_overhead(self) -> float:
@@ -55,10 +58,11 @@ class DemoRecord:
     def measured(self) -> tuple[Measured, ...]:
         """What the three copies took, for a report."""
         eager_overhead = self.eager_step_seconds / self.unplanned_step_seconds - 1
+        planned, unplanned, eager = self.curves
         return (
-            Measured("planned", self.measured_peak_bytes, self.measured_overhead),
-            Measured("unplanned", self.unplanned_peak_bytes),
-            Measured("eager", self.eager_peak_bytes, eager_overhead),
+            Measured("planned", self.measured_peak_bytes, self.measured_overhead, planned),
+            Measured("unplanned", self.unplanned_peak_bytes, None, unplanned),
+            Measured("eager", self.eager_peak_bytes, eager_overhead, eager),
         )
 
     @property

@@ -121,10 +121,13 @@ class Chart {
         let below = 0;
         for (let k = 0; k < category; k++) below += course.stack[k][m];
         const here = course.stack[category][m];
-        if (here > 0) context.fillRect(LEFT + c, y(below + here), 1, y(below) - y(below + here));
+        if (here <= 0) continue;
+        if (category === 0) this.resident(context, LEFT + c, y);
+        else context.fillRect(LEFT + c, y(below + here), 1, y(below) - y(below + here));
       }
     });
     this.outline(context, other, y);
+    this.measured(context, course, y);
     this.lifetime(context, course, TOP, height - BOTTOM);
     this.levels(context, y);
     this.uprights(context, course, height);
@@ -150,6 +153,57 @@ class Chart {
       context.fillText(this.axis === "time" ? time(at) : Math.round(at).toLocaleString("en"),
         Math.min(x, this.width - RIGHT), height - BOTTOM / 2 + 1);
     }
+  }
+
+  // One column of what is resident, kind by kind.
+  resident(context, x, y) {
+    let below = 0;
+    this.plan.resident_parts.forEach(([, bytes], i, all) => {
+      context.globalAlpha = residentShade(i, all.length);
+      context.fillRect(x, y(below + bytes), 1, y(below) - y(below + bytes));
+      below += bytes;
+    });
+    context.globalAlpha = 1;
+  }
+
+  // What the allocator counted in a run of the step that is stacked, each span where as many bytes are handed out.
+  measured(context, course, y) {
+    if (!course.measured) return;
+    context.save();
+    context.beginPath();
+    context.rect(LEFT, 0, this.width - LEFT - RIGHT, this.memory.clientHeight);
+    context.clip();
+    context.strokeStyle = this.colour("good");
+    context.lineWidth = 1.5;
+    context.beginPath();
+    let begun = false;
+    const half = course.boundaryMoment < 0 ? course.count : course.boundaryMoment;
+    for (const [levels, first, end] of [[course.measured.forward, 0, half], [course.measured.backward, half, course.count]]) {
+      const places = this.spans(course, levels.length, first, end);
+      levels.forEach((bytes, i) => {
+        for (const x of places.length ? [places[i], places[i + 1]] : []) {
+          if (begun) context.lineTo(x, y(bytes));
+          else context.moveTo(x, y(bytes));
+          begun = true;
+        }
+      });
+    }
+    context.stroke();
+    context.restore();
+  }
+
+  // Where the edges of so many spans lie, in each of which the moments hand out equally many bytes.
+  spans(course, count, first, end) {
+    let total = 0;
+    for (let m = first; m < end; m++) total += course.handedOut[m];
+    const found = [];
+    for (let m = first, before = 0; m < end; before += course.handedOut[m], m++) {
+      const here = course.handedOut[m], [a, b] = this.place(course, m);
+      while (here > 0 && found.length <= count && (found.length * total) / count <= before + here)
+        found.push(this.x(a + (b - a) * Math.max(0, ((found.length * total) / count - before) / here)));
+    }
+    while (found.length && found.length <= count) found.push(found.at(-1)); // sums of floating point
+    return found;
   }
 
   // The step that is not stacked, as a line; by order of ops it has another axis, so it is left out there.

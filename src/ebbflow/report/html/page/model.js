@@ -25,6 +25,7 @@ class Course {
     this.waits = new Map(this.wait);
     this.staysOf = groups(this.stay_buffer, plan.buffers.bytes.length);
     this.seconds = this.end.reduce((most, each) => Math.max(most, each), 0);
+    this.measured = null; // a curve of a run, if one was recorded
     this.peak = this.bytes.reduce((best, each, i) => (each > this.bytes[best] ? i : best), 0);
     this.from = new Float64Array(this.count);
     this.to = new Float64Array(this.count);
@@ -36,6 +37,8 @@ class Course {
       this.to[m] = computes ? (now = this.end[m]) : now;
     }
     this.stack = this.stacked();
+    this.handedOut = this.stack[OTHER].slice(); // bytes per moment: its workspace, and the stays that begin
+    this.stay_first.forEach((m, s) => { this.handedOut[m] += plan.buffers.bytes[this.stay_buffer[s]]; });
   }
 
   categoryOf(stay) {
@@ -83,6 +86,9 @@ class Course {
   }
 }
 
+// Shades of one colour for what is resident, from the bottom up.
+const residentShade = (index, count) => (count < 2 ? 1 : 1 - (0.7 * index) / (count - 1));
+
 class Plan {
   constructor(data) {
     Object.assign(this, data);
@@ -93,6 +99,8 @@ class Plan {
     this.planned = new Course(data.planned, this);
     this.unplanned = new Course(data.unplanned, this);
     this.courses = { planned: this.planned, unplanned: this.unplanned };
+    for (const each of this.measured)
+      if (each.curve && each.label in this.courses) this.courses[each.label].measured = each.curve;
     this.momentsOfOp = groups(
       this.planned.target.map((t, m) => (this.planned.kind[m] === "c" ? t : -1)), this.ops.name.length);
     this.movesOf = new Map();

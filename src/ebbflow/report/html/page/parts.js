@@ -9,20 +9,26 @@ function figures(plan, box) {
   add("Added time, predicted", percentText(plan.overhead), `${secondsText(plan.seconds.planned)} against ${secondsText(plan.seconds.unplanned)}`);
   add("Bound on added time", plan.bound === null ? "none" : percentText(plan.bound), plan.bound === null ? "nothing is proven" : plan.bound_class);
   add("Smallest budget found", bytesText(smallest), `proven floor ${bytesText(floor)}`);
-  add("Resident", bytesText(resident), "before the step starts");
+  const [most] = plan.resident_parts;
+  add("Resident", bytesText(resident), most && plan.resident_parts.length > 1 ? `${bytesText(most[1])} of it ${most[0]}` : "before the step starts");
   for (const each of plan.measured)
     add(`Peak, measured ${each.label}`, bytesText(each.peak_bytes),
-      each.overhead === null ? "" : `${percentText(each.overhead)} more time`, each.label === "planned" && each.peak_bytes > budget);
+      each.overhead === null ? "" : `${percentText(Math.abs(each.overhead))} ${each.overhead < 0 ? "less" : "more"} time`, each.label === "planned" && each.peak_bytes > budget);
 }
 
 function legend(box, plan) {
-  for (const [name, words] of CATEGORIES) {
+  const item = (name, words, shade = 1) => {
     const swatch = make("span", { class: "swatch", "aria-hidden": "true" });
     swatch.style.background = `var(--${name})`;
+    swatch.style.opacity = shade;
     box.append(make("li", {}, swatch, words));
-  }
+  };
+  const parts = plan.resident_parts;
+  parts.forEach(([words, bytes], i) => item("resident", parts.length > 1 ? `${words}, resident: ${bytesText(bytes)}` : words, residentShade(i, parts.length)));
+  CATEGORIES.slice(1).forEach(([name, words]) => item(name, words));
   const rules = [["warn", "budget", "solid"], ["soft", "proven floor", "dotted"], ["soft", "the other step", "solid"],
-    ...(plan.measured.length ? [["good", "measured", "dashed"]] : [])];
+    ...(plan.measured.some(each => each.curve) ? [["good", "measured", "solid"]] : []),
+    ...(plan.measured.length ? [["good", "peak, measured", "dashed"]] : [])];
   for (const [colour, words, style] of rules) {
     const rule = make("span", { class: "rule", "aria-hidden": "true" });
     rule.style.borderTopColor = `var(--${colour})`;
@@ -87,22 +93,27 @@ Plan.prototype.unplannedTold = function (b) {
 };
 
 function floorPart(plan, box, show) {
-  const { op, above, moment, parts } = plan.floor, { resident, reserve, floor } = plan.bytes;
+  const { op, above, moment, parts } = plan.floor, { reserve, floor } = plan.bytes;
   const at = moment === "end" ? "the end of the step" : moment === "boundary" ? "the boundary, while user code runs"
     : op < plan.ops.name.length ? plan.opTold(op) : "nothing";
   box.append(make("p", { text: `No schedule with first runs and boundary as captured takes less than ${bytesText(floor)}: that is what has to be in memory at ${at}.` }));
-  const rows = [["resident before the step", resident, []], ["reserve for the proof of the first step", reserve, []], ...parts].filter(each => each[1] > 0);
+  const resident = plan.resident_parts.map(([kind, bytes]) => [`resident: ${kind}`.replace("resident: resident", "resident"), bytes, []]);
+  const rows = [...resident, ["reserve for the proof of the first step", reserve, []], ...parts].filter(each => each[1] > 0);
   if (!parts.length && above > 0) rows.push(["what the step has in memory there", above, []]);
-  const colours = ["resident", "other", "kept", "gradients", "again", "reloaded", "backward", "brief"];
+  const others = ["other", "kept", "gradients", "again", "reloaded", "backward", "brief"];
+  const colours = rows.map((_, i) => (i < resident.length ? "resident" : others[(i - resident.length) % others.length]));
+  const shades = rows.map((_, i) => (i < resident.length ? residentShade(i, resident.length) : 1));
   const bar = make("div", { class: "bar", "aria-hidden": "true" });
   const table = make("table", { class: "plain" });
   rows.forEach(([words, bytes, buffers], i) => {
     const share = make("i", {});
     share.style.flex = `${bytes} 0 0`;
-    share.style.background = `var(--${colours[i % colours.length]})`;
+    share.style.background = `var(--${colours[i]})`;
+    share.style.opacity = shades[i];
     bar.append(share);
     const swatch = make("span", { class: "dot", "aria-hidden": "true" });
-    swatch.style.background = `var(--${colours[i % colours.length]})`;
+    swatch.style.background = `var(--${colours[i]})`;
+    swatch.style.opacity = shades[i];
     const named = make("td", {}, swatch, words);
     buffers.forEach((b, j) => named.append(j ? ", " : ": ", tensorLink(plan, b, show)));
     table.append(make("tr", {}, named, make("td", { class: "number", text: bytesText(bytes) })));
