@@ -118,6 +118,7 @@ def test_the_script_ends_with_the_status_of_its_command() -> None:
 # Runs the script, and presses Ctrl-C as soon as the module that is named begins to be imported.
 INTERRUPTED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 class Presses:
     def find_spec(self, name, path=None, target=None):
         if name == WANTED:
