@@ -15,6 +15,10 @@ from questions import lane_gap, lane_violations
 
 MEASURED = ("step", "planners")
 SEEDS = {"random programs": "their number", "planners": 0}
+NO_PEER = (
+    "A bound is held against the optimum of small programs, found by trying all; nobody else has published a "
+    "bound for plans that move and recompute."
+)
 
 QUESTIONS: dict[str, ModuleType] = {"lane_violations": lane_violations, "lane_gap": lane_gap}
 MOST_SECONDS = 3600.0

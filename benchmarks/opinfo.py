@@ -22,6 +22,7 @@ from questions import opinfo
 
 MEASURED = ("capture", "lower", "engine")
 SEEDS = {"samples": 0}
+NO_PEER = "Eager is the reference of every bit; no peer claims it."
 
 BENCHMARKS = Path(__file__).resolve().parent
 OUT = BENCHMARKS / "results" / "opinfo.json"

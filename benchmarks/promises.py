@@ -39,6 +39,7 @@ MEASURED = (
     "_api",
 )
 SEEDS = {"weights and inputs": 0, "planners": 0}
+NO_PEER = "Every situation is held against eager in the same process; no peer promises a budget."
 
 OUT = Path(__file__).resolve().parent / "results" / "promises.json"
 

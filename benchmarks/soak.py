@@ -14,6 +14,7 @@ from questions import soak
 
 MEASURED = (".",)
 SEEDS = {"weights and inputs": 0, "kinds and moments of what is done": 0, "planners": 0}
+NO_PEER = "What is asked is whether anything of ours leaks or breaks; eager runs beside it as the reference."
 
 if __name__ == "__main__":
     sys.exit(main(__file__, str(__doc__), {"soak": soak}, most_seconds=3000.0))

@@ -26,6 +26,7 @@ from harness.record import Record, Row, at_most, table
 
 MEASURED = (".",)
 SEEDS = {"weights and inputs": 0, "order of turns": 0}
+NO_PEER = "It is about this code: its imports, its tests, and its executor against earlier ones of ours."
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent

@@ -25,6 +25,10 @@ from situations.runner import KINDS, listed, misses, run_all, why
 
 MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "integrations", "_api")
 SEEDS = {"weights and inputs": 0, "planners": 0}
+NO_PEER = (
+    "The reference is the same trainer with the eager model; the trainers' own means are in some of its "
+    "situations, with their bits, not in a race."
+)
 
 OUT = Path(__file__).resolve().parent / "results" / "trainers.json"
 VERSIONS = ("transformers", "accelerate", "peft", "trl", "lightning")

@@ -14,7 +14,7 @@ from typing import Any
 
 from publish import figures, markdown
 from publish.markdown import listed, table
-from publish.results import Result, question_of
+from publish.results import Result, question_of, without_peer
 
 __all__ = ["page", "plots"]
 
@@ -32,9 +32,16 @@ hashes were recorded have those of the commit that added their figures. No relea
 """
 
 
+_ALONE = (
+    "All others hold us against published planners, PyTorch's own means or the figures of a paper, in the same run "
+    "where these can run."
+)
+
+
 def page(results: Sequence[Result]) -> str:
     """All of it."""
     parts = [TOP, "## Overview\n", table(("result", "question", "targets met", "made", "state"), map(_line, results))]
+    parts += ["## Benchmarks without a peer\n", _ALONE, table(("benchmark", "why"), without_peer().items())]
     parts += [part for result in results for part in _section(result)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 

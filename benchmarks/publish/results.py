@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.origin import AFTERWARDS, BENCHMARKS, Origin, module_hashes
 
-__all__ = ["RESULTS", "Result", "all_results", "question_of"]
+__all__ = ["RESULTS", "Result", "all_results", "question_of", "without_peer"]
 
 RESULTS = BENCHMARKS / "results"
 
@@ -93,6 +93,16 @@ def all_results(folder: Path = RESULTS) -> list[Result]:
         data = json.loads(path.read_text(encoding="utf-8"))
         benchmark = data.get("benchmark", "torch_versions")
         found.append(Result(path.stem, benchmark, data, module_hashes(benchmark)))
+    return found
+
+
+def without_peer() -> dict[str, str]:
+    """Why a benchmark holds us against nobody else, by the benchmarks that say so (``NO_PEER``)."""
+    found: dict[str, str] = {}
+    for path in sorted(BENCHMARKS.glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NO_PEER":
+                found[path.stem] = ast.literal_eval(node.value)
     return found
 
 

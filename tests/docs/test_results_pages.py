@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import ROOT
+from pages import ROOT, read
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -18,7 +18,10 @@ from publish import benchmarks_page
 from publish.__main__ import _changed as _why
 from publish.__main__ import written, wrong
 from publish.plot import Series, plot
-from publish.results import Result, all_results
+from publish.results import Result, all_results, without_peer
+
+ALONE = {"hybrid_bound", "models", "opinfo", "promises", "soak", "structure", "torch_versions", "trainers"}
+"""Benchmarks that race nobody: one that is added here loses its peer on purpose."""
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +123,11 @@ def test_result_files_are_plain_json() -> None:
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         assert "origins" in data, f"{path.name} does not say what it is of"
+
+
+def test_every_benchmark_that_has_no_peer_says_why() -> None:
+    told = without_peer()
+    assert told.keys() == ALONE
+    text = read(ROOT / "docs" / "benchmarks.md").partition("## Benchmarks without a peer")[2].partition("\n## ")[0]
+    for name, why in told.items():
+        assert f"| {name} | {why} |" in text
