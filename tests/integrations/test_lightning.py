@@ -230,11 +230,29 @@ class Counts(Module):
         return {"loss": F.cross_entropy(out, batch[1])}
 
 
+def test_a_number_of_a_batch_that_chooses_what_is_logged_makes_a_step_for_each_choice() -> None:
+    captured: list[Any] = []
+    budget = MemoryBudget("1MiB", progress=captured.append)
+    _, module, seen = trained(budget, kind=Counts, batch=12)
+    _, plain, theirs = trained(kind=Counts, batch=12)
+    assert seen == theirs
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
+    assert budget.calls is not None
+    assert budget.calls.planned == 8
+    # The first value is taken as it is; then one step with and one without what is logged.
+    assert sum("capturing the step" in each.stage for each in captured) == 3
+
+
+class Weighs(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": F.cross_entropy(self(batch[0]), batch[1]) * (1 + batch_idx)}
+
+
 def test_a_step_for_each_number_of_a_batch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "_MOST_IN_A_ROW", 2)
     budget = MemoryBudget("1MiB", progress=None)
     with pytest.raises(CaptureError, match=r"self\.batch_idx == 1 .*on_train_batch_end"):
-        trained(budget, kind=Counts, batch=16)
+        trained(budget, kind=Weighs, batch=16)
     assert budget.calls is not None
     assert budget.calls.planned == 2
 

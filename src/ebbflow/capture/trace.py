@@ -23,6 +23,7 @@ from torch import fx
 
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.loss import loss_only, marks_in_graphs, settle_roles
+from ebbflow.capture.numbers import Numbers, numbers_apart
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
 from ebbflow.capture.rules.byte_labels import byte_labels
 from ebbflow.capture.rules.checks import CHECK_TRUE, assertions_as_ops, factorisation_checks_as_ops
@@ -119,7 +120,9 @@ def _fresh_step() -> Callable[..., Any]:
 
 
 @signals_wait()  # it imports the compiler, half of which could never be imported again
-def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic: bool = False) -> Callable[..., Any]:
+def compile_step(
+    partitioner: Partitioner, *, elsewhere: bool = False, symbolic: bool = False, numbers: Numbers | None = None
+) -> Callable[..., Any]:
     """A function ``step(module, forward, args, kwargs, every_output)`` that captures at its first call.
 
     It runs what the partitioner returned, and gives the forward's outputs and those of them that may be detached
@@ -131,6 +134,7 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
         elsewhere: whether CPU tensors are traced for a CUDA device.
         symbolic: whether sizes that are marked as changing (``torch_seams.dynamo.sizes_as_symbols``) are symbols;
             all others are numbers.
+        numbers: of its model, some of which may be symbols that are taken out of the graph (``capture.numbers``).
 
     Raises:
         CaptureError: on a release of torch that is not supported.
@@ -158,13 +162,17 @@ def compile_step(partitioner: Partitioner, *, elsewhere: bool = False, symbolic:
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
         _refuse_several(kinds_of_several_tensors(inputs))
+        beside = None if numbers is None else numbers_apart(graph, numbers)
+        if beside is not None:
+            graph, inputs = beside.graph, beside.without_numbers(inputs)
         settle_roles(graph)
         assertions_as_ops(graph)
         unroll_recurrent(graph)
         if elsewhere:
             refuse_autocast(graph)
         kept().take_inputs(inputs)
-        return planned(graph, inputs)
+        compiled = planned(graph, inputs)
+        return compiled if beside is None else beside.around(compiled)
 
     with not_exporting():
         step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)

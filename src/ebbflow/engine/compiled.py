@@ -25,6 +25,7 @@ from ebbflow.capture.branches import on_eagers_branches
 from ebbflow.capture.disturbed import undisturbed
 from ebbflow.capture.first_calls import after_first_calls
 from ebbflow.capture.joint import Captured, accumulating, read_joint
+from ebbflow.capture.numbers import Numbers
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
 from ebbflow.capture.trace import capture_settings, compile_step, forget_step, translated_errors
 from ebbflow.cost.cache import device_context
@@ -85,6 +86,7 @@ class Capture:
         changing: of a symbolic capture, per tensor argument in the order of ``pytree``, the dimensions that are
             symbols; ``None`` for a capture of one signature.
         answers: of a symbolic capture, what those of one signature gave to code that asks whether it is compiled.
+        numbers: what is known of the model's numbers, if it has been captured before.
 
     Attributes:
         made: whether the joint graph is at hand.
@@ -98,11 +100,13 @@ class Capture:
         name: str,
         changing: Sequence[tuple[int, ...]] | None = None,
         answers: Answers | None = None,
+        numbers: Numbers | None = None,
     ) -> None:
         self.device = device
         self.made = False
         self.answers = answers or Answers()
         self._name = name
+        self._numbers = numbers or Numbers()
         self._changing = changing
         self._stance = OwnStance()
         self._conditions: Sequence[Condition] = ()
@@ -113,7 +117,7 @@ class Capture:
         self._joint: fx.GraphModule | None = None
         self._output_count = 0
         self._captured: Captured | None = None
-        self._compiled = compile_step(self, symbolic=self.symbolic)
+        self._compiled = compile_step(self, symbolic=self.symbolic, numbers=self._numbers)
         self._forget = weakref.finalize(self, forget_step, self._compiled)
         self._forget.atexit = False
 
@@ -149,7 +153,8 @@ class Capture:
             over = False
             try:
                 errors = translated_errors(call.module, call.args, call.kwargs, answers=self.answers)
-                with signals_wait(), errors as self._conditions, self._marked((call.args, call.kwargs)):
+                marked, noticed = self._marked((call.args, call.kwargs)), self._numbers.noticed()
+                with signals_wait(), errors as self._conditions, marked, noticed:
                     try:
                         self._stance.compiling(self._compiled, *arguments)
                     except (Unplanned, NothingToTrain):
@@ -165,7 +170,9 @@ class Capture:
                 raise
             raise InternalError("a step ran while it was captured")
 
-        alone = partial(undisturbed, partial(after_first_calls, attempt, call.module))
+        alone = partial(
+            undisturbed, partial(after_first_calls, partial(self._numbers.fixed_if_needed, attempt), call.module)
+        )
         raise alone() if self.symbolic else on_eagers_branches(alone, self.answers)
 
     def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:

@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 
+from ebbflow.capture.numbers import Numbers
 from ebbflow.engine.after import AfterBackward
 from ebbflow.engine.between import Knowledge, learn_flight
 from ebbflow.engine.calls import Calls
@@ -115,6 +116,7 @@ class FittedModel:
     _forgot: bool = False
     _kinds: Kinds = field(default_factory=Kinds)
     _code: Code = field(default_factory=Code)
+    _numbers: Numbers = field(default_factory=Numbers)
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.between)
@@ -215,7 +217,8 @@ class FittedModel:
         if changing is not None:  # A shared capture takes the branches that the others took.
             each = [step.capture.answers for step in self.steps()]
             known = Answers(set().union(*(one.compiled for one in each)), any(one.everywhere for one in each))
-        return Capture(device=device, name=self.plain_class.__name__, changing=changing, answers=known)
+        name, numbers = self.plain_class.__name__, self._numbers
+        return Capture(device=device, name=name, changing=changing, answers=known, numbers=numbers)
 
     def count_capture(self, now: Circumstances) -> None:
         """A call was captured for itself. One that raises as it does in eager was not."""

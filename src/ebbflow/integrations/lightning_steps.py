@@ -8,7 +8,8 @@
    step, and is worked off in its order when the forward has returned, before the backward. So names and numbers are
    those of this very call: what a step was captured with, torch guards.
 3. What a metric returns is a :class:`Later` until then. It can be logged and returned, and nothing else.
-4. The number of the batch is an attribute, not an argument: a step that does not read it serves all batches.
+4. The number of the batch is an attribute, not an argument: a step that does not compute with it serves all batches
+   for which it goes the same way (``capture.numbers``).
 5. Batches that the trainer has fetched ahead are resident in a step; they are held where Ebbflow counts them.
 """
 
@@ -32,9 +33,8 @@ __all__ = ["TRAINING_STEP", "Entry", "Later", "Losses", "losses_of", "optimizer_
 TRAINING_STEP = "training_step"
 _NUMBER = "self.batch_idx"
 _WITHOUT_NUMBER = (
-    "do not ask for batch_idx in training_step, whose every value is a step of its own: log at every batch, which the "
-    "Trainer thins out (log_every_n_steps), and do what is for some batches alone in on_train_batch_end, which gets "
-    "batch_idx too"
+    "do not compute with batch_idx in training_step, whose every value is a step of its own then: choose by it what is "
+    "logged, or do what is for some batches alone in on_train_batch_end, which gets batch_idx too"
 )
 _OF_METRICS = ("forward", "update", "compute", "reset")
 
