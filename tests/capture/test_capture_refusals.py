@@ -176,6 +176,23 @@ def test_an_assertion_of_torchs_own_is_not_the_models(monkeypatch: pytest.Monkey
     assert not torchs or "cannot be captured" in str(raised.value)
 
 
+def test_a_trace_that_failed_by_itself_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[str] = []
+
+    def once(func: object) -> bool:
+        if "addmm" not in str(func) or failed:
+            return True
+        failed.append(str(func))
+        return False
+
+    source = "def fails(mode, func, *rest):\n    assert once(func)\n    return below(mode, func, *rest)"
+    exec(compile(source, torch.__file__, "exec"), scope := {"below": FakeTensorMode.dispatch, "once": once})
+    monkeypatch.setattr("torch._subclasses.fake_tensor.FakeTensorMode.dispatch", scope["fails"])
+    plan = ebbflow.plan(Model(fine), arguments(), budget="1GiB")
+    assert failed
+    assert plan.overhead == 0
+
+
 @torch.library.custom_op("ebbflow_refusals::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2

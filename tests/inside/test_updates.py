@@ -138,7 +138,7 @@ def test_every_planner_gives_legal_schedules_of_steps_with_updates(name: str) ->
     for share in (0.02, 0.4):
         budget = int(least + share * (step.unplanned_budget_bytes - least))
         try:
-            plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=200, time_limit_seconds=20))
+            plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=200, time_limit_seconds=4))
         except ebbflow.errors.BudgetError:
             continue
         assert not check(step.program, plan.schedule)

@@ -1,9 +1,13 @@
-"""A capture waits for what another thread exports or traces, and a failure beside it says so.
+"""What else in the process a capture may fail of: another thread's traces, and torch's own state.
 
 ``torch.export`` and ``torch.fx`` change the whole process while they trace: functions of theirs lie on
 ``torch.nn.Module``, and an export replaces composite operators and functions of Python's builtins as well. What another
 thread captures meanwhile may end in any error of torch's; so may an export beside a capture. Compilations wait for each
 other by themselves.
+
+In some thousand captures of one process one has failed at an assertion about the state of fake tensors (that their mode
+is not inside a kernel), which no code of a model can reach and which no second capture of the same call has met. So a
+capture that ends at an assertion of torch's own is made once more, with nothing remembered of earlier ones.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from typing import TypeVar
 from ebbflow.errors import CaptureError, InternalError
 from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.signals import raised_by_a_handler
+from ebbflow.torch_seams.dynamo import failed_by_itself
+from ebbflow.torch_seams.fake_tensors import forget_descriptions
 from ebbflow.torch_seams.stance import others_tracing
 
 __all__ = ["undisturbed"]
@@ -27,6 +33,8 @@ _POLL_SECONDS = 0.005
 def undisturbed(attempt: Callable[[], _Result]) -> _Result:
     """What ``attempt``, a capture, returns or raises, begun when no other thread traces or after a minute.
 
+    It is made again if it failed at an assertion of torch's own.
+
     Raises:
         CaptureError: if it failed, and another thread traced before or after.
     """
@@ -34,7 +42,7 @@ def undisturbed(attempt: Callable[[], _Result]) -> _Result:
     while (beside_others := others_tracing()) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
     try:
-        return attempt()
+        return _attempted_again(attempt)
     except Exception as error:
         theirs = any(note.startswith(RAISED_IN_CAPTURE) for note in getattr(error, "__notes__", ()))
         if theirs or raised_by_a_handler(error) or not (beside_others or others_tracing()):
@@ -45,3 +53,13 @@ def undisturbed(attempt: Callable[[], _Result]) -> _Result:
             f"the capture beside it failed with {type(what).__name__}: {what}",
             remedy="call the fitted model once before that thread begins, or when it is done",
         ) from error
+
+
+def _attempted_again(attempt: Callable[[], _Result]) -> _Result:
+    try:
+        return attempt()
+    except CaptureError as error:
+        if not failed_by_itself(error):
+            raise
+    forget_descriptions()
+    return attempt()

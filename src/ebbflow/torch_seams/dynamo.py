@@ -25,6 +25,7 @@ from ebbflow.torch_seams.tracing import made_anew, raised_in_trace
 
 __all__ = [
     "capture_error_type",
+    "failed_by_itself",
     "forget_compiled",
     "inner_exception",
     "is_argument",
@@ -97,14 +98,22 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
         return None
     if _UNTOLD_SIZE.search(str(last)):
         return None  # of sizes that only data tell: the code itself may well run
-    if isinstance(last, AssertionError) and _is_torchs_own(last):
+    if _is_torchs_own(last):
         return None  # kernels refuse arguments with other exceptions: a fault of the trace
     return made_anew(type(last), last.args) if isinstance(last, Exception) else None
 
 
+def failed_by_itself(error: BaseException) -> bool:
+    """Whether a trace failed at an assertion of torch's own, which says nothing of the code that was traced."""
+    chain: list[BaseException] = [error]
+    while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
+        chain.append(following)
+    return _is_torchs_own(chain[-1])
+
+
 def _is_torchs_own(error: BaseException) -> bool:
-    """Whether code of torch raised it, no matter who called that."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """Whether it is an assertion in code of torch, no matter who called that."""
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, AssertionError) else []
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(torch.__file__).parent)
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "fake_device",
     "fakes_are_counted",
     "fakes_are_stepped_as_parameters",
+    "forget_descriptions",
     "has_symbolic_sizes",
     "kernel_choices",
     "mode_of",
@@ -281,6 +282,12 @@ def described_by(correct: Callable[[Dispatch], Dispatch], name: Hashable | None 
         if len(descriptions) > _MOST_REMEMBERED:
             descriptions.clear()
         _forget_graphs(descriptions)
+
+
+def forget_descriptions() -> None:
+    """Describe anew what fake tensors have been described as so far."""
+    for each in _remembered.values():
+        each.clear()
 
 
 @contextmanager
