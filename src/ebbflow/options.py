@@ -41,7 +41,14 @@ __all__ = [
 ]
 
 GRADIENTS = ("loss", "all")
-REWRITES = ("exact", "in-place", "none")
+REWRITES = ("exact", "in-place", "all", "none")
+_RULES = {
+    "exact": ("linear-cross-entropy",),
+    "in-place": ("linear-cross-entropy", "in-place"),
+    "all": ("linear-cross-entropy", "feed-forward", "in-place"),
+    "none": (),
+}
+"""Of ``rewrites``, by their names (``rewrites.choices``)."""
 STEPS = ("outside", "inside")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
 
@@ -74,10 +81,10 @@ class Options:
     tiers: str | Sequence[str] | None = None
     """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
     preferred one first; ``None`` moves nothing."""
-    rewrites: Literal["exact", "in-place", "none"] | None = None
+    rewrites: Literal["exact", "in-place", "all", "none"] | None = None
     """What may take the place of parts of the step. ``"exact"``, also meant by ``None``: what gives the same bits in
     less memory, where the budget asks for it; ``"in-place"``: that, and elementwise ops that write over what dies;
-    ``"none"``: nothing."""
+    ``"all"``: both, and feed-forward layers in slices; ``"none"``: nothing."""
     offload_optimizer: bool = False
     """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
     step: Literal["outside", "inside"] | None = None
@@ -178,9 +185,9 @@ class Options:
         return self.rewrites != "none"
 
     @property
-    def may_write_over(self) -> bool:
-        """Whether free rewrites are among them, which write results over what dies."""
-        return self.rewrites == "in-place"
+    def rewrite_rules(self) -> tuple[str, ...]:
+        """The names of the rules by which that is done."""
+        return _RULES[self.rewrites or "exact"]
 
     @property
     def every_output(self) -> bool:

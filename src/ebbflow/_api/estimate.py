@@ -78,7 +78,7 @@ def plan(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "in-place", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "all", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
@@ -167,7 +167,7 @@ def sweep(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "in-place", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "all", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
@@ -397,18 +397,18 @@ def capture_ahead(
         {**resident, "cuBLAS workspace": held},
         _classes_in(model),
         alternatives,
-        left_of(joint) if options.may_rewrite else (),
-        (lambda: iter(())) if is_elsewhere(target) else partial(measure_ahead, joint, device),
+        left_of(joint, options.rewrite_rules),
+        (lambda: iter(())) if is_elsewhere(target) else partial(measure_ahead, joint, device, options.rewrite_rules),
     )
 
 
 def _alternatives(
     joint: Captured, program: Program, device: str, options: Options, finish: Finish
 ) -> Sequence[Alternative]:
-    free = options.may_write_over
+    rules = options.rewrite_rules
     if is_elsewhere(options.target):
-        return alternatives_elsewhere(joint, program, free=free, finish=finish)
-    return alternatives_here(joint, program, device, free=free, finish=finish)
+        return alternatives_elsewhere(joint, program, rules=rules, finish=finish)
+    return alternatives_here(joint, program, device, rules=rules, finish=finish)
 
 
 def _classes_in(model: torch.nn.Module) -> dict[str, str]:

@@ -68,7 +68,7 @@ def fit(
     seed: int = 0,
     start: Plan | None = None,
     tiers: str | Sequence[str] | None = None,
-    rewrites: Literal["exact", "in-place", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "all", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
@@ -104,7 +104,8 @@ def fit(
             asks for it, a linear layer and the cross-entropy of what it gives are computed in slices, with the same
             bits, so that the logits never exist whole; whether slices have the bits of the whole is measured first.
             ``"in-place"``: that, and results of elementwise ops go where an operand was that nobody else reads.
-            ``"none"``: the step is planned as it was captured.
+            ``"all"``: both, and feed-forward layers are computed in slices, so that their hidden values never exist
+            whole, where these pin the step. ``"none"``: the step is planned as it was captured.
         offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
             back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
             budget also holds at ``optimizer.step()``, with what that takes while it runs.
@@ -187,8 +188,7 @@ def fit(
         verify=verify,
         every_output=options.every_output,
         start=start,
-        rewrites=options.may_rewrite,
-        writes_over=options.may_write_over,
+        rewrites=options.rewrite_rules,
         tiers=opened,
         offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
         inside=Inside(optimizer, options.clipping) if options.inside and optimizer is not None else None,

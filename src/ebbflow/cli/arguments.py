@@ -125,7 +125,7 @@ OptimizerName = Annotated[
 Rewrites = Annotated[
     str | None,
     typer.Option(
-        help="what may replace parts of the step with the same bits: exact (the default), in-place (more), or none",
+        help="what may replace parts of the step with the same bits: exact (the default), in-place, all, or none",
         autocompletion=_beginning(lambda: REWRITES),
     ),
 ]

@@ -73,8 +73,7 @@ class FittedModel:
         verify: whether first steps are proven and later ones measured, or every step proven.
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
-        rewrites: whether parts of its steps may be replaced by what has the same bits (``rewrites``).
-        writes_over: whether free rewrites are among them.
+        rewrites: names of the rules by which parts of its steps may be replaced by what has the same bits.
         tiers: by name, those that plans may move buffers to.
         offloaded: where the optimizer's state is in a step, if not in place.
         gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
@@ -97,8 +96,7 @@ class FittedModel:
     verify: bool | Literal["always"]
     every_output: bool
     start: Plan | None = None
-    rewrites: bool = False
-    writes_over: bool = False
+    rewrites: tuple[str, ...] = ()
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
     offloaded: Offloaded | None = None
     gradients_stay: bool = False

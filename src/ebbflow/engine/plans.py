@@ -111,7 +111,7 @@ def plan_for(
                 program,
                 now.device,
                 retained=retained is not None,
-                free=model.writes_over,
+                rules=model.rewrites,
                 finish=_finish(model, now),
             ),
         )

@@ -166,7 +166,7 @@ def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Roo
         above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
         free = model.budget.resolve(resident + above) - resident
     lenders = list(tensors_in([call.module, call.args, call.kwargs, step.hidden_inputs]))
-    strict = model.rewrites and step.captured is not None and may_be_rewritten(step.captured, free=model.writes_over)
+    strict = step.captured is not None and may_be_rewritten(step.captured, model.rewrites)
     return Room(free, lenders, strict=strict)
 
 

@@ -1,12 +1,13 @@
 """All rewrites of a captured step, as alternatives to its program, and the step with the ones that were chosen.
 
 Rules compose: an alternative is one way of each of some rules (``rewrites.rule``). How many there are is the sum of
-the rules' ways and no product: the ways of free rules are tried alone, and with the best ways of the others.
+the rules' ways and no product: the ways of free rules are tried alone, and with the best ways of the others; of the
+others, a later rule's last way, which lowers most, comes with every way of an earlier one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -20,6 +21,7 @@ from ebbflow.rewrites.head_kernels import KEPT
 from ebbflow.rewrites.head_rule import HeadRule, left_heads
 from ebbflow.rewrites.in_place_rule import InPlaceRule, lowers
 from ebbflow.rewrites.rule import Estimate, Rule
+from ebbflow.rewrites.tile_rule import TileRule, left_regions
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
 
@@ -39,7 +41,7 @@ __all__ = [
     "measure_ahead",
 ]
 
-RULES: tuple[Rule, ...] = (HeadRule(), InPlaceRule())
+RULES: tuple[Rule, ...] = (HeadRule(), TileRule(), InPlaceRule())
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbflow calibrate CASE finds out ahead"
 """Why a rewrite is not used of which something is not known."""
@@ -244,8 +246,8 @@ def alternatives_here(
     program: Program,
     device: str,
     *,
+    rules: Collection[str],
     retained: bool = False,
-    free: bool = False,
     finish: Finish = itself,
 ) -> Alternatives:
     """Alternatives whose costs and facts are measured on ``device`` before they are planned in earnest.
@@ -254,8 +256,8 @@ def alternatives_here(
         captured: the step.
         program: its program with costs, finished.
         device: ``"cpu"`` or ``"cuda"``.
+        rules: names of those that are used.
         retained: whether its backwards retain their graph: then nothing that they keep may be written over.
-        free: whether free rules are among those that are used.
         finish: done to the step after its rewrites.
     """
 
@@ -264,7 +266,7 @@ def alternatives_here(
         return Alternative(choice.rewrites, choice.estimated(program), costed, why_not=partial(choice.why_not, device))
 
     def make() -> Iterator[Alternative]:
-        for each in _alternatives(captured, made, free, finish):
+        for each in _alternatives(captured, made, rules, finish):
             if not (retained and any(one.form == KEPT for one in each.rewrites)):
                 yield each
 
@@ -272,48 +274,50 @@ def alternatives_here(
 
 
 def alternatives_elsewhere(
-    captured: Captured, program: Program, *, free: bool = False, finish: Finish = itself
+    captured: Captured, program: Program, *, rules: Collection[str], finish: Finish = itself
 ) -> Alternatives:
     """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
 
     def made(choice: Choice) -> Alternative:
         return Alternative(choice.rewrites, choice.estimated(program), partial(choice.assumed, program))
 
-    return Alternatives(lambda: _alternatives(captured, made, free, finish))
+    return Alternatives(lambda: _alternatives(captured, made, rules, finish))
 
 
 def _alternatives(
-    captured: Captured, made: Callable[[Choice], Alternative], free: bool, finish: Finish
+    captured: Captured, made: Callable[[Choice], Alternative], rules: Collection[str], finish: Finish
 ) -> Iterator[Alternative]:
     """Free ways first; then every way of each other rule, which can be had with the free ways of what it leaves."""
-    for choice in _choices(captured, free=free, finish=finish):
+    for choice in _choices(captured, rules, finish):
         if all(stage.rule.free for stage in choice.stages):
             yield replace(made(choice), free=True)
         else:
-            refined = partial(_refined, choice, made) if free else tuple
-            yield replace(made(choice), refined=refined)
+            yield replace(made(choice), refined=partial(_refined, choice, made, rules))
 
 
-def _refined(choice: Choice, made: Callable[[Choice], Alternative]) -> list[Alternative]:
-    return [made(each) for each in _with_free_ways(choice)]
+def _refined(choice: Choice, made: Callable[[Choice], Alternative], rules: Collection[str]) -> list[Alternative]:
+    return [made(each) for each in _with_free_ways(choice, rules)]
 
 
-def may_be_rewritten(captured: Captured, *, free: bool) -> bool:
-    """Whether the budget may be below what any plan as captured needs, with free rules or without."""
-    if any(next(rule.ways(captured), ()) for rule in RULES if not rule.free):
+def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:
+    """Whether the budget may be below what any plan as captured needs, by rules of these names."""
+    used = [rule for rule in RULES if rule.name in rules]
+    if any(next(rule.ways(captured), ()) for rule in used if not rule.free):
         return True
-    return free and lowers(captured, floor_bytes(captured.program)[1])
+    return any(rule.free for rule in used) and lowers(captured, floor_bytes(captured.program)[1])
 
 
-def left_of(captured: Captured) -> list[tuple[str, str]]:
-    """Where something looks as if it could be rewritten, and why it is left."""
-    return [(each.source, each.why) for each in left_heads(captured)]
+def left_of(captured: Captured, rules: Collection[str]) -> list[tuple[str, str]]:
+    """Where something looks as if it could be rewritten by rules of these names, and why it is left."""
+    looks = {HeadRule.name: left_heads, TileRule.name: left_regions}
+    return [(each.source, each.why) for name, left in looks.items() if name in rules for each in left(captured)]
 
 
-def measure_ahead(captured: Captured, device: str) -> Iterator[tuple[str, bool | None]]:
+def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> Iterator[tuple[str, bool | None]]:
     """All facts that rewrites of ``captured`` rest on, in words, and whether they hold; those are kept for later."""
     seen: set[str] = set()
-    for choice in _choices(captured, free=False):  # what free rules rest on takes little to find out
+    costly = [rule.name for rule in RULES if rule.name in rules and not rule.free]  # the others take little to find out
+    for choice in _choices(captured, costly):
         for stage in choice.stages:
             for each in stage.rewrites:
                 for fact in stage.rule.facts(stage.before, each):
@@ -322,19 +326,22 @@ def measure_ahead(captured: Captured, device: str) -> Iterator[tuple[str, bool |
                         yield f"{each.where or each.at}: {fact.says}", measured([fact], device)[fact.signature]
 
 
-def _choices(captured: Captured, *, free: bool = True, finish: Finish = itself) -> Iterator[Choice]:
-    """Free ways first, alone; then every way of each other rule, alone."""
+def _choices(captured: Captured, rules: Collection[str], finish: Finish = itself) -> Iterator[Choice]:
+    """Free ways first, alone; then every way of each other rule, alone and with what comes later."""
     nothing = Choice(captured, (), finish=finish)
-    if free:
-        yield from _with_free_ways(nothing)
-    for rule in RULES:
-        if not rule.free:
-            for way in rule.ways(captured):
-                yield nothing.with_rewrites(rule, way)
+    yield from _with_free_ways(nothing, rules)
+    others = [rule for rule in RULES if rule.name in rules and not rule.free]
+    for index, rule in enumerate(others):
+        for way in rule.ways(captured):
+            choice = nothing.with_rewrites(rule, way)
+            yield choice
+            for later in others[index + 1 :]:
+                if ways := list(later.ways(choice.rewritten)):
+                    yield choice.with_rewrites(later, ways[-1])
 
 
-def _with_free_ways(choice: Choice) -> Iterator[Choice]:
+def _with_free_ways(choice: Choice, rules: Collection[str]) -> Iterator[Choice]:
     for rule in RULES:
-        if rule.free:
+        if rule.free and rule.name in rules:
             for way in rule.ways(choice.rewritten):
                 yield choice.with_rewrites(rule, way)

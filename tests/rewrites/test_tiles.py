@@ -1,0 +1,363 @@
+"""Feed-forward layers in slices: which are found, with which bits, at which peak, and the proof."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import ebbflow
+from ebbflow._api.estimate import capture_program
+from ebbflow._api.verify import Verifier
+from ebbflow.capture.joint import Captured
+from ebbflow.errors import BudgetError
+from ebbflow.lower.lowering import lower
+from ebbflow.lower.proof import prove
+from ebbflow.rewrites import choices
+from ebbflow.rewrites.choices import Choice, apply_proven
+from ebbflow.rewrites.proof import RewriteError
+from ebbflow.rewrites.tile_facts import tile_facts
+from ebbflow.rewrites.tile_proof import PARTS, prove_tiled
+from ebbflow.rewrites.tile_rule import TileRule, left_regions
+from ebbflow.rewrites.tiled import Tiled
+from ebbflow.rewrites.tiles import tiles_of
+from ebbflow.rewrites.wide import find_regions
+from ebbflow.step.rewrite import Rewritten
+from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
+
+RULE = TileRule()
+aten = torch.ops.aten
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trained one of low rank beside it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(inputs, 16, bias=False), nn.Linear(16, outputs, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter(x) * 0.5
+
+
+class Layers(nn.Module):
+    """A few feed-forward layers, each added to what it reads."""
+
+    def __init__(self, kind: str, width: int = 33, hidden: int = 197, layers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        linear = Adapted if kind == "adapters" else nn.Linear
+        self.first = nn.Linear(width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.up, self.gate = (nn.ModuleList(linear(width, hidden) for _ in range(layers)) for _ in range(2))
+        self.down = nn.ModuleList(linear(hidden, width) for _ in range(layers))
+        if kind == "frozen":
+            for each in (self.up, self.gate, self.down):
+                each.requires_grad_(False)
+
+    def inner(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        up = self.up[layer](x)
+        if self.kind == "gelu":
+            return F.gelu(up)
+        if self.kind == "by hand":
+            return 0.5 * up * (1.0 + torch.tanh(0.8 * (up + 0.04 * torch.pow(up, 3.0))))
+        return F.silu(self.gate[layer](x)) * up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer, norm in enumerate(self.norms):
+            x = x + self.down[layer](self.inner(layer, norm(x)))
+        return x.float().square().mean()
+
+
+KINDS = {"gelu": 3, "by hand": 3, "gated": 3, "frozen": 2, "adapters": 3}
+"""And the tiles of a layer."""
+
+
+def layers_of(kind: str, dtype: torch.dtype = torch.float32) -> Layers:
+    """Of an odd number of hidden values; with two threads of one whose halves are whole vectors."""
+    return Layers(kind, hidden=197 if torch.get_num_threads() == 1 else 192).to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(3, 173, 33, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def captured_of(model: nn.Module, *args: torch.Tensor) -> tuple[Captured, ebbflow.Program]:
+    step, program, _ = capture_program(model, args, {})
+    return step, program
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def history(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Losses and gradients of three steps on other data each."""
+    sgd = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    found: list[torch.Tensor] = []
+    for i in range(3):
+        loss = model(data(dtype, i))
+        loss.backward()
+        found += [loss.detach().clone(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        sgd.step()
+        sgd.zero_grad()
+    return found
+
+
+def least(model: nn.Module, dtype: torch.dtype) -> int:
+    """The smallest budget of the captured step."""
+    ebbflow.fit(model, 1, rewrites="none", progress=None)
+    with pytest.raises(BudgetError) as refused:
+        model(data(dtype))
+    assert refused.value.smallest_bytes is not None
+    return refused.value.smallest_bytes
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+TRAINED = [
+    ("gelu", 1, torch.float32),
+    ("gated", 2, torch.float32),
+    ("frozen", 1, torch.bfloat16),
+    *(
+        pytest.param(*each, marks=pytest.mark.long)
+        for each in (
+            ("adapters", 1, torch.float32),
+            ("by hand", 1, torch.float32),
+            ("gated", 1, torch.bfloat16),
+            ("frozen", 1, torch.float32),
+            ("gelu", 2, torch.bfloat16),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "count", "dtype"), TRAINED)
+def test_trains_as_eager_below_the_captured_steps_least(kind: str, count: int, dtype: torch.dtype) -> None:
+    with threads(count):
+        model = layers_of(kind, dtype)
+        expected = history(copy.deepcopy(model), dtype)
+        budget = int((0.75 if kind == "adapters" else 0.9) * least(layers_of(kind, dtype), dtype))
+        ebbflow.plan(
+            layers_of(kind, dtype), (data(dtype),), budget=budget, rewrites="all", progress=None
+        )  # finds out where there is room
+        ebbflow.fit(model, budget, rewrites="all", progress=None)
+        assert all(map(torch.equal, history(model, dtype), expected))
+        plan, step = ebbflow.plan_of(model), ebbflow.step_of(model)
+        assert plan is not None
+        assert plan.rewritten is not None
+        assert "feed-forward" in {each.rule for each in plan.rewritten.rewrites}
+        assert step is not None
+        assert step.measured_above_bytes is not None
+        assert plan.resident_bytes + step.measured_above_bytes <= budget
+
+
+@pytest.mark.parametrize("kind", ["gelu", "adapters"])
+def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> None:
+    model = layers_of(kind)
+    step, program = captured_of(model, data())
+    verifier = Verifier(model, (data(),), {})
+    plain = ebbflow.plan(model, (data(),), budget="200%", progress=None)
+    for way in RULE.ways(step):
+        costed = Choice(step, way).costed("cpu", program)
+        assert costed is not None
+        assert RULE.prove(step, RULE.rewritten(step, way)) == KINDS[kind]
+        rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
+        plan = replace(
+            plain, program=costed.program, schedule=unplanned_schedule(costed.program), rewritten=rewritten, floor_op=0
+        )
+        found = verifier.check(plan)
+        assert found.differences == ()
+        assert found.measured_above_bytes <= found.predicted_above_bytes * 1.001 + 64
+        assert unplanned_bytes(costed.program) < unplanned_bytes(program)
+
+
+def test_estimated_workspace_is_the_measured_one() -> None:
+    step, program = captured_of(layers_of("gated"), data())
+    for way in RULE.ways(step):
+        choice = Choice(step, way)
+        costed = choice.costed("cpu", program)
+        assert costed is not None
+        for ours, measured in zip(choice.estimated(program).ops, costed.program.ops, strict=True):
+            if ours.name.endswith("_tiled"):
+                assert measured.workspace_bytes <= 1.02 * ours.workspace_bytes
+                assert ours.workspace_bytes <= 1.3 * measured.workspace_bytes
+
+
+# -- slices -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_where_facts_hold_slices_have_the_bits_of_the_whole(dtype: torch.dtype, count: int) -> None:
+    drawing = torch.Generator().manual_seed(5)
+
+    def drawn(shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        return torch.randn(extent, generator=drawing).to(dtype).as_strided(shape, stride)
+
+    held = 0
+    with threads(count):
+        for rows, width, hidden in ((97, 33, 131), (161, 40, 192)):
+            model = Layers("gated", width, hidden, layers=1).to(dtype)
+            step, _ = captured_of(model, torch.zeros(rows, width, dtype=dtype))
+            (region,) = find_regions(step)[0]
+            for tile in tiles_of(region):
+                given = [drawn(tuple(v.shape), tuple(v.stride())) for v in (each.meta["val"] for each in tile.given)]
+                whole = tile.target(10**6, *given)
+                for size in (64, 100, 128):
+                    if all(fact.holds() for fact in tile_facts(tile, size)):
+                        held += 1
+                        assert all(map(torch.equal, tile.target(size, *given), whole))
+    assert held >= 9
+
+
+# -- what is found ------------------------------------------------------------------------------------------------
+
+
+class Dropped(Layers):
+    def inner(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().inner(layer, x), 0.1)
+
+
+class Read(Layers):
+    def inner(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        y = super().inner(layer, x)
+        return y + y.softmax(-1)
+
+
+@pytest.mark.parametrize(("made", "why"), [(Dropped, "read"), (Read, "softmax")])
+def test_what_looks_alike_is_left_with_the_reason(made: type[Layers], why: str) -> None:
+    step, _ = captured_of(made("gelu"), data())
+    assert find_regions(step)[0] == []
+    assert list(RULE.ways(step)) == []
+    assert why in left_regions(step)[0].why
+
+
+def test_layers_that_pin_nothing_are_left_alone() -> None:
+    step, _ = captured_of(Layers("gelu", width=300, hidden=310), torch.zeros(8, 300))
+    assert len(find_regions(step)[0]) == 1
+    assert list(RULE.ways(step)) == []
+
+
+def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), False))
+    found = ebbflow.doctor(layers_of("gated"), (data(),), rewrites="all", progress=None)
+    assert found.rewrites
+    tiled = [each for each in found.rewrites if "feed-forward" in each.what]
+    assert tiled
+    assert all("not the bits of the whole here" in each.why_not for each in tiled)
+    budget = int(0.9 * least(layers_of("gated"), torch.float32))
+    with pytest.raises(BudgetError):
+        ebbflow.fit(layers_of("gated"), budget, rewrites="all", progress=None)(data())
+
+
+def test_a_plan_for_a_card_lists_what_it_assumes() -> None:
+    case = Layers("gelu"), (data(),)
+    captured = ebbflow.plan(*case, budget="200%", rewrites="none", machine="rtx4090-24gb", progress=None)
+    above = captured.smallest_bytes - captured.resident_bytes - captured.reserve_bytes
+    budget = captured.smallest_bytes - above // 10
+    plan = ebbflow.plan(*case, budget=budget, rewrites="all", machine="rtx4090-24gb", progress=None)
+    assert plan.rewritten is not None
+    assert "takes for granted, until fit measures it," in str(plan)
+    assert "columns at a time of" in str(plan)
+
+
+# -- the proof ----------------------------------------------------------------------------------------------------
+
+
+def tiled() -> tuple[Captured, Captured]:
+    step, _ = captured_of(layers_of("gated"), data())
+    after = apply_proven(step, next(iter(RULE.ways(step))))
+    prove(after, lower(after, unplanned_schedule(after.program)))
+    return step, after
+
+
+def tile_by(after: Captured, axis: str) -> fx.Node:
+    return next(n for n in after.graph.nodes if isinstance(n.target, Tiled) and f"by_{axis}" in str(n.target))
+
+
+def _inner(node: fx.Node, target: object) -> fx.Node:
+    assert isinstance(node.target, Tiled)
+    return next(each for each in node.target.graph.nodes if each.target is target)
+
+
+def _another_operand(after: Captured) -> None:
+    node = tile_by(after, "rows")
+    node.args = (*node.args[:2], *reversed(node.args[2:]))
+
+
+def _another_axis(after: Captured) -> None:
+    target = tile_by(after, "rows").target
+    assert isinstance(target, Tiled)
+    target.inputs = tuple(None if each == 0 else each for each in target.inputs)
+
+
+def _a_sum_taken_apart(after: Captured) -> None:
+    """The gradient of a weight from slices of rows."""
+    target = tile_by(after, "columns").target
+    assert isinstance(target, Tiled)
+    target.inputs = tuple(0 if each is None else None for each in target.inputs)
+
+
+def _put_together_otherwise(after: Captured) -> None:
+    target = tile_by(after, "rows").target
+    assert isinstance(target, Tiled)
+    target.outputs = tuple(1 - each for each in target.outputs)
+
+
+def _another_op(after: Captured) -> None:
+    _inner(tile_by(after, "rows"), aten.silu.default).target = aten.relu.default
+
+
+def _another_place(after: Captured) -> None:
+    inner = _inner(tile_by(after, "rows"), aten.mul.Tensor)
+    inner.args = (inner.args[0], inner.args[0])
+
+
+def _a_part_left_out(after: Captured) -> None:
+    node = tile_by(after, "rows")
+    node.meta[PARTS] = node.meta[PARTS][:-1]
+
+
+def _other_results(after: Captured) -> None:
+    node = tile_by(after, "columns")
+    assert isinstance(node.target, Tiled)
+    output = node.target.graph.output_node()
+    output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]
+
+
+MUTANTS = [
+    _another_operand,
+    _another_axis,
+    _a_sum_taken_apart,
+    _put_together_otherwise,
+    _another_op,
+    _another_place,
+    _a_part_left_out,
+    _other_results,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda each: each.__name__)
+def test_the_proof_sees_mutants(mutate: Callable[[Captured], None]) -> None:
+    step, after = tiled()
+    mutate(after)
+    with pytest.raises(RewriteError):
+        prove_tiled(step, after)
