@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import ebbflow
+from ebbflow import options
 from ebbflow._api.estimate import capture_program
 from ebbflow._api.verify import Verifier
 from ebbflow.capture.joint import Captured
@@ -149,7 +150,10 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("kind", "count", "dtype"), TRAINED)
-def test_trains_as_eager_below_the_captured_steps_least(kind: str, count: int, dtype: torch.dtype) -> None:
+def test_trains_as_eager_below_the_captured_steps_least(
+    kind: str, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(options._RULES, "all", (RULE.name,))  # and nothing that might do as well
     with threads(count):
         model = layers_of(kind, dtype)
         expected = history(copy.deepcopy(model), dtype)
