@@ -272,7 +272,8 @@ def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.Monkey
         ebbflow.fit(layers_of("gated"), budget, rewrites="all", progress=None)(data())
 
 
-def test_a_plan_for_a_card_lists_what_it_assumes() -> None:
+def test_a_plan_for_a_card_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(options._RULES, "all", (RULE.name,))
     case = Layers("gelu"), (data(),)
     captured = ebbflow.plan(*case, budget="200%", rewrites="none", machine="rtx4090-24gb", progress=None)
     above = captured.smallest_bytes - captured.resident_bytes - captured.reserve_bytes
