@@ -141,7 +141,7 @@ def test_every_planner_gives_legal_schedules_of_steps_with_updates(name: str) ->
             plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=200, time_limit_seconds=4))
         except ebbflow.errors.BudgetError:
             continue
-        assert not check(step.program, plan.schedule)
+        assert not check(plan.program, plan.schedule)  # a head in slices, if that was cheaper
         assert plan.predicted_peak_bytes <= budget
 
 
