@@ -120,6 +120,7 @@ def compare(
     import_large("numpy", "torch")
     from ebbflow.planning.frontier import Refusal
     from ebbflow.report.text.compare import row_of, write_rows
+    from ebbflow.report.text.plan import starting_of
     from ebbflow.report.text.progress import ProgressDisplay
 
     names = _names(planners, moving=bool(asked.tiers))
@@ -139,7 +140,8 @@ def compare(
     if as_json:
         write_json([row.to_json() for row in rows])
     else:
-        write_rows(rows, sys.stdout)
+        program = captured.program
+        write_rows(rows, sys.stdout, starting_of(len(program.ops), program.seconds, captured.machine))
     refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     if refusals and len(refusals) == len(outcomes):
         raise refusals[-1].error  # no budget had a plan: why, and the least that would

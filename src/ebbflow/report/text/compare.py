@@ -77,8 +77,8 @@ _COLUMNS = ("planner", "status", "peak", "measured", "overhead", "measured", "bo
 _BOUNDS = "bounds and gaps are of the predicted overhead"
 
 
-def write_rows(rows: Sequence[Row], stream: TextIO) -> None:
-    """Write a table per budget to ``stream``; columns that no row fills are left out."""
+def write_rows(rows: Sequence[Row], stream: TextIO, note: str = "") -> None:
+    """Write a table per budget to ``stream``; columns that no row fills are left out. A ``note`` comes last."""
     for budget in sorted({row.budget_bytes for row in rows}, reverse=True):
         chosen = sorted(
             (row for row in rows if row.budget_bytes == budget),
@@ -101,6 +101,8 @@ def write_rows(rows: Sequence[Row], stream: TextIO) -> None:
             planners += [] if row.planner in planners else [row.planner]
     for held, planners in classes.items():
         print(f"{_BOUNDS}; {', '.join(planners)}: {held}", file=stream)
+    if note:
+        print(note, file=stream)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TextIO
 
 from ebbflow.planners.base import AS_CAPTURED
-from ebbflow.step.machine import is_elsewhere
+from ebbflow.report.records.resident import UNKNOWN, resident_of
+from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.provenance import Costs, LossPlace, Provenance
 from ebbflow.step.rewrite import in_words
@@ -29,6 +30,7 @@ __all__ = [
     "report_of",
     "rewrites_of",
     "room_of",
+    "starting_of",
     "text_of",
     "write_plan",
 ]
@@ -81,6 +83,11 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
         ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least budget for which a plan was found"),
         ("floor", f"{format_bytes(plan.floor_bytes)} of any budget with {AS_CAPTURED}, pinned by {pin}"),
     ]
+
+
+def _kinds(plan: Plan) -> str:
+    """What is resident by kind; empty where that is not known."""
+    return ", ".join(f"{format_bytes(size)} {kind}" for kind, size in resident_of(plan).items() if kind != UNKNOWN)
 
 
 def rewrites_of(plan: Plan) -> list[str]:
@@ -142,9 +149,13 @@ def write_plan(plan: Plan, stream: TextIO) -> None:
     """Write the report of ``plan`` to ``stream``, what its status means and where its numbers are from."""
     source = plan.provenance
     print(report_of(plan), file=stream)
+    if kinds := _kinds(plan):
+        print(_fact("resident", kinds), file=stream)
     print(_fact("status", plan.status.value), file=stream)
     if source.costs is not None:
         print(_fact("costs", f"{source.costs.value} for {source.machine or 'this machine'}{_kit(plan)}"), file=stream)
+    if note := starting_of(len(plan.program.ops), plan.program.seconds, plan.machine):
+        print(_fact("small step", note), file=stream)
     if source.memory_bytes is not None:
         print(_fact("memory", room_of(source, plan.predicted_peak_bytes)), file=stream)
     for name, text in origins_of(source):
@@ -186,6 +197,22 @@ def counted_of(source: Provenance, *, between: bool = False) -> str:
     if not missing:
         return ", ".join(counted)
     return f"{', '.join(counted)}; not {', '.join(missing)}"
+
+
+_MUCH = 0.5
+
+
+def starting_of(ops: int, seconds: float, machine: Machine | None) -> str:
+    """That of a small step on a card most of the predicted time is the least that an op takes; empty if it is not."""
+    if machine is None or not is_elsewhere(machine) or not seconds:
+        return ""
+    share = ops * machine.launch_seconds / seconds
+    if share < _MUCH:
+        return ""
+    return (
+        f"{format_percent(min(share, 1.0))} of the step's time is what starting {format_count(ops, 'op')} "
+        f"takes ({format_seconds(machine.launch_seconds)} each): percentages of time say little of a step this small"
+    )
 
 
 def _fact(name: str, text: str) -> str:
