@@ -75,6 +75,44 @@ def _counted(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Te
     return _plain(h, head, labels, reduction="sum") / (labels != -100).sum()
 
 
+def _cut(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """As GPT-2 had it for years."""
+    logits = head(h)
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, CLASSES), labels[..., 1:].contiguous().view(-1))
+
+
+def _cast_and_cut(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    logits = head(h).float()
+    return F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES), labels[:, 1:].reshape(-1))
+
+
+def _cut_and_cast(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    logits = head(h)
+    loss = F.cross_entropy(logits[:, 2:].reshape(-1, CLASSES).float(), labels[:, 2:].reshape(-1))
+    return {"loss": loss, "logits": logits}
+
+
+def _one_sequence(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """Its cut is no copy."""
+    logits = head(h.flatten(0, 1)[None])
+    return F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES), labels.flatten()[1:], reduction="sum")
+
+
+def _likelihood(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    return nn.NLLLoss()(F.log_softmax(head(h), dim=-1, dtype=torch.float32).flatten(0, 1), labels.flatten())
+
+
+def _masked(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    losses = _plain(h, head, labels, reduction="none").view_as(labels)
+    mask = (labels != -100) / (1 + labels % 3)
+    return (losses * mask).sum() / mask.sum()
+
+
+def _cut_and_masked(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(head(h)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return losses.view(len(labels), -1).mean(1).square().sum()
+
+
 FORMS: dict[str, Callable[[], Tower]] = {
     "plain": lambda: Tower(_plain),
     "tied": lambda: Tower(_plain, tied=True),
@@ -86,6 +124,17 @@ FORMS: dict[str, Callable[[], Tower]] = {
     "scaled": lambda: Tower(_scaled),
     "returned": lambda: Tower(_returned),
     "sum over a count": lambda: Tower(_counted),
+    "cut": lambda: Tower(_cut),
+    "cut, bias": lambda: Tower(_cut, bias=True),
+    "cut, tied": lambda: Tower(_cut, tied=True),
+    "cut, frozen": lambda: Tower(_cut, frozen=True),
+    "bfloat16, cast and cut": lambda: Tower(_cast_and_cut).to(torch.bfloat16),
+    "bfloat16, cut and cast, returned": lambda: Tower(_cut_and_cast).to(torch.bfloat16),
+    "one sequence": lambda: Tower(_one_sequence),
+    "likelihood": lambda: Tower(_likelihood),
+    "bfloat16, likelihood": lambda: Tower(_likelihood).to(torch.bfloat16),
+    "no reduction": lambda: Tower(_masked),
+    "no reduction, cut": lambda: Tower(_cut_and_masked),
     "another ignored label": lambda: Tower(lambda h, head, y: _plain(h, head, y.clamp(0), ignore_index=0)),
 }
 """That are found."""
@@ -100,21 +149,52 @@ def _twice(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tens
     return F.cross_entropy(logits, labels.flatten()) + 1e-4 * logits.logsumexp(1).square().mean()
 
 
-def _cut(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(head(h)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
 def _along_classes(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(head(h).transpose(1, 2), labels)
+
+
+def _picked(
+    h: torch.Tensor, head: nn.Module, labels: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor], first: int = 0
+) -> torch.Tensor:
+    logits = pick(head(h)[..., first:])
+    return F.cross_entropy(logits.flatten(0, 1), (pick(labels) - first).clamp(-1).flatten(), ignore_index=-1)
+
+
+def _own_loss(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """Of the same value as ``cross_entropy``, and of other bits."""
+    logits = head(h)
+    return (logits.logsumexp(-1) - logits.gather(-1, labels.clamp(0)[..., None])[..., 0]).mean()
+
+
+def _soft(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(head(h).flatten(0, 1), F.one_hot(labels.clamp(0).flatten(), CLASSES).float())
+
+
+def _hooked_logits(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    logits = head(h)
+    logits.register_hook(lambda gradient: gradient * 2)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _hooked_head() -> Tower:
+    tower = Tower(_plain)
+    tower.head.register_forward_hook(lambda _module, _inputs, logits: logits * 0.5)
+    return tower
 
 
 LEFT: dict[str, tuple[Callable[[], Tower], str]] = {
     "label smoothing": (lambda: Tower(lambda h, head, y: _plain(h, head, y, label_smoothing=0.1)), "label smoothing"),
     "class weights": (lambda: Tower(lambda h, head, y: _plain(h, head, y, weight=torch.ones(CLASSES))), "weights"),
-    "no reduction": (lambda: Tower(lambda h, head, y: _plain(h, head, y, reduction="none").sum()), "no single value"),
     "capped": (lambda: Tower(_capped), "no product of a linear layer alone"),
-    "cut": (lambda: Tower(_cut), "logits are cut before the loss"),
+    "cut twice": (lambda: Tower(lambda h, head, y: _picked(h, head, y, lambda x: x[:, :-1][:, 2:])), "more than once"),
+    "cut by steps": (lambda: Tower(lambda h, head, y: _picked(h, head, y, lambda x: x[:, ::2])), "by steps"),
+    "classes cut": (lambda: Tower(lambda h, head, y: _picked(h, head, y, lambda x: x, 3)), "along the classes"),
+    "rows picked": (lambda: Tower(lambda h, head, y: _picked(h, head, y, lambda x: x[:, [0, 5, 7]])), "rows of the"),
     "classes in the middle": (lambda: Tower(_along_classes), "not the last dimension"),
+    "a loss of its own": (lambda: Tower(_own_loss), "loss of its own"),
+    "soft labels": (lambda: Tower(_soft), "soft labels"),
+    "a hook on the logits": (lambda: Tower(_hooked_logits), "other readers"),
+    "a hook on the head": (_hooked_head, "no product of a linear layer alone"),
     "read twice": (lambda: Tower(_twice), "another reader"),
 }
 """That look alike and are left, with part of the reason."""

@@ -17,14 +17,21 @@ aten = torch.ops.aten
 ops = getattr(torch.ops, head_kernels.NAMESPACE)
 
 
-def eager(h: Tensor, wt: Tensor, bias: Tensor | None, labels: Tensor, how: tuple[int, int], tangent: Tensor) -> Any:
+def eager(
+    h: Tensor, wt: Tensor, bias: Tensor | None, labels: Tensor, how: tuple[int, int, list[int]], tangent: Tensor
+) -> Any:
     """Loss, total weight and gradients by the kernels that autograd calls."""
-    reduction, ignored = how
+    reduction, ignored, cut = how
     logits = torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
-    softmax = aten._log_softmax(logits.float(), 1, False)
+    runs = logits.view(-1, cut[0] if cut else 1, logits.shape[1])
+    read = runs[:, cut[1] : cut[2]] if cut else runs
+    softmax = aten._log_softmax(read.flatten(0, 1).float(), 1, False)
     loss, weight = aten.nll_loss_forward(softmax, labels, None, reduction, ignored)
     gradient = aten.nll_loss_backward(tangent, softmax, labels, None, reduction, ignored, weight)
-    gradient = aten._log_softmax_backward_data(gradient, softmax, 1, torch.float32).to(h.dtype)
+    gradient = aten._log_softmax_backward_data(gradient, softmax, 1, torch.float32).view_as(read).to(h.dtype)
+    if cut:
+        gradient = aten.slice_backward(gradient, runs.shape, 1, cut[1], cut[2], 1)
+    gradient = gradient.reshape(logits.shape)
     sums = h.new_empty(0) if bias is None else gradient.sum([0], True).view(-1)
     return loss, weight, torch.mm(gradient, wt.t()), torch.mm(gradient.t(), h), sums
 
@@ -37,15 +44,23 @@ def drawn(seed: int) -> dict[str, Any]:
     n, d = choose.randint(17, 400), choose.choice([32, 48, 64, 100, 128, 257])
     v = choose.choice([101, 128, 500, 1000, 1777, 2048, 3001])
     ignored = choose.choice([-100, 0, 5])
-    labels = torch.randint(v, (n,))
-    labels[torch.rand(n) < 0.2] = ignored
+    length, cut = choose.randint(5, n), []
+    if choose.random() < 0.5:
+        n = n // length * length
+        begin = choose.randint(0, 3)
+        cut = [length, begin, choose.randint(begin + 1, length)]
+    read = n // length * (cut[2] - cut[1]) if cut else n
+    labels = torch.randint(v, (read,))
+    labels[torch.rand(read) < 0.2] = ignored
+    reduction = choose.choice([0, 1, 2])
+    tangent = torch.tensor(choose.choice([1.0, 0.37])) if reduction else torch.randn(read)
     return {
         "h": torch.randn(n, d).to(dtype),
         "wt": (torch.randn(v, d) * 0.1).to(dtype).t(),
         "bias": torch.randn(v).to(dtype) if choose.random() < 0.3 else None,
         "labels": labels,
-        "how": (choose.choice([1, 2]), ignored),
-        "tangent": torch.tensor(choose.choice([1.0, 0.37])),
+        "how": (reduction, ignored, cut),
+        "tangent": tangent,
         "rows": choose.choice([16, 32, 50, 64, 128]),
         "columns": choose.choice([16, 33, 64, 128, 500]),
         "threads": choose.choice([1, 2]),
@@ -62,7 +77,7 @@ def by_rows(c: dict[str, Any]) -> Any:
 
 def guessed(c: dict[str, Any], share: float) -> Any:
     operands = (c["h"], c["wt"], c["bias"], c["labels"])
-    guess = torch.tensor(1.0)
+    guess = torch.ones_like(c["tangent"])
     known = head_kernels.known_columns(c["wt"].shape[1], share, c["columns"])
     last = (*c["how"], torch.float32, c["rows"])
     loss, weight, statistics, hidden, first = ops.forward_with_guess(*operands, guess, *last, known)
@@ -89,7 +104,8 @@ def test_slices_have_the_bits_of_the_whole_wherever_the_facts_hold(first: int) -
             expected = eager(c["h"], c["wt"], c["bias"], c["labels"], c["how"], c["tangent"])
             (n, d), v = c["h"].shape, c["wt"].shape[1]
             strides = tuple(c["h"].stride()), tuple(c["wt"].stride())
-            sizes = HeadSizes(n, d, v, c["h"].dtype, torch.float32, *strides, c["bias"] is not None, c["how"][0], "cpu")
+            kind = (c["h"].dtype, torch.float32, *strides, c["bias"] is not None, c["how"][0], "cpu")
+            sizes = HeadSizes(n, d, v, *kind, cut=tuple(c["how"][2]))
             softmax = [fact.holds() for fact in softmax_facts(sizes, c["rows"], [c["columns"]])]
             if all(softmax[:2]):
                 assert all(map(torch.equal, kept(c), expected)), seed
@@ -107,6 +123,7 @@ def test_slices_have_the_bits_of_the_whole_wherever_the_facts_hold(first: int) -
 def test_edges(labels: str) -> None:
     c = drawn(4) | {"tangent": torch.tensor(1.0)}
     ignored = c["how"][1]
+    c["how"] = (1, *c["how"][1:])
     if labels == "all ignored":
         c["labels"] = torch.full_like(c["labels"], ignored)
     elif labels == "one left":
@@ -127,14 +144,14 @@ def test_a_retained_graph_is_not_written_over() -> None:
     class Head(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, h: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-            loss, weight, buffer = ops.forward_that_keeps(h, wt, None, labels, 1, -100, torch.float32, 32)
+            loss, weight, buffer = ops.forward_that_keeps(h, wt, None, labels, 1, -100, [], torch.float32, 32)
             ctx.save_for_backward(h, wt, labels, weight, buffer)
             return loss
 
         @staticmethod
         def backward(ctx: Any, tangent: Tensor) -> Any:
             h, wt, labels, weight, buffer = ctx.saved_tensors
-            last = (1, -100, torch.float32, 32, True)
+            last = (1, -100, [], torch.float32, 32, True)
             hidden, _, _ = ops.backward_over_kept(buffer, h, wt, None, labels, tangent, weight, *last)
             return hidden, None, None
 

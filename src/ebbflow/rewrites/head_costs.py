@@ -50,7 +50,7 @@ def _column_bytes(head: Head, columns: int) -> int:
 
 def _vectors(head: Head) -> int:
     """Of masks and statistics, a few numbers per row."""
-    return 48 * head.sizes.rows + _SCALARS_BYTES
+    return (80 if head.sizes.cut else 48) * head.sizes.rows + _SCALARS_BYTES
 
 
 def guess_workspace_bytes(head: Head, rewrite: Rewrite) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.rewrites.facts import Fact, normal
+from ebbflow.rewrites.head_cuts import read, rows_read
 from ebbflow.rewrites.spans import LEAST, spans
 
 __all__ = ["HeadSizes", "column_facts", "row_facts", "softmax_facts"]
@@ -30,8 +31,9 @@ class HeadSizes:
         h_stride: of the hidden states, in elements.
         wt_stride: of the transposed weight (D x V).
         bias: whether there is one.
-        reduction: 1 for the mean, 2 for the sum.
+        reduction: 0 for none, 1 for the mean, 2 for the sum.
         device: type.
+        cut: which rows the loss reads (``head_cuts``).
     """
 
     rows: int
@@ -44,6 +46,7 @@ class HeadSizes:
     bias: bool
     reduction: int
     device: str
+    cut: tuple[int, ...] = ()
 
     @property
     def logits_bytes(self) -> int:
@@ -78,7 +81,8 @@ class HeadSizes:
     def __str__(self) -> str:
         kind = f"{str(self.dtype).removeprefix('torch.')}>{str(self.softmax).removeprefix('torch.')}"
         shapes = f"h[{self.rows},{self.width}]:{list(self.h_stride)} wt[{self.width},{self.vocabulary}]"
-        return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}"
+        cut = f" cut={list(self.cut)}" if self.cut else ""
+        return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}{cut}"
 
 
 # -- made-up operands ---------------------------------------------------------------------------------------------
@@ -192,12 +196,16 @@ def softmax_facts(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Iterat
         f"loss {sizes}",
         "the loss of the targets' log-probabilities",
         2 * sizes.rows * _FEW_CLASSES * sizes.softmax.itemsize,
-        lambda: _loss_holds(replace(sizes, vocabulary=min(sizes.vocabulary, _FEW_CLASSES))),
+        lambda: _loss_holds(
+            replace(
+                sizes, rows=rows_read(sizes.rows, sizes.cut), vocabulary=min(sizes.vocabulary, _FEW_CLASSES), cut=()
+            )
+        ),
     )
-    few = replace(sizes, rows=min(sizes.rows, _FEW_SLICES * max(rows, LEAST)))
+    few = replace(sizes, rows=min(sizes.rows, _FEW_SLICES * max(rows, LEAST)), cut=())
     yield _rows_fact(sizes, rows, _rows_fact(few, rows, None))
     for size in columns:
-        yield _columns_fact(sizes, size, _columns_fact(few, size, None))
+        yield _columns_fact(replace(sizes, cut=()), size, _columns_fact(few, size, None))
 
 
 def _rows_fact(sizes: HeadSizes, rows: int, smaller: Fact | None) -> Fact:
@@ -205,7 +213,7 @@ def _rows_fact(sizes: HeadSizes, rows: int, smaller: Fact | None) -> Fact:
     return Fact(
         f"rows of softmax {sizes} by {rows}",
         f"{rows} rows of the softmax at a time",
-        2 * sizes.softmax_bytes + 2 * part,
+        (3 if sizes.cut else 2) * sizes.softmax_bytes + 2 * part,
         lambda: _rows_hold(sizes, rows),
         smaller,
     )
@@ -223,11 +231,12 @@ def _columns_fact(sizes: HeadSizes, columns: int, smaller: Fact | None) -> Fact:
 
 
 def _made(sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels of which some are ignored, and the gradient of the loss."""
+    """Logits, labels of which some are ignored, and the gradient of the loss: one, or one for each row."""
     x = _normal_logits(sizes, sizes.softmax, 5)
     labels = torch.arange(sizes.rows, device=sizes.device) * 7919 % sizes.vocabulary
     labels[::11] = _IGNORED
-    return x, labels, torch.full((), 0.37, dtype=sizes.softmax, device=sizes.device)
+    shape = () if sizes.reduction else (sizes.rows,)
+    return x, labels, torch.full(shape, 0.37, dtype=sizes.softmax, device=sizes.device)
 
 
 def _column(softmax: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,15 +261,24 @@ def _gradient(sizes: HeadSizes, softmax: Tensor, labels: Tensor, tangent: Tensor
 
 
 def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
-    x, labels, tangent = _made(sizes)
-    whole = _aten._log_softmax(x, 1, False)
-    slices = spans(sizes.rows, rows)
-    if not all(torch.equal(_aten._log_softmax(x[a:b], 1, False), whole[a:b]) for a, b in slices):
-        return False
+    x, labels, tangent = _made(replace(sizes, rows=rows_read(sizes.rows, sizes.cut), cut=()))
+    if sizes.cut:
+        x = _normal_logits(sizes, sizes.softmax, 5)
+    whole = _aten._log_softmax(read(x, sizes.cut), 1, False)
+    places = read(torch.arange(sizes.rows, device=sizes.device), sizes.cut)
+    slices: list[tuple[int, int]] = []
+    for a, b in spans(sizes.rows, rows):
+        first, end = torch.searchsorted(places, torch.tensor([a, b], device=places.device)).tolist()
+        part = _aten._log_softmax(x[a:b], 1, False)
+        if not torch.equal(part[places[first:end] - a] if sizes.cut else part, whole[first:end]):
+            return False
+        slices.append((first, end))
+        del part
     del x
     gradient, weight = _gradient(sizes, whole, labels, tangent)
     for a, b in slices:
-        part = _aten.nll_loss_backward(tangent, whole[a:b], labels[a:b], None, sizes.reduction, _IGNORED, weight)
+        dy = tangent if sizes.reduction else tangent[a:b]
+        part = _aten.nll_loss_backward(dy, whole[a:b], labels[a:b], None, sizes.reduction, _IGNORED, weight)
         if not torch.equal(_aten._log_softmax_backward_data(part, whole[a:b], 1, sizes.softmax), gradient[a:b]):
             return False
     return True

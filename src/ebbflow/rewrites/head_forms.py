@@ -25,6 +25,7 @@ from ebbflow.rewrites.heads import VIEWS, Head, find_heads
 from ebbflow.rewrites.spans import LEAST
 from ebbflow.step.rewrite import Rewrite
 from ebbflow.torch_seams.aot import is_tangent
+from ebbflow.torch_seams.dispatcher import OpOverload
 from ebbflow.torch_seams.fake_tensors import mode_of
 from ebbflow.torch_seams.trees import tree_leaves
 
@@ -148,7 +149,7 @@ class _Writer:
         self.graph, self.nodes, self.head = graph, nodes, head
         self.form, self.settings = rewrite.form, dict(rewrite.settings)
         self.operands = tuple(self._of(each) for each in (head.h, head.wt, head.bias, head.labels))
-        self.how = (head.reduction, head.ignore_index)
+        self.how = (head.reduction, head.ignore_index, list(head.sizes.cut))
         self.dtype = head.sizes.softmax
 
     def write(self) -> None:
@@ -217,7 +218,9 @@ class _Writer:
         others = [self._element(made, index) for index in range(1, len(made.meta["val"]))]
         for user in list(loss.users):
             assert user.target is operator.getitem
-            user.replace_all_uses_with(self._element(made, 0) if user.args[1] == 0 else others[0])
+            new = self._element(made, 0) if user.args[1] == 0 else others[0]
+            user.replace_all_uses_with(new)
+            self._renew_views(new)
         return others
 
     def _guess(self) -> fx.Node:
@@ -281,7 +284,8 @@ class _Writer:
         """Give views of ``node`` values that are views of its value: what shares memory is told by these."""
         for user in node.users:
             value = user.meta.get("val")
-            if user.target not in VIEWS or not isinstance(value, torch.Tensor):
+            views = user.target in VIEWS or (isinstance(user.target, OpOverload) and user.target.is_view)
+            if not views or not isinstance(value, torch.Tensor):
                 continue
             self._renew(user)
             self._renew_views(user)

@@ -14,15 +14,20 @@ whole, where slices of a product are the rows or columns of the whole product (`
 5. The gradient of the hidden states needs the gradient of the loss, which the forward does not know. It may guess: it
    is 1 where the loss is what ``backward()`` is called on. A wrong guess costs another pass over the rows.
 
-``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` N. ``dtype`` is that of the
-softmax; ``reduction`` 1 is the mean, 2 the sum. Sizes of slices are ``rows`` and ``columns``.
+``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` as many as ``cut`` leaves of
+N (``head_cuts``). ``dtype`` is that of the softmax; ``reduction`` 0 is none (the loss and its gradient are vectors), 1
+the mean, 2 the sum. Sizes of slices are ``rows`` and ``columns``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from ebbflow.rewrites.head_cuts import clear_unread, read, spread
 from ebbflow.rewrites.spans import spans
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
 from ebbflow.torch_seams.graphs import ASSERTS_TRUE
@@ -55,22 +60,43 @@ def _softmax_rows(h: Tensor, wt: Tensor, bias: Tensor | None, dtype: torch.dtype
     return _aten._log_softmax(_logits(h, wt, bias).to(dtype), 1, False)
 
 
-def _column(target: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Target log-probabilities and labels of definition 2."""
-    return target.unsqueeze(1), torch.where(labels == ignore_index, _IGNORED, 0)
+class _Loss(NamedTuple):
+    """How a head's loss is made of its labels, spread over all rows."""
+
+    labels: Tensor
+    reduction: int
+    ignore_index: int
+    cut: Sequence[int]
 
 
-def _loss(target: Tensor, labels: Tensor, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    column, classes = _column(target, labels, ignore_index)
-    return _aten.nll_loss_forward(column, classes, None, reduction, _IGNORED)
+def _loss_of(h: Tensor, labels: Tensor, reduction: int, ignore_index: int, cut: Sequence[int]) -> _Loss:
+    """Rows that are not read are as ignored ones."""
+    return _Loss(spread(labels, cut, h.shape[0], ignore_index), reduction, ignore_index, cut)
 
 
-def _gradient_rows(
-    softmax: Tensor, labels: Tensor, tangent: Tensor, total_weight: Tensor, reduction: int, ignore_index: int
-) -> Tensor:
-    """The gradient of the logits of some rows, in the type of the softmax."""
-    gradient = _aten.nll_loss_backward(tangent, softmax, labels, None, reduction, ignore_index, total_weight)
-    return _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
+def _tangents(how: _Loss, tangent: Tensor) -> Tensor:
+    """One for all rows, or one for each."""
+    return tangent if how.reduction else spread(tangent, how.cut, how.labels.shape[0], 0.0)
+
+
+def _classes(how: _Loss) -> Tensor:
+    """Labels of definition 2."""
+    return torch.where(how.labels == how.ignore_index, _IGNORED, 0)
+
+
+def _loss(target: Tensor, how: _Loss) -> tuple[Tensor, Tensor]:
+    """Loss and total weight, from the log-probabilities of all rows' targets."""
+    column, classes = read(target, how.cut).unsqueeze(1), read(_classes(how), how.cut)
+    return _aten.nll_loss_forward(column, classes, None, how.reduction, _IGNORED)
+
+
+def _gradient_rows(softmax: Tensor, how: _Loss, tangents: Tensor, total_weight: Tensor, a: int, b: int) -> Tensor:
+    """The gradient of the logits of rows ``a`` to ``b``, in the type of the softmax."""
+    tangent = tangents if how.reduction else tangents[a:b]
+    gradient = _aten.nll_loss_backward(
+        tangent, softmax, how.labels[a:b], None, how.reduction, how.ignore_index, total_weight
+    )
+    return clear_unread(_aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype), how.cut, a)
 
 
 def _refuse_other_labels(labels: Tensor, classes: int, ignore_index: int) -> None:
@@ -102,18 +128,17 @@ def _hidden_gradient(
     h: Tensor,
     wt: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    how: _Loss,
     tangent: Tensor,
     total_weight: Tensor,
-    reduction: int,
-    ignore_index: int,
     dtype: torch.dtype,
     rows: int,
 ) -> Tensor:
     gradient = torch.empty_like(h, memory_format=torch.contiguous_format)
+    tangents = _tangents(how, tangent)
     for a, b in spans(h.shape[0], rows):
         softmax = _softmax_rows(h[a:b], wt, bias, dtype)
-        part = _gradient_rows(softmax, labels[a:b], tangent, total_weight, reduction, ignore_index)
+        part = _gradient_rows(softmax, how, tangents, total_weight, a, b)
         del softmax
         torch.mm(part.to(h.dtype), wt.t(), out=gradient[a:b])
         del part
@@ -124,7 +149,7 @@ def _gradient_columns(
     h: Tensor,
     wt: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    how: _Loss,
     statistics: Tensor,
     at_target: Tensor,
     begin: int,
@@ -135,38 +160,37 @@ def _gradient_columns(
     softmax = statistics.new_empty((h.shape[0], width + 1))
     softmax[:, :width] = _logits(h, wt[:, begin:end], None if bias is None else bias[begin:end])
     softmax[:, :width].sub_(statistics[MAX].unsqueeze(1)).add_(statistics[LOG_SUM].unsqueeze(1))
+    labels = how.labels
     inside = (labels >= begin) & (labels < end)
     softmax[:, width] = torch.where(inside, float("-inf"), statistics[TARGET])
     gradient = torch.zeros_like(softmax)
     gradient.scatter_(1, torch.where(inside, labels - begin, width).unsqueeze(1), at_target)
     whole = _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
     del gradient, softmax
-    return whole[:, :width].to(h.dtype)
+    return clear_unread(whole, how.cut, 0)[:, :width].to(h.dtype)
 
 
 def _gradients_by_columns(
     h: Tensor,
     wt: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    how: _Loss,
     statistics: Tensor,
     tangent: Tensor,
     total_weight: Tensor,
-    reduction: int,
-    ignore_index: int,
     known: Tensor | None,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight (V x D) and bias; ``known`` are the first columns of the gradient of the logits."""
-    column, classes = _column(statistics[TARGET], labels, ignore_index)
-    at_target = _aten.nll_loss_backward(tangent, column, classes, None, reduction, _IGNORED, total_weight)
+    column, tangents = statistics[TARGET].unsqueeze(1), _tangents(how, tangent)
+    at_target = _aten.nll_loss_backward(tangents, column, _classes(how), None, how.reduction, _IGNORED, total_weight)
     weight = h.new_empty((wt.shape[1], h.shape[1]))
     sums = h.new_empty((0 if bias is None else wt.shape[1],))
     for a, b in spans(wt.shape[1], columns):
         if known is not None and b <= known.shape[1]:
             part = known[:, a:b]
         else:
-            part = _gradient_columns(h, wt, bias, labels, statistics, at_target, a, b)
+            part = _gradient_columns(h, wt, bias, how, statistics, at_target, a, b)
         torch.mm(part.t(), h, out=weight[a:b])
         if bias is not None:
             torch.sum(part, [0], out=sums[a:b])
@@ -190,25 +214,31 @@ def forward_by_rows(
     labels: Tensor,
     reduction: int,
     ignore_index: int,
+    cut: Sequence[int],
     dtype: torch.dtype,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, total weight and statistics (definitions 1 and 2)."""
     _refuse_other_labels(labels, wt.shape[1], ignore_index)
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
         logits = _logits(h[a:b], wt, bias).to(dtype)
         softmax = _aten._log_softmax(logits, 1, False)
-        statistics[:, a:b] = _statistics(logits, softmax, labels[a:b])
+        statistics[:, a:b] = _statistics(logits, softmax, how.labels[a:b])
         del logits, softmax
-    loss, total_weight = _loss(statistics[TARGET], labels, reduction, ignore_index)
+    loss, total_weight = _loss(statistics[TARGET], how)
     return loss, total_weight, statistics
 
 
+def _losses(h: Tensor, labels: Tensor, reduction: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Loss and total weight, without numbers."""
+    return h.new_empty((labels.shape[0],) if reduction == 0 else (), dtype=dtype), h.new_empty((), dtype=dtype)
+
+
 @forward_by_rows.register_fake
-def _(h, wt, bias, labels, reduction, ignore_index, dtype, rows):  # type: ignore[no-untyped-def]
-    scalar = h.new_empty((), dtype=dtype)
-    return scalar, torch.empty_like(scalar), h.new_empty((3, h.shape[0]), dtype=dtype)
+def _(h, wt, bias, labels, reduction, ignore_index, cut, dtype, rows):  # type: ignore[no-untyped-def]
+    return *_losses(h, labels, reduction, dtype), h.new_empty((3, h.shape[0]), dtype=dtype)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::forward_with_guess", mutates_args=())
@@ -220,37 +250,39 @@ def forward_with_guess(
     guess: Tensor,
     reduction: int,
     ignore_index: int,
+    cut: Sequence[int],
     dtype: torch.dtype,
     rows: int,
     known: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, total weight, statistics; by the guess, the gradient of ``h`` and ``known`` columns of the logits'."""
     _refuse_other_labels(labels, wt.shape[1], ignore_index)
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     first = h.new_empty((h.shape[0], known))
-    total_weight = _loss(statistics.new_zeros(h.shape[0]), labels, reduction, ignore_index)[1]
+    total_weight = _loss(statistics.new_zeros(h.shape[0]), how)[1]
+    tangents = _tangents(how, guess)
     for a, b in spans(h.shape[0], rows):
         logits = _logits(h[a:b], wt, bias).to(dtype)
         softmax = _aten._log_softmax(logits, 1, False)
-        statistics[:, a:b] = _statistics(logits, softmax, labels[a:b])
+        statistics[:, a:b] = _statistics(logits, softmax, how.labels[a:b])
         del logits
-        part = _gradient_rows(softmax, labels[a:b], guess, total_weight, reduction, ignore_index)
+        part = _gradient_rows(softmax, how, tangents, total_weight, a, b)
         del softmax
         part = part.to(h.dtype)
         torch.mm(part, wt.t(), out=hidden[a:b])
         first[a:b] = part[:, :known]
         del part
-    loss, total_weight = _loss(statistics[TARGET], labels, reduction, ignore_index)
+    loss, total_weight = _loss(statistics[TARGET], how)
     return loss, total_weight, statistics, hidden, first
 
 
 @forward_with_guess.register_fake
-def _(h, wt, bias, labels, guess, reduction, ignore_index, dtype, rows, known):  # type: ignore[no-untyped-def]
-    scalar = h.new_empty((), dtype=dtype)
+def _(h, wt, bias, labels, guess, reduction, ignore_index, cut, dtype, rows, known):  # type: ignore[no-untyped-def]
     statistics = h.new_empty((3, h.shape[0]), dtype=dtype)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
-    return scalar, torch.empty_like(scalar), statistics, hidden, h.new_empty((h.shape[0], known))
+    return *_losses(h, labels, reduction, dtype), statistics, hidden, h.new_empty((h.shape[0], known))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::forward_that_keeps", mutates_args=())
@@ -261,27 +293,28 @@ def forward_that_keeps(
     labels: Tensor,
     reduction: int,
     ignore_index: int,
+    cut: Sequence[int],
     dtype: torch.dtype,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, total weight, and the log-softmax, or the logits where these have another type (definition 4)."""
     _refuse_other_labels(labels, wt.shape[1], ignore_index)
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
     kept = _logits(h, wt, bias)
     target = torch.empty(h.shape[0], dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
         softmax = _aten._log_softmax(kept[a:b].to(dtype), 1, False)
-        target[a:b] = _targets(softmax, labels[a:b])
+        target[a:b] = _targets(softmax, how.labels[a:b])
         if kept.dtype == dtype:
             kept[a:b] = softmax
         del softmax
-    loss, total_weight = _loss(target, labels, reduction, ignore_index)
+    loss, total_weight = _loss(target, how)
     return loss, total_weight, kept
 
 
 @forward_that_keeps.register_fake
-def _(h, wt, bias, labels, reduction, ignore_index, dtype, rows):  # type: ignore[no-untyped-def]
-    scalar = h.new_empty((), dtype=dtype)
-    return scalar, torch.empty_like(scalar), h.new_empty((h.shape[0], wt.shape[1]))
+def _(h, wt, bias, labels, reduction, ignore_index, cut, dtype, rows):  # type: ignore[no-untyped-def]
+    return *_losses(h, labels, reduction, dtype), h.new_empty((h.shape[0], wt.shape[1]))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::backward_over_kept", mutates_args=())  # capture.traits says that it writes
@@ -295,6 +328,7 @@ def backward_over_kept(
     total_weight: Tensor,
     reduction: int,
     ignore_index: int,
+    cut: Sequence[int],
     dtype: torch.dtype,
     rows: int,
     trains: bool,
@@ -305,9 +339,11 @@ def backward_over_kept(
     """
     if in_backward() and keeps_graph():
         kept = kept.clone()
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    tangents = _tangents(how, tangent)
     for a, b in spans(h.shape[0], rows):
         softmax = kept[a:b] if kept.dtype == dtype else _aten._log_softmax(kept[a:b].to(dtype), 1, False)
-        kept[a:b] = _gradient_rows(softmax, labels[a:b], tangent, total_weight, reduction, ignore_index)
+        kept[a:b] = _gradient_rows(softmax, how, tangents, total_weight, a, b)
         del softmax
     hidden = torch.mm(kept, wt.t())
     if not trains:
@@ -317,7 +353,7 @@ def backward_over_kept(
 
 
 @backward_over_kept.register_fake
-def _(kept, h, wt, bias, labels, tangent, total_weight, reduction, ignore_index, dtype, rows, trains):  # type: ignore[no-untyped-def]
+def _(kept, h, wt, bias, labels, tangent, total_weight, reduction, ignore_index, cut, dtype, rows, trains):  # type: ignore[no-untyped-def]
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     if not trains:
         return hidden, h.new_empty((0,)), h.new_empty((0,))
@@ -334,11 +370,13 @@ def backward_by_rows(
     total_weight: Tensor,
     reduction: int,
     ignore_index: int,
+    cut: Sequence[int],
     dtype: torch.dtype,
     rows: int,
 ) -> Tensor:
     """The gradient of ``h`` (definition 1)."""
-    return _hidden_gradient(h, wt, bias, labels, tangent, total_weight, reduction, ignore_index, dtype, rows)
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    return _hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::settle_guess", mutates_args=())
@@ -353,13 +391,15 @@ def settle_guess(
     total_weight: Tensor,
     reduction: int,
     ignore_index: int,
+    cut: Sequence[int],
     dtype: torch.dtype,
     rows: int,
 ) -> Tensor:
     """The gradient of ``h``: ``hidden`` if the guess was right, else made anew (definition 5)."""
     if torch.equal(guess, tangent):
         return hidden.clone()
-    return _hidden_gradient(h, wt, bias, labels, tangent, total_weight, reduction, ignore_index, dtype, rows)
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    return _hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
 
 
 @backward_by_rows.register_fake
@@ -383,12 +423,12 @@ def backward_by_columns(
     total_weight: Tensor,
     reduction: int,
     ignore_index: int,
+    cut: Sequence[int],
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight (V x D) and bias (definition 3)."""
-    return _gradients_by_columns(
-        h, wt, bias, labels, statistics, tangent, total_weight, reduction, ignore_index, None, columns
-    )
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    return _gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, None, columns)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::backward_by_other_columns", mutates_args=())
@@ -404,13 +444,13 @@ def backward_by_other_columns(
     total_weight: Tensor,
     reduction: int,
     ignore_index: int,
+    cut: Sequence[int],
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The same where the first columns of the logits' gradient are known if the guess was right."""
     first = known if torch.equal(guess, tangent) else None
-    return _gradients_by_columns(
-        h, wt, bias, labels, statistics, tangent, total_weight, reduction, ignore_index, first, columns
-    )
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    return _gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, first, columns)
 
 
 def _two(h: Tensor, wt: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

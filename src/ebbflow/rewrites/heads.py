@@ -2,16 +2,18 @@
 
 1. A node is *seen through views* that keep the order of elements (``view``, ``detach`` and the like): they name the
    same numbers.
-2. A *head* is the product, a cast of it or none, its log-softmax over the last of two dimensions, the negative
-   log-likelihood of class indices by mean or sum, and their backward as autograd writes it, down to the products that
-   make the gradients of the hidden states and of the weight.
+2. A *head* is the product, a cast of it or none, a cut of its rows or none (``head_cuts``), its log-softmax over the
+   last dimension, the negative log-likelihood of class indices by mean, sum or none, and their backward as autograd
+   writes it, down to the products that make the gradients of the hidden states and of the weight.
 3. What looks alike and is none is *left*, with the reason and what would change that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import fx
 
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.origin import module_of, source_of
+from ebbflow.rewrites.head_cuts import rows_read
 from ebbflow.rewrites.head_facts import HeadSizes
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.torch_seams.graphs import arguments_of
@@ -37,7 +40,6 @@ _SAME_ORDER = frozenset(
 )
 VIEWS = _SAME_ORDER | {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.slice.Tensor}
 """What is made of the gradients that a head gives, without new memory."""
-_REDUCTIONS = (1, 2)
 _LITTLE = 0.01
 """Of the step's unplanned peak above its start: a head that holds less decides nothing."""
 
@@ -75,9 +77,9 @@ class Head:
         weight_gradient: makes that of the weight, V x D; ``None`` where it is frozen.
         bias_gradient: makes that of the bias, 1 x V; ``None`` where there is none or it is frozen.
         returned: outputs of the forward that are the logits.
-        reduction: 1 for the mean, 2 for the sum.
+        reduction: 0 for none, 1 for the mean, 2 for the sum.
         ignore_index: the label that does not count.
-        sizes: N, D, V and what else kernels depend on.
+        sizes: N, D, V and what else kernels depend on, the cut among it.
     """
 
     product: fx.Node
@@ -120,7 +122,42 @@ def find_heads(captured: Captured) -> tuple[list[Head], list[Left]]:
             left.append(Left(source_of(node), str(error)))
     for node in captured.graph.find_nodes(op="call_function", target=_aten.nll_loss2d_forward.default):
         left.append(Left(source_of(node), "classes are not the last dimension: flatten to N x V and N"))
-    return heads, left
+    return heads, [*left, *_other_losses(captured)]
+
+
+def _other_losses(captured: Captured) -> Iterator[Left]:
+    """Products of which something else is made where ``cross_entropy`` makes a loss, as large as matters."""
+    losses = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+    known = {_source_of(node) for each in losses for node in captured.graph.find_nodes(op="call_function", target=each)}
+    for node in captured.graph.nodes:
+        if _is_call(node, _aten._log_softmax.default, _aten.logsumexp.default):
+            source, dimensions = _source_of(arguments_of(node)[0]), arguments_of(node)[1]
+            over = dimensions[0] if isinstance(dimensions, Sequence) else dimensions
+            value = arguments_of(node)[0].meta["val"]
+            product = _is_call(source, _aten.mm.default, _aten.addmm.default)
+            if not product or source in known or over % value.dim() != value.dim() - 1:
+                continue
+            known.add(source)
+            if 3 * value.numel() * value.itemsize >= _LITTLE * unplanned_bytes(captured.program):
+                why = "a loss of its own, or one of soft labels: cross_entropy or NLLLoss of class indices is rewritten"
+                yield Left(source_of(node), why)
+
+
+def _source_of(node: Any) -> Any:
+    """What ``node``, a loss or its logits, is made of, whatever lies between as a view, a copy, a cut or a softmax."""
+    between = (
+        _aten._to_copy.default,
+        _aten.clone.default,
+        _aten.slice.Tensor,
+        _aten.transpose.int,
+        _aten.permute.default,
+        _aten._log_softmax.default,
+        _aten.nll_loss_forward.default,
+        _aten.nll_loss2d_forward.default,
+    )
+    while _is_call(node, *between, *_SAME_ORDER):
+        node = arguments_of(node)[0]
+    return node
 
 
 def worthwhile_heads(captured: Captured) -> list[Head]:
@@ -161,13 +198,63 @@ def _changes_type_only(copy: fx.Node) -> bool:
     return known and before.device == after.device and before.stride() == after.stride()
 
 
-def _cast_of(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """What ``node`` is a copy of in another floating-point type, and that copy; itself where it is none."""
+@dataclass(frozen=True)
+class _Way:
+    """From a product to what its log-softmax reads.
+
+    Attributes:
+        product: makes the logits.
+        steps: what is made of them, one from the other, in order: a cast, a slice, a copy of the slice.
+        cast: the first of them, or ``None``.
+        cut: the slice, or ``None``.
+    """
+
+    product: fx.Node
+    steps: tuple[fx.Node, ...]
+    cast: fx.Node | None
+    cut: fx.Node | None
+
+
+def _way_to(node: fx.Node) -> _Way:
+    steps: list[fx.Node] = []
+    found: dict[object, fx.Node] = {}
     made = _seen_through(node)
-    if not _is_call(made, _aten._to_copy.default):
-        return made, None
-    _require(_changes_type_only(made), "the logits are copied to another device or layout before the loss")
-    return _seen_through(arguments_of(made)[0]), made
+    while _is_call(made, _aten._to_copy.default, _aten.slice.Tensor, _aten.clone.default):
+        kind = made.target
+        if kind is _aten.clone.default:
+            source = _seen_through(arguments_of(made)[0])
+            _require(_is_call(source, _aten.slice.Tensor), "the logits are copied before the loss")
+            kept = made.kwargs.get("memory_format", torch.contiguous_format) is torch.contiguous_format
+            _require(kept and made.meta["val"].is_contiguous(), "the logits are copied to another layout")
+        else:
+            _require(kind not in found, "logits are cut or cast more than once between product and loss")
+            found[kind] = made
+        if kind is _aten._to_copy.default:
+            _require(_changes_type_only(made), "the logits are copied to another device or layout before the loss")
+        steps.insert(0, made)
+        made = _seen_through(arguments_of(made)[0])
+    return _Way(made, tuple(steps), found.get(_aten._to_copy.default), found.get(_aten.slice.Tensor))
+
+
+def _cut_of(way: _Way) -> tuple[int, ...]:
+    """The rows that are read (``head_cuts``)."""
+    if way.cut is None:
+        return ()
+    source = arguments_of(way.cut)[0].meta["val"]
+    dimension, begin, end, step = _slice_of(way.cut)
+    _require(step == 1 and dimension < source.dim() - 1, "logits are cut along the classes, or by steps")
+    inner = math.prod(source.shape[dimension + 1 : -1])
+    return source.shape[dimension] * inner, begin * inner, end * inner
+
+
+def _slice_of(cut: fx.Node) -> tuple[Any, ...]:
+    """Dimension, begin, end and step, none of them negative."""
+    given = arguments_of(cut)
+    source, dimension, begin, end, step = (*given, *(0, None, None, 1)[len(given) - 1 :])
+    value = source.meta["val"]
+    dimension %= value.dim()
+    begin, end, _ = slice(begin, end).indices(value.shape[dimension])
+    return dimension, begin, max(begin, end), step
 
 
 def _head(captured: Captured, loss: fx.Node) -> Head:
@@ -175,14 +262,14 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     softmax = _seen_through(softmax)
     _require(_is_call(softmax, _aten._log_softmax.default), "its log-probabilities are not a log-softmax of this step")
     _require(weight is None, "classes have weights (weight=)")
-    _require(reduction in _REDUCTIONS, "it has no single value (reduction='none')")
     value = softmax.meta["val"]
-    _require(value.dim() == 2 and arguments_of(softmax)[1] in (1, -1), "classes are not the last of two dimensions")
+    _require(arguments_of(softmax)[1] in (value.dim() - 1, -1), "classes are not the last dimension")
     _require(arguments_of(softmax)[2] is False, "the softmax changes the type by itself")
-    product, cast = _cast_of(arguments_of(softmax)[0])
+    way = _way_to(arguments_of(softmax)[0])
+    product, cast = way.product, way.cast
     _require(
-        not _is_call(product, _aten.slice.Tensor, _aten.clone.default, _aten.index.Tensor),
-        "logits are cut before the loss (logits[:, :-1]): cut the tokens or hidden states, or pad and shift the labels",
+        not _is_call(product, _aten.index.Tensor, _aten.index_select.default),
+        "rows of the logits are picked before the loss: pick hidden states, or ignore labels",
     )
     _require(
         _is_call(product, _aten.mm.default, _aten.addmm.default) and not product.kwargs,
@@ -190,11 +277,15 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     )
     bias, h, wt = arguments_of(product) if len(arguments_of(product)) == 3 else (None, *arguments_of(product))
     logits = product.meta["val"]
-    _require(logits.shape == value.shape, "logits are cut or rearranged between product and loss")
+    cut = _cut_of(way)
+    _require(
+        value.shape[-1] == logits.shape[1] and value.numel() == rows_read(logits.shape[0], cut) * logits.shape[1],
+        "logits are rearranged between product and loss",
+    )
     _require(logits.is_contiguous() and value.is_contiguous(), "logits are not contiguous")
-    returned = _only_read_by(product, [cast or softmax], captured)
-    if cast is not None:
-        _require(not _only_read_by(cast, [softmax], captured), "the logits are returned in another type")
+    returned = _only_read_by(product, [*way.steps, softmax][:1], captured)
+    for step, reader in pairwise([*way.steps, softmax]):
+        _require(not _only_read_by(step, [reader], captured), "the logits are returned in another type or cut")
     backward = [user for user, _ in _readers(softmax) if _is_call(user, _aten.nll_loss_backward.default)]
     _require(len(backward) == 1, "its gradient is not made once")
     seeds = [user for user, _ in _readers(backward[0])]
@@ -204,7 +295,7 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     )
     _only_read_by(softmax, [loss, backward[0], seeds[0]], captured, returned=False)
     _require(arguments_of(seeds[0])[3] == value.dtype, "the softmax changes the type by itself")
-    hidden, weights, sums = _products(seeds[0], cast, h, wt)
+    hidden, weights, sums = _products(_back(way, seeds[0]), h, wt)
     _require(isinstance(labels, fx.Node) and labels.meta["val"].dim() == 1, "labels are no vector")
     _require(labels.meta["val"].dtype is torch.int64, "labels are not of type int64")
     h_value, wt_value = h.meta["val"], wt.meta["val"]
@@ -219,6 +310,7 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         bias=bias is not None,
         reduction=reduction,
         device=logits.device.type,
+        cut=cut,
     )
     return Head(
         product=product,
@@ -264,18 +356,34 @@ def _only_read_by(
     return tuple(dict.fromkeys(outputs))
 
 
-def _products(
-    gradient: fx.Node, cast: fx.Node | None, h: fx.Node, wt: fx.Node
-) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
-    """What makes the gradients of ``h``, of the weight and of the bias from that of the logits."""
-    source = gradient
-    if cast is not None:
+def _back(way: _Way, gradient: fx.Node) -> fx.Node:
+    """From the gradient of what the softmax reads to that of the product."""
+    for step in reversed(way.steps):
+        if step.target is _aten.clone.default:
+            continue
         readers = [user for user, _ in _readers(gradient)]
-        _require(
-            len(readers) == 1 and _is_call(readers[0], _aten._to_copy.default) and _changes_type_only(readers[0]),
-            "the gradient of the logits is not cast back once",
-        )
-        source = readers[0]
+        _require(len(readers) == 1, "the gradient of the logits has other readers")
+        (made,) = readers
+        if step is way.cast:
+            _require(
+                _is_call(made, _aten._to_copy.default) and _changes_type_only(made),
+                "the gradient of the logits is not cast back once",
+            )
+        else:
+            _require(_is_call(made, _aten.slice_backward.default), "the gradient of the logits is not spread again")
+            _, sizes, dimension, begin, end, by = arguments_of(made)
+            source = arguments_of(step)[0].meta["val"]
+            given = (dimension % source.dim(), *slice(begin, end).indices(source.shape[dimension])[:2], by)
+            _require(
+                list(sizes) == list(source.shape) and given == _slice_of(step),
+                "the gradient of the logits is spread in another way",
+            )
+        gradient = made
+    return gradient
+
+
+def _products(source: fx.Node, h: fx.Node, wt: fx.Node) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
+    """What makes the gradients of ``h``, of the weight and of the bias from that of the product."""
     hidden: list[fx.Node] = []
     weights: list[fx.Node] = []
     sums: list[fx.Node] = []

@@ -149,7 +149,12 @@ class _Proof:
         """The head whose operands and constants these are."""
         for head in self.heads:
             operands = {"h": head.h, "wt": head.wt, "bias": head.bias, "labels": head.labels}
-            constants = {"reduction": head.reduction, "ignore_index": head.ignore_index, "dtype": head.sizes.softmax}
+            constants = {
+                "reduction": head.reduction,
+                "ignore_index": head.ignore_index,
+                "cut": list(head.sizes.cut),
+                "dtype": head.sizes.softmax,
+            }
             if all(_same(self._claim(given[name]), each) for name, each in operands.items()) and all(
                 given.get(name, each) == each for name, each in constants.items()
             ):
