@@ -265,7 +265,7 @@ def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
     if sizes.cut:
         x = _normal_logits(sizes, sizes.softmax, 5)
     whole = _aten._log_softmax(read(x, sizes.cut), 1, False)
-    places = read(torch.arange(sizes.rows, device=sizes.device), sizes.cut)
+    places = read(torch.arange(sizes.rows, device=sizes.device), sizes.cut).contiguous()
     slices: list[tuple[int, int]] = []
     for a, b in spans(sizes.rows, rows):
         first, end = torch.searchsorted(places, torch.tensor([a, b], device=places.device)).tolist()

@@ -250,7 +250,8 @@ def _cut_of(way: _Way) -> tuple[int, ...]:
 def _slice_of(cut: fx.Node) -> tuple[Any, ...]:
     """Dimension, begin, end and step, none of them negative."""
     given = arguments_of(cut)
-    source, dimension, begin, end, step = (*given, *(0, None, None, 1)[len(given) - 1 :])
+    filled: tuple[Any, ...] = (*given, *(0, None, None, 1)[len(given) - 1 :])
+    source, dimension, begin, end, step = filled
     value = source.meta["val"]
     dimension %= value.dim()
     begin, end, _ = slice(begin, end).indices(value.shape[dimension])
