@@ -122,7 +122,7 @@ def test_slices_have_the_bits_of_the_whole_wherever_the_facts_hold(first: int) -
 @pytest.mark.parametrize("labels", ["all ignored", "one left", "ties", "infinite"])
 @pytest.mark.parametrize("seed", [2, 11])  # all rows are read; those with infinite numbers are not
 def test_edges(labels: str, seed: int) -> None:
-    c = drawn(seed) | {"tangent": torch.tensor(1.0)}
+    c = drawn(seed) | {"bias": None, "tangent": torch.tensor(1.0)}
     ignored = c["how"][1]
     c["how"] = (1, *c["how"][1:])
     if labels == "all ignored":
