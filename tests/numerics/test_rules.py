@@ -68,6 +68,20 @@ def conv(channels: int = 8) -> nn.Conv2d:
     return nn.Conv2d(channels, channels, 3, padding=1)
 
 
+# -- kernels that take more than their description ---------------------------------------------------------
+
+
+@case("grouped products")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([10, 20, 45, 64], dtype=torch.int32)
+        for _ in range(3):
+            x = F.grouped_mm(F.gelu(F.grouped_mm(x, m.up, offs=ends)), m.down, offs=ends)
+        return x.square().mean()
+
+    return Written(body, up=nn.Parameter(torch.randn(4, 32, 44)), down=nn.Parameter(torch.randn(4, 44, 32))), (rows(),)
+
+
 # -- mutated buffers ----------------------------------------------------------------------------------------
 
 

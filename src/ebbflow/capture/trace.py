@@ -30,6 +30,7 @@ from ebbflow.capture.rules.checks import CHECK_TRUE, assertions_as_ops, factoris
 from ebbflow.capture.rules.ctc import ctc_with_sizes
 from ebbflow.capture.rules.dropout import dropout_as_eager
 from ebbflow.capture.rules.eager_kernels import eager_kernels
+from ebbflow.capture.rules.grouped_products import true_grouped_products
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
@@ -215,6 +216,7 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         factorisation_checks_as_ops(),
         dropout_as_eager() if here else nullcontext(),
         true_norms() if here else nullcontext(),
+        true_grouped_products() if here else nullcontext(),
         byte_labels(),
         nullcontext() if cuda is None else cuda_kernels(cuda),
     ):

@@ -2,8 +2,8 @@
 
 Rules come in four kinds, by when they act (``trace`` opens or calls each):
 1. While the step is traced, a context corrects what torch would do: kernels that a trace would decompose
-   (``eager_kernels``), descriptions of results (``layouts``, ``norm_dtypes``, ``byte_labels``), draws (``dropout``),
-   what sizes may be asked (``ctc``). They are opened in ``trace.capture_settings``.
+   (``eager_kernels``), descriptions of results (``layouts``, ``norm_dtypes``, ``grouped_products``, ``byte_labels``),
+   draws (``dropout``), what sizes may be asked (``ctc``). They are opened in ``trace.capture_settings``.
 2. Dynamo's graph is rewritten before AOTAutograd sees it: ``checks``, ``recurrent`` (the backend of
    ``trace.compile_step``).
 3. The joint graph is rewritten before it is read: ``uninitialised``, ``batch_norm``, ``copy_back``,
