@@ -332,8 +332,8 @@ class Plan:
             raise PlanFileError(
                 f"{path} is not a plan file; make one with Plan.save or `ebbflow plan --out`", path=path
             )
-        if data["schema"] not in (_REWRITTEN_SCHEMA, *_READABLE):
-            readable = " and ".join(map(repr, _READABLE))
+        if data["schema"] not in (known := (_REWRITTEN_SCHEMA, *_READABLE)):
+            readable = " and ".join(map(repr, known))
             raise PlanMismatch(
                 f"{path} has schema {data['schema']!r}, this version reads {readable}; plan anew",
                 differences=[f"schema: plan {data['schema']!r}, here {SCHEMA!r}"],
