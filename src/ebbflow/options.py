@@ -49,6 +49,8 @@ _RULES = {
     "none": (),
 }
 """Of ``rewrites``, by their names (``rewrites.choices``)."""
+SECOND_PASS = "second-pass"
+"""The one that is used whatever is asked for, where updates wait for all gradients."""
 STEPS = ("outside", "inside")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
 
@@ -187,7 +189,8 @@ class Options:
     @property
     def rewrite_rules(self) -> tuple[str, ...]:
         """The names of the rules by which that is done."""
-        return _RULES[self.rewrites or "exact"]
+        waits = (SECOND_PASS,) if self.clipping is not None else ()
+        return (*_RULES[self.rewrites or "exact"], *waits)
 
     @property
     def every_output(self) -> bool:

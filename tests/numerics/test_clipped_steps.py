@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.numerics.test_inside_steps import Lora, Mlp, Tied, adamw, floats, outcome, sgd, tokens
+from tests.numerics.test_inside_steps import Deep, Lora, Mlp, Tied, adamw, floats, outcome, sgd, tokens
 from torch import Tensor, nn
 
 import ebbflow
-from ebbflow.errors import CaptureError, UsageError
+from ebbflow.engine.fitted_class import FITTED
+from ebbflow.errors import BudgetError, CaptureError, UsageError
+from ebbflow.measurement.cpu_allocations import AllocationRecorder
+from ebbflow.measurement.peak import peak_above
+from ebbflow.measurement.resident import resident_bytes
+from ebbflow.step.legality import check
+from ebbflow.zoo import GPTConfig, gpt
 
 STEPS = 20
 
@@ -256,3 +262,68 @@ def test_max_norm_needs_the_optimizer_in_the_step_and_all_that_is_trained() -> N
     ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=1.0, progress=None)
     with pytest.raises(CaptureError, match=r"max_norm is of the gradients of all parameters, and down.weight gets one"):
         model(torch.randn(12, 16))
+
+
+# -- gradients that are made twice ----------------------------------------------------------------------------
+
+
+def passes_of(model: nn.Module) -> list[str]:
+    """Names of what the plan makes in a second pass."""
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert not check(plan.program, plan.schedule)
+    return [op.name for op in plan.program.ops if op.name.startswith("again_")]
+
+
+@pytest.mark.parametrize(("of", "rewrites"), [(momentum, "none"), (adamw, "exact")])
+def test_a_budget_below_all_gradients_has_them_made_twice(of: Any, rewrites: str) -> None:
+    """The allocator's own count of a whole step, from a step on in which the optimizer's state is there."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 96)
+    model = Deep()
+    optimizer = of(model)
+    weights = sum(each.nbytes for each in model.parameters())
+    state = (2 if of is adamw else 1) * weights
+    budget = weights + state + x.nbytes + int(0.55 * weights)
+    model = assert_as_outside(Deep, of, lambda: (torch.randn(8, 96),), budget, rewrites=rewrites, max_norm=0.01)
+    assert passes_of(model)
+    step = ebbflow.step_of(model)
+    assert step is not None
+    assert step.verified_buffers >= len(passes_of(model))
+    (optimizer,) = (each.optimizer for each in [FITTED[model]])
+    assert optimizer is not None
+    start = resident_bytes([model, optimizer, x])
+    recorder = AllocationRecorder()
+    recorder.start()
+    optimizer.zero_grad()
+    model(x).backward()
+    optimizer.step()
+    assert start + peak_above(recorder.stop()) <= budget
+
+
+def small_gpt() -> nn.Module:
+    return gpt(2, GPTConfig(vocabulary=64, length=16, layers=2, width=16, heads=2, dropout=0.1, tied=True)).model
+
+
+ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "gpt": (small_gpt, lambda: (torch.randint(64, (2, 16)), torch.randint(64, (2, 16)))),
+    "mlp": (Mlp, floats(4, 8)),
+    "tied": (Tied, tokens),
+    "mixed": (Mixed, floats(6, 8)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+def test_second_passes_have_the_bits_of_the_loop_outside(name: str, optimizer: Any) -> None:
+    make, arguments = ZOO[name]
+    torch.manual_seed(0)
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.plan(
+            make(), arguments(), budget=1, optimizer=optimizer, step="inside", max_norm=1.0, effort=100, progress=None
+        )
+    assert refused.value.smallest_bytes is not None
+    budget = int(1.02 * refused.value.smallest_bytes)
+    model = assert_as_outside(make, optimizer, arguments, budget, max_norm=0.1)
+    assert passes_of(model)

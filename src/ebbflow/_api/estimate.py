@@ -376,7 +376,7 @@ def capture_ahead(
             finish=finish,
         )
         device = program.context["device"] if target is None else target.device
-        alternatives = _alternatives(joint, program, device, options, finish) if options.may_rewrite else ()
+        alternatives = _alternatives(joint, program, device, options, finish) if options.rewrite_rules else ()
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:

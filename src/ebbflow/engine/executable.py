@@ -32,6 +32,7 @@ from ebbflow.engine.retained import Retained, retained_above_bytes
 from ebbflow.engine.unused import UnusedOutputs
 from ebbflow.errors import BudgetExceeded
 from ebbflow.faults import users_level
+from ebbflow.inside.second_pass import likes_in
 from ebbflow.inside.updates import PREFIX, updates_in
 from ebbflow.lower.fingerprints import Fingerprints, with_fingerprints
 from ebbflow.lower.lowering import Lowered, lower
@@ -149,7 +150,7 @@ class Executable:
         self.fingerprints: Fingerprints | None = None
         self.checked: Callables | None = None
         if verify:
-            self.fingerprints = Fingerprints(captured.program)
+            self.fingerprints = Fingerprints(captured.program, likes_in(captured))
             self.checked = _callables(*with_fingerprints(lowered.forward, lowered.backward, self.fingerprints))
         self.unused = UnusedOutputs(captured)
         self.gradient_order = gradient_order(captured)

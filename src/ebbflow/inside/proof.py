@@ -7,6 +7,8 @@
 4. After an update nothing reads the memory of its parameter.
 5. A step that looks at its gradients (``looks``) is the captured one but for looks, one at each that is to be applied,
    a settlement that reads all of them, and copies of gradients that others read.
+6. A step with a second pass is the one without but for calls that are named after another one, each the same call of
+   the same values, whichever pass has made them.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from torch import fx
 from ebbflow.capture.joint import Captured
 from ebbflow.errors import InternalError
 from ebbflow.inside.looks import Look, Settlement, settlement_of
+from ebbflow.inside.second_pass import PREFIX as AGAIN
 from ebbflow.inside.updates import Update
 from ebbflow.torch_seams.storages import storage_key
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["UpdateError", "prove_looks", "prove_updates"]
+__all__ = ["UpdateError", "prove_looks", "prove_second_pass", "prove_updates"]
 
 
 class UpdateError(InternalError):
@@ -109,6 +112,30 @@ def prove_looks(captured: Captured, looked: Captured, positions: Iterable[int]) 
     _require(bool(settled) and settled[0].all_input_nodes == [*looks.values()], "not all looks are settled")
     mine = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in looked.outputs]
     _require(_same(mine, list(captured.outputs)), "other outputs")
+
+
+def prove_second_pass(captured: Captured, after: Captured) -> int:
+    """How many ops are made again in ``after``, which is ``captured`` but for them (definition 6).
+
+    Raises:
+        UpdateError: if it is not.
+    """
+    likes = {node.name: node for node in captured.graph.nodes}
+    claims: dict[fx.Node, fx.Node] = {}
+    again = 0
+    for node in after.graph.nodes:
+        if node.op == "output":
+            break
+        like = likes.get(node.name) or likes.get(node.name.removeprefix(AGAIN))
+        _require(like is not None and (like.op, like.target) == (node.op, node.target), f"{node.name} is new")
+        assert like is not None
+        mine = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in _leaves(node)]
+        _require(_same(mine, _leaves(like)), f"{node.name} has other arguments")
+        claims[node] = like
+        again += like.name != node.name and node in after.op_nodes
+    mine = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in after.outputs]
+    _require(_same(mine, list(captured.outputs)), "other outputs")
+    return again
 
 
 def _leaves(node: fx.Node) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -56,10 +57,15 @@ class Fingerprints:
     """The fingerprints of one step: recorded at the first run, held against at every later one.
 
     A second forward that starts before this step's backward cancels it: the two would share buffers' names.
+
+    Args:
+        program: of the step.
+        likes: by buffer another one, made before it, whose bytes it has to have.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, likes: Mapping[int, int] | None = None) -> None:
         self._program = program
+        self.likes = likes or {}
         self._known: dict[int, int] = {}
         self.checked = 0
         self.cancelled = False
@@ -104,7 +110,8 @@ def with_fingerprints(
     made: dict[int, int] = {}
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         if MAKES in node.meta:
-            made[node.meta[MAKES]] = made.get(node.meta[MAKES], 0) + 1
+            buffer = table.likes.get(node.meta[MAKES], node.meta[MAKES])
+            made[buffer] = made.get(buffer, 0) + 1
     seen: set[int] = set()
     copies: list[fx.GraphModule] = []
     for module in (forward, backward):
@@ -112,7 +119,7 @@ def with_fingerprints(
         environment: dict[fx.Node, fx.Node] = {}
         output = graph.graph_copy(module.graph, environment)
         for node in module.graph.nodes:
-            buffer = node.meta.get(MAKES)
+            buffer = table.likes.get(node.meta.get(MAKES), node.meta.get(MAKES))
             if buffer is None or made[buffer] < 2:
                 continue
             call = table.check if buffer in seen else table.record

@@ -21,6 +21,7 @@ from ebbflow.rewrites.head_kernels import KEPT
 from ebbflow.rewrites.head_rule import HeadRule, left_heads
 from ebbflow.rewrites.in_place_rule import InPlaceRule, lowers
 from ebbflow.rewrites.rule import Estimate, Rule
+from ebbflow.rewrites.second_pass import SecondPassRule
 from ebbflow.rewrites.tile_rule import TileRule, left_regions
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
@@ -41,7 +42,7 @@ __all__ = [
     "measure_ahead",
 ]
 
-RULES: tuple[Rule, ...] = (HeadRule(), TileRule(), InPlaceRule())
+RULES: tuple[Rule, ...] = (HeadRule(), TileRule(), SecondPassRule(), InPlaceRule())
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbflow calibrate CASE finds out ahead"
 """Why a rewrite is not used of which something is not known."""
