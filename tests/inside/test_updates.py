@@ -16,11 +16,14 @@ from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
 from ebbflow.clipping import Clipping
 from ebbflow.cost.cache import device_context
+from ebbflow.errors import VerificationError
 from ebbflow.inside.looks import Look, Settlement, settlement_of
-from ebbflow.inside.proof import UpdateError, prove_looks, prove_updates
+from ebbflow.inside.proof import UpdateError, prove_looks, prove_second_pass, prove_updates
+from ebbflow.inside.second_pass import cuts_of, likes_in, with_second_pass
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import PREFIX, updatable, updates_in, with_updates
 from ebbflow.lower.emit import CLAIM
+from ebbflow.lower.fingerprints import Fingerprints
 from ebbflow.lower.lowering import lower
 from ebbflow.lower.proof import ProofError, prove
 from ebbflow.options import Options
@@ -283,3 +286,60 @@ def test_the_proof_sees_other_looks(tamper: Callable[[Captured], None]) -> None:
     tamper(step)
     with pytest.raises(UpdateError):
         prove_looks(plain, step, updatable(plain))
+
+
+# -- gradients that are made a second time --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chain", "detached"])
+def test_behind_the_settlement_all_that_is_read_is_kept_or_made_again(name: str) -> None:
+    """And more is made again the dearer memory is; nothing is kept where it costs everything."""
+    model, *args = MODELS[name]()
+    _, step = looked(model, *args)  # type: ignore[arg-type]
+    program = step.program
+    settled = next(i for i, op in enumerate(program.ops) if op.target == "ebbflow.settle")
+    cuts = list(cuts_of(step))
+    assert len(cuts) > 1
+    assert [len(each.again) for each in cuts] == sorted(len(each.again) for each in cuts)
+    assert [each.kept_bytes for each in cuts] == sorted((each.kept_bytes for each in cuts), reverse=True)
+    gradients = {b for op in program.ops if op.target == "ebbflow.look" for b in op.inputs}
+    for cut in cuts:
+        passed = with_second_pass(step, cut)
+        assert prove_second_pass(step, passed) == len(cut.again)
+        after = WithOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)(passed).program
+        assert not check(after, unplanned_schedule(after))
+        wanted = gradients | {b for i in cut.again for b in program.ops[i].inputs}
+        made = {b for i in cut.again for b in program.ops[i].outputs}
+        late = {
+            b
+            for b in wanted - made
+            if (producer := program.buffers[b].producer) is not None and program.after_boundary[producer]
+        }
+        assert cut.kept_bytes == sum(program.buffers[b].bytes for b in late)
+        assert min(i for i, op in enumerate(after.ops) if op.name.startswith("again_")) > settled
+    assert cuts[-1].kept_bytes == 0
+
+
+def _another_again(step: Captured) -> None:
+    node = next(n for n in step.op_nodes if n.name.startswith("again_") and n.target is torch.ops.aten.mm.default)
+    node.args = (node.args[1], node.args[0])
+
+
+def test_the_proof_sees_another_second_pass() -> None:
+    _, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
+    passed = with_second_pass(step, list(cuts_of(step))[-1])
+    _another_again(passed)
+    with pytest.raises(UpdateError):
+        prove_second_pass(step, passed)
+
+
+def test_what_is_made_again_is_held_against_what_was_made_first() -> None:
+    _, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
+    passed = with_second_pass(step, list(cuts_of(step))[-1])
+    again, first = next(iter(likes_in(passed).items()))
+    assert passed.program.buffers[again].name == f"again_{passed.program.buffers[first].name}"
+    table = Fingerprints(passed.program, likes_in(passed))
+    table.record(first, torch.ones(3))
+    table.check(first, torch.ones(3))
+    with pytest.raises(VerificationError):
+        table.check(first, torch.zeros(3))

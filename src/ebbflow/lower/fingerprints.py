@@ -119,8 +119,10 @@ def with_fingerprints(
         environment: dict[fx.Node, fx.Node] = {}
         output = graph.graph_copy(module.graph, environment)
         for node in module.graph.nodes:
-            buffer = table.likes.get(node.meta.get(MAKES), node.meta.get(MAKES))
-            if buffer is None or made[buffer] < 2:
+            if MAKES not in node.meta:
+                continue
+            buffer = table.likes.get(node.meta[MAKES], node.meta[MAKES])
+            if made[buffer] < 2:
                 continue
             call = table.check if buffer in seen else table.record
             seen.add(buffer)
