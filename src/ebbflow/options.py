@@ -94,6 +94,8 @@ class Options:
     ``"outside"``, also meant by ``None``: by its own call after the step, which every gradient waits for."""
     max_norm: float | Clipping | None = None
     """To what norm gradients are clipped before the optimizer in the step applies them; ``None`` clips nothing."""
+    scaler: torch.amp.GradScaler | None = None
+    """That scales losses: updates in the step wait until all gradients are known to be finite."""
     start: Plan | None = None
     """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
     verify: bool | Literal["always"] = True
@@ -135,6 +137,13 @@ class Options:
                 "needed in the step, wherever a gradient comes; leave one of them out",
                 argument="step",
                 value=self.step,
+            )
+        if self.scaler is not None and not self.inside:
+            raise UsageError(
+                "scaler is not accepted: gradients are unscaled in the step where the optimizer is in it; give "
+                'step="inside" and optimizer= besides, or leave the scaler to the loop',
+                argument="scaler",
+                value=self.scaler,
             )
         if self.clipping is not None and not self.inside:
             raise UsageError(
@@ -189,7 +198,7 @@ class Options:
     @property
     def rewrite_rules(self) -> tuple[str, ...]:
         """The names of the rules by which that is done."""
-        waits = (SECOND_PASS,) if self.clipping is not None else ()
+        waits = (SECOND_PASS,) if self.clipping is not None or self.scaler is not None else ()
         return (*_RULES[self.rewrites or "exact"], *waits)
 
     @property

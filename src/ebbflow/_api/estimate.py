@@ -82,6 +82,7 @@ def plan(
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -113,6 +114,7 @@ def plan(
             with it: it is not resident then, and the budget also holds at ``optimizer.step()``.
         step: where the optimizer steps, as for :func:`ebbflow.fit`: ``"inside"``, in the backward, or ``"outside"``.
         max_norm: to what norm gradients are clipped in the step, as for :func:`ebbflow.fit`.
+        scaler: that scales losses, as for :func:`ebbflow.fit`.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`.
         effort: local-search moves.
         time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
@@ -140,6 +142,7 @@ def plan(
         offload_optimizer=offload_optimizer,
         step=step,
         max_norm=max_norm,
+        scaler=scaler,
         loss=loss,
         machine=machine,
         tiers=tiers,
@@ -358,9 +361,11 @@ def capture_ahead(
     begin: Finish = itself
     finish: Finish = itself
     if options.inside:
-        refuse_to_step_inside(optimizer)
+        refuse_to_step_inside(optimizer, options.scaler)
         assert optimizer is not None
-        finish = WithOptimizer(optimizer, model, None if target is None else target.device, options.clipping)
+        device_type = None if target is None else target.device
+        scaled = options.scaler is not None
+        finish = WithOptimizer(optimizer, model, device_type, options.clipping, scaled=scaled)
         begin = finish.looked
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):

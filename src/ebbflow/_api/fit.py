@@ -72,6 +72,7 @@ def fit(
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     verify: bool | Literal["always"] = True,
     progress: Callable[[Progress], None] | None = aloud,
 ) -> ModelT:
@@ -116,6 +117,9 @@ def fit(
             they are applied, as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does between backward
             and step, which is taken out of the loop; :func:`total_norm` gives what it returns. A :class:`Clipping` has
             its other arguments.
+        scaler: with ``step="inside"``, the ``torch.amp.GradScaler`` of the loop, in which ``scaler.scale(loss)``,
+            ``scaler.step(optimizer)`` and ``scaler.update()`` stay where they are and ``scaler.unscale_`` does nothing
+            more: gradients are unscaled in the step, and a step with one that is not finite updates nothing.
         verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
             ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
             every buffer that comes back once more.
@@ -152,6 +156,7 @@ def fit(
         start=start,
         step=step,
         max_norm=max_norm,
+        scaler=scaler,
         verify=verify,
         progress=progress,
     )
@@ -172,7 +177,7 @@ def fit(
     if offload_optimizer:
         refuse_to_offload(optimizer, opened)
     if options.inside:
-        refuse_to_step_inside(optimizer)
+        refuse_to_step_inside(optimizer, options.scaler)
     FITTED[model] = FittedModel(
         plain_class=type(model),
         budget=limit,
@@ -191,7 +196,9 @@ def fit(
         rewrites=options.rewrite_rules,
         tiers=opened,
         offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
-        inside=Inside(optimizer, options.clipping) if options.inside and optimizer is not None else None,
+        inside=Inside(optimizer, options.clipping, options.scaler)
+        if options.inside and optimizer is not None
+        else None,
         calls=Calls(fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters())),
     )
     set_class(model, fitted_class(type(model)))
@@ -278,7 +285,7 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
         )
     refuse_foreign_optimizer(model, optimizer)
     if fitted.inside is not None and optimizer is not fitted.optimizer:
-        refuse_to_step_inside(optimizer)
+        refuse_to_step_inside(optimizer, fitted.inside.scaler)
     if fitted.offloaded is not None and optimizer is not fitted.optimizer:
         refuse_to_offload(optimizer, fitted.tiers)
         fitted.offloaded.close()

@@ -146,7 +146,7 @@ def refuse_to_offload(optimizer: torch.optim.Optimizer | None, tiers: Collection
         )
 
 
-def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None) -> None:
+def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None, scaler: object = None) -> None:
     """Refuse to have no optimizer in the step, or one that does not step on each parameter for itself.
 
     Raises:
@@ -158,6 +158,19 @@ def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None) -> None:
             'step="inside")',
             argument="step",
             value="inside",
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise UsageError(
+            f"scaler takes the torch.amp.GradScaler of the training loop, not {type(scaler).__name__}",
+            argument="scaler",
+            value=scaler,
+        )
+    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise UsageError(
+            f"scaler is not accepted: {type(optimizer).__name__} is made with fused=True, whose kernel unscales "
+            'gradients itself; make it with foreach=True, or leave step="inside" out',
+            argument="scaler",
+            value=scaler,
         )
     refuse_what_is_not_alone(optimizer)
 

@@ -25,6 +25,7 @@ import torch
 
 from ebbflow.errors import UsageError
 from ebbflow.torch_seams.optimizers import clears_gradients, gradient_of, reader, set_gradient
+from ebbflow.torch_seams.scalers import is_unscaling, tell_found
 
 __all__ = ["Applied", "State"]
 
@@ -53,18 +54,23 @@ class Applied:
     Args:
         modules: names of the modules in which the optimizer is written.
         clips: whether the step clips gradients itself.
+        scales: whether it takes a scaler's scale off them itself.
 
     Attributes:
         state: of all of them.
         stepping: whether ``optimizer.step()`` runs.
+        found: whether some were not finite, so that nothing has been updated.
     """
 
-    def __init__(self, modules: frozenset[str], *, clips: bool = False) -> None:
+    def __init__(self, modules: frozenset[str], *, clips: bool = False, scales: bool = False) -> None:
         self._clips = clips
+        self.scales = scales
+        self.found = False
         self.state = State.CLEARED
         self.stepping = False
         self._modules = modules
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
+        self._told: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -82,6 +88,7 @@ class Applied:
     def add(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> None:
         """These have been updated: definition 1."""
         self.state = State.UPDATED
+        self._told.clear()
         self._names.update({id(each): (each, name) for each, name in parameters})
         self._show()
 
@@ -120,6 +127,12 @@ class Applied:
     def read(self, parameter: torch.Tensor, frame: FrameType) -> torch.Tensor | None:
         """Somebody reads the gradient of ``parameter``."""
         clears = clears_gradients(frame)
+        if self.scales and self.state is State.UPDATED and is_unscaling(frame):
+            tell_found(frame, parameter.device, found=self.found)
+            self._told.add(id(parameter))
+            if self.found and self._told.issuperset(self._names):
+                self.state = State.STEPPED  # which the scaler leaves out
+            return None
         if self.stepping and not clears and frame.f_globals.get("__name__") in self._modules:
             return gradient_of(parameter)
         if self.state is State.STEPPED and clears:
@@ -162,8 +175,9 @@ class Applied:
             )
         return UsageError(
             f'the gradient of {name} is read before optimizer.step(), and step="inside" has applied it in the '
-            f"backward: there is none. {_CLIPPED if self._clips else _TO_CLIP}. What scales gradients (GradScaler) or "
-            'logs them needs the optimizer outside of the step: leave step="inside" out'
+            f"backward: there is none. {_CLIPPED if self._clips else _TO_CLIP}. What scales them (GradScaler) is given "
+            "to fit as scaler=, and stays in the loop. What logs gradients needs the optimizer outside of the step: "
+            'leave step="inside" out'
         )
 
 

@@ -12,7 +12,10 @@
 5. Where gradients are clipped by their norm, each is looked at when it is made, the norm is settled once all have been,
    and updates come after that. Gradients that are there already are added to first, and those of parameters that the
    step does not reach are in the norm and are scaled in place, as ``clip_grad_norm_`` does.
-6. A backward that fails after its first update raises :class:`~ebbflow.errors.UpdateError`, which names what has been
+6. With a gradient scaler each is looked at for elements that are not finite, likewise. If one has some, nothing is
+   updated, and the scaler is told so when it asks (``applied``); else each is multiplied by what the scale was when the
+   backward began, inverted, before it is clipped and applied.
+7. A backward that fails after its first update raises :class:`~ebbflow.errors.UpdateError`, which names what has been
    updated: those steps are made, the others are not.
 """
 
@@ -36,7 +39,8 @@ from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import names_of
 from ebbflow.torch_seams.data_parallel import bucket_bytes
 from ebbflow.torch_seams.gradient_norms import norm_of, scale_by
-from ebbflow.torch_seams.optimizers import gradient_of, has_gradient_hooks, modules_of, will_accumulate
+from ebbflow.torch_seams.optimizers import gradient_of, has_gradient_hooks, modules_of, set_gradient, will_accumulate
+from ebbflow.torch_seams.scalers import inverse_scale_of, multiply_and_check
 from ebbflow.torch_seams.stance import left_out_of_traces
 from ebbflow.torch_seams.storages import version_of
 
@@ -49,20 +53,28 @@ class Inside:
     Args:
         optimizer: whose step may be taken for one parameter at a time (``inside.alone``).
         clipping: by what gradients are clipped first.
+        scaler: that scales losses, if it does.
 
     Attributes:
         optimizer: likewise.
         clipping: likewise.
+        scaler: likewise; ``None`` if it is not enabled.
         total_norm: of the gradients of the last backward that has settled it, before they were clipped.
         applied: what has been updated and is not cleared.
         has_updated: whether a backward has updated anything, so that the optimizer's state is there.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, clipping: Clipping | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clipping: Clipping | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.clipping = clipping
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.total_norm: torch.Tensor | None = None
-        self.applied = Applied(modules_of(optimizer), clips=clipping is not None)
+        self.applied = Applied(modules_of(optimizer), clips=clipping is not None, scales=self.scaler is not None)
         self.has_updated = False
         self._put_in: WithOptimizer | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
@@ -90,7 +102,7 @@ class Inside:
 
     def know(self, module: torch.nn.Module) -> None:
         """Whose parameters these are."""
-        self._put_in = WithOptimizer(self.optimizer, module, clipping=self.clipping)
+        self._put_in = WithOptimizer(self.optimizer, module, clipping=self.clipping, scaled=self.scaler is not None)
         self._module = weakref.ref(module)
 
     def looked(self, captured: Captured) -> Captured:
@@ -178,6 +190,11 @@ class Inside:
         if self.applied.state is not State.UPDATED:
             return
         try:
+            if self.applied.found:
+                raise UsageError(
+                    "gradients of this step are not finite, and nothing has been updated: scaler.step(optimizer) "
+                    "leaves the step out, where optimizer.step() would make it",
+                )
             self._refuse_late_gradients()
             self._refuse_other_options()
         except BaseException:
@@ -258,6 +275,10 @@ class Updating:
         self._left_out: set[int] = set()
         self._updated: list[tuple[torch.Tensor, str]] = []
         self._coefficient: torch.Tensor | None = None
+        self._skipped: list[tuple[torch.Tensor, str]] = []
+        self._found: torch.Tensor | None = None
+        self._inverse: torch.Tensor | None = None
+        self._skips = False
 
     def begin(self, node: Any, unused: frozenset[int]) -> None:
         """Its backward begins: definitions 2 and 3.
@@ -271,6 +292,7 @@ class Updating:
         self._inside.snapshot_options()
         self._updated = []
         self._coefficient = None
+        self._begin_scaled()
         self._left_out = set(unused)
         for position, (parameter, name) in self._trained.items():
             if id(parameter) not in self._groups or not parameter.requires_grad:
@@ -290,22 +312,44 @@ class Updating:
             if not wanted:
                 self._left_out.add(position)
 
-    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The norm of the gradient that the parameter at ``position`` has with this one (definition 5)."""
+    def _begin_scaled(self) -> None:
+        """Definition 6."""
+        self._skipped, self._skips, self._inverse = [], False, None
+        if (scaler := self._inside.scaler) is not None:
+            self._inverse = inverse_scale_of(scaler)
+            if self._inverse is None:
+                raise UsageError(
+                    "the model was fitted with a scaler, which has not scaled this loss: scaler.scale(loss).backward()"
+                )
+            self._found = torch.zeros_like(self._inverse)
+
+    def _seen(self, gradient: torch.Tensor) -> torch.Tensor:
+        """One number that is known of ``gradient``, which stays as it is: its norm, once it is unscaled."""
         clipping = self._inside.clipping
+        if self._inverse is not None and self._found is not None:
+            if gradient.dtype == torch.float16:
+                raise ValueError("Attempting to unscale FP16 gradients.")  # as the scaler says it
+            if clipping is None:
+                multiply_and_check(gradient, self._found, torch.ones_like(self._inverse))
+                return gradient.new_zeros(())
+            gradient = gradient.clone()
+            multiply_and_check(gradient, self._found, self._inverse)
         assert clipping is not None
+        return norm_of(gradient, clipping.norm_type, clipping.foreach)
+
+    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What is known of the gradient that the parameter at ``position`` has with this one (definitions 5 and 6)."""
         if position in self._left_out:
             return gradient.new_zeros(())
         with torch.no_grad():
             if (existing := gradient_of(self._trained[position][0])) is not None:
                 existing += gradient
                 gradient = existing
-            return norm_of(gradient, clipping.norm_type, clipping.foreach)
+            return self._seen(gradient)
 
     def settle(self, looks: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """What gradients are scaled by, of the norm of all that the model's parameters have (definition 5)."""
+        """What gradients are scaled by, of all that parameters have (definitions 5 and 6)."""
         clipping = self._inside.clipping
-        assert clipping is not None
         made = {id(self._trained[i][0]): look for i, look in looks.items() if i not in self._left_out}
         norms: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
@@ -314,8 +358,17 @@ class Updating:
                 if (norm := made.get(id(parameter))) is not None:
                     norms.append(norm)
                 elif (gradient := gradient_of(parameter)) is not None:
-                    norms.append(norm_of(gradient, clipping.norm_type, clipping.foreach))
+                    norms.append(self._seen(gradient))
                     others.append(gradient)
+            if self._found is not None and self._inverse is not None:
+                self._skips = bool(self._found.item())
+            if clipping is None:
+                return next(iter(looks.values()))
+            if others and self._inverse is not None:
+                raise UsageError(
+                    "a parameter has a gradient that this step does not add to, and the scaler unscales it after the "
+                    "step has clipped: clear gradients before such a step, or leave max_norm out"
+                )
             total = total_of(norms, clipping)
             self._inside.total_norm = total
             self._coefficient = coefficient_of(total, clipping)
@@ -328,17 +381,27 @@ class Updating:
         if position in self._left_out:
             return
         parameter, name = self._trained[position]
-        if (clipping := self._inside.clipping) is not None:
-            assert self._coefficient is not None
+        if self._skips:
+            self._skipped.append((parameter, name))
+            set_gradient(parameter, None)
+            return
+        clipping = self._inside.clipping
+        if clipping is not None or self._inverse is not None:
             gradient = gradient if (existing := gradient_of(parameter)) is None else existing
             with torch.no_grad():
-                scale_by(gradient, self._coefficient, clipping.foreach)
+                if self._inverse is not None and self._found is not None:
+                    multiply_and_check(gradient, self._found, self._inverse)
+                if clipping is not None and self._coefficient is not None:
+                    scale_by(gradient, self._coefficient, clipping.foreach)
         # In the list first: an update that is interrupted may have been made in part.
         self._updated.append((parameter, name))
         step_alone(self._inside.optimizer, self._groups[id(parameter)], parameter, gradient)
 
     def end(self) -> None:
         """Its backward has returned, or failed."""
+        self._inside.applied.found = self._skips
+        if self._skipped:
+            self._inside.applied.add(self._skipped)
         if self._updated:
             if not self._inside.has_updated:
                 _in_order_of_groups(self._inside.optimizer)
@@ -346,7 +409,7 @@ class Updating:
             self._inside.applied.add(self._updated)
 
     def failed(self, error: BaseException) -> BaseException:
-        """What to raise in place of ``error`` (definition 6)."""
+        """What to raise in place of ``error`` (definition 7)."""
         if not self._updated:
             return error
         names = [name for _, name in self._updated]

@@ -131,7 +131,7 @@ class FittedModel:
             self.optimizer = optimizer
             if self.inside is not None:
                 self.inside.close()
-                self.inside = Inside(optimizer, self.inside.clipping)
+                self.inside = Inside(optimizer, self.inside.clipping, self.inside.scaler)
             for step in self.steps():
                 step.forget_plans()
 

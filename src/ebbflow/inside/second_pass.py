@@ -78,8 +78,9 @@ def cut_at(captured: Captured, price: int) -> Cut:
 
 def _cut(captured: Captured, price: int) -> Cut:
     program = captured.program
-    gradients = {captured.buffer_of[each.args[0]] for each in _looks(captured)}
-    wanted = sorted(each for each in gradients if each is not None)
+    read = {captured.buffer_of[node] for each in _looks(captured) for node in each.all_input_nodes}
+    gradients = {each for each in read if each is not None}
+    wanted = sorted(gradients)
     ops, buffers = _behind(captured, wanted)
     machine = machine_named("cpu")  # what counts is how much longer one op takes than another
     seconds = {i: roofline_seconds(captured.calls[i], machine) for i in ops}

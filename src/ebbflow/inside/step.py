@@ -26,6 +26,7 @@ class WithOptimizer:
         model: whose parameters they are.
         device: type of the one that the step is for; that of the parameters if ``None``.
         clipping: by what gradients are clipped first.
+        scaled: whether they are to be unscaled first, and to be finite.
     """
 
     def __init__(
@@ -34,7 +35,10 @@ class WithOptimizer:
         model: torch.nn.Module,
         device: str | None = None,
         clipping: Clipping | None = None,
+        *,
+        scaled: bool = False,
     ) -> None:
+        self._scaled = scaled
         self._optimizer = optimizer
         self._clipping = clipping
         self._trained: Mapping[str, torch.Tensor] = dict(model.named_parameters())
@@ -54,19 +58,21 @@ class WithOptimizer:
         return made
 
     def looked(self, captured: Captured) -> Captured:
-        """``captured`` with looks at all gradients, where they are clipped; before any rewrite of it.
+        """``captured`` with looks at all gradients, where something is to be known of all; before any rewrite of it.
 
         Raises:
             CaptureError: if a parameter gets a gradient that the step does not apply, so that there is no norm of all.
         """
-        if self._clipping is None:
+        if self._clipping is None and not self._scaled:
             return captured
+        copies = self._clipping is not None and self._scaled
         updates = self._updates(captured)
         self._refuse_what_is_left(captured, {each.position for each in updates})
         if not updates:
             return captured
         looks = {
-            Look(each.position, each.parameter): self._costs.of_look(self._trained[each.parameter]) for each in updates
+            Look(each.position, each.parameter): self._costs.of_look(self._trained[each.parameter], copies=copies)
+            for each in updates
         }
         made = with_looks(captured, looks, self._costs.of_settlement([self._trained[each.parameter] for each in looks]))
         prove_looks(captured, made, [each.position for each in looks])
@@ -74,10 +80,14 @@ class WithOptimizer:
 
     def _refuse_what_is_left(self, captured: Captured, updated: set[int]) -> None:
         gradients = captured.outputs[captured.forward_output_count :]
+        groups = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
         for position, (name, gradient) in enumerate(zip(captured.parameters, gradients, strict=True)):
-            if name and isinstance(gradient, fx.Node) and position not in updated:
+            if not name or not isinstance(gradient, fx.Node) or position in updated:
+                continue
+            if self._clipping is not None or id(self._trained[name]) in groups:
+                word = "scaler" if self._clipping is None else "max_norm"
                 raise CaptureError(
-                    f"max_norm is of the gradients of all parameters, and {name} gets one that the optimizer in the "
+                    f"{word} is of the gradients of all parameters, and {name} gets one that the optimizer in the "
                     "step does not apply",
                     remedy="give the optimizer all parameters that are trained and freeze the others "
                     '(requires_grad_(False)), or leave step="inside" out',
