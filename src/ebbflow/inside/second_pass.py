@@ -171,7 +171,7 @@ def _like(node: fx.Node, copy: fx.Node, *, is_op: bool) -> Any:
     if node.target is operator.getitem:
         source, element = copy.args
         return source.meta["val"][element]  # type: ignore[union-attr, index]
-    first = next(each for each in tensors_of(value) if each is not None)
+    first: Any = next(each for each in tensors_of(value) if each is not None)
     with mode_of(first), torch.no_grad():
         if is_op:
             return tree_map(_apart, value)

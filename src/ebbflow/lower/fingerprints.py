@@ -65,10 +65,14 @@ class Fingerprints:
 
     def __init__(self, program: Program, likes: Mapping[int, int] | None = None) -> None:
         self._program = program
-        self.likes = likes or {}
+        self._likes = likes or {}
         self._known: dict[int, int] = {}
         self.checked = 0
         self.cancelled = False
+
+    def of(self, buffer: int) -> int:
+        """The buffer whose bytes ``buffer`` has to have: itself, but for what is made a second time as another."""
+        return self._likes.get(buffer, buffer)
 
     def restart(self) -> None:
         """Forget everything: a new step begins."""
@@ -110,7 +114,7 @@ def with_fingerprints(
     made: dict[int, int] = {}
     for node in (*forward.graph.nodes, *backward.graph.nodes):
         if MAKES in node.meta:
-            buffer = table.likes.get(node.meta[MAKES], node.meta[MAKES])
+            buffer = table.of(node.meta[MAKES])
             made[buffer] = made.get(buffer, 0) + 1
     seen: set[int] = set()
     copies: list[fx.GraphModule] = []
@@ -121,7 +125,7 @@ def with_fingerprints(
         for node in module.graph.nodes:
             if MAKES not in node.meta:
                 continue
-            buffer = table.likes.get(node.meta[MAKES], node.meta[MAKES])
+            buffer = table.of(node.meta[MAKES])
             if made[buffer] < 2:
                 continue
             call = table.check if buffer in seen else table.record
