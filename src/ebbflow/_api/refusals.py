@@ -29,6 +29,7 @@ from ebbflow.measurement.together import parts_of
 from ebbflow.names import did_you_mean
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import FakeTensor
+from ebbflow.torch_seams.scalers import unscales_itself
 
 __all__ = [
     "refuse_foreign_optimizer",
@@ -165,7 +166,7 @@ def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None, scaler: objec
             argument="scaler",
             value=scaler,
         )
-    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if scaler is not None and unscales_itself(optimizer):
         raise UsageError(
             f"scaler is not accepted: {type(optimizer).__name__} is made with fused=True, whose kernel unscales "
             'gradients itself; make it with foreach=True, or leave step="inside" out',

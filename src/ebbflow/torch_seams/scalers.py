@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-__all__ = ["inverse_scale_of", "is_unscaling", "multiply_and_check", "tell_found"]
+__all__ = ["inverse_scale_of", "is_unscaling", "multiply_and_check", "tell_found", "unscales_itself"]
 
 _torch: Any = torch
 _UNSCALING: CodeType = inspect.unwrap(GradScaler._unscale_grads_).__code__
@@ -41,3 +41,8 @@ def tell_found(frame: FrameType, device: torch.device, *, found: bool) -> None:
     place = frame.f_locals["per_device_found_inf"].get(device)
     if found:
         place.fill_(1.0)
+
+
+def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the kernel of the optimizer's step is handed the scale, as fused ones are."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

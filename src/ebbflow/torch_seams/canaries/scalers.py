@@ -49,3 +49,6 @@ def scalers_are_told_what_was_found() -> None:
         scaler.update()
         scaler.scale(torch.ones(()))
     expect(len(stepped) == 1 and scaler.get_scale() == 2.0, "a scaler does not believe what it is told")
+    for fused in (True, False):
+        made = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], fused=fused)
+        expect(scalers.unscales_itself(made) is fused, "fused optimizers are marked otherwise")
