@@ -26,10 +26,10 @@ from ebbflow.rewrites.head_facts import HeadSizes
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.torch_seams.graphs import arguments_of
 
-__all__ = ["VIEWS", "Head", "Left", "find_heads", "worthwhile_heads"]
+__all__ = ["SAME_ORDER", "VIEWS", "Head", "Left", "find_heads", "worthwhile_heads"]
 
 _aten = torch.ops.aten
-_SAME_ORDER = frozenset(
+SAME_ORDER = frozenset(
     {
         _aten.view.default,
         _aten._unsafe_view.default,
@@ -38,7 +38,8 @@ _SAME_ORDER = frozenset(
         _aten.detach.default,
     }
 )
-VIEWS = _SAME_ORDER | {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.slice.Tensor}
+"""What gives the same elements in the same order."""
+VIEWS = SAME_ORDER | {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.slice.Tensor}
 """What is made of the gradients that a head gives, without new memory."""
 _LITTLE = 0.01
 """Of the step's unplanned peak above its start: a head that holds less decides nothing."""
@@ -155,7 +156,7 @@ def _source_of(node: Any) -> Any:
         _aten.nll_loss_forward.default,
         _aten.nll_loss2d_forward.default,
     )
-    while _is_call(node, *between, *_SAME_ORDER):
+    while _is_call(node, *between, *SAME_ORDER):
         node = arguments_of(node)[0]
     return node
 
@@ -174,7 +175,7 @@ def _require(holds: bool, why: str) -> None:
 
 def _seen_through(node: Any) -> Any:
     """Definition 1, towards what makes the numbers."""
-    while isinstance(node, fx.Node) and node.target in _SAME_ORDER:
+    while isinstance(node, fx.Node) and node.target in SAME_ORDER:
         node = arguments_of(node)[0]
     return node
 
@@ -182,7 +183,7 @@ def _seen_through(node: Any) -> Any:
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Who reads the numbers of ``node``, and as which node; definition 1 the other way."""
     for user in node.users:
-        if user.target in _SAME_ORDER:
+        if user.target in SAME_ORDER:
             yield from _readers(user)
         else:
             yield user, node

@@ -28,6 +28,7 @@ from torch import fx
 
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.traits import draws_random, has_effect
+from ebbflow.rewrites.heads import SAME_ORDER
 from ebbflow.rewrites.proof import RewriteError
 from ebbflow.rewrites.tiled import Tiled
 from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise
@@ -39,13 +40,6 @@ __all__ = ["PARTS", "prove_tiled"]
 PARTS = "ebbflow_tile"
 """Key in a tile's meta: the names of the ops that it is."""
 _aten = torch.ops.aten
-_VIEWS = (
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.reshape.default,
-    _aten.alias.default,
-    _aten.detach.default,
-)
 
 
 def prove_tiled(step: Captured, after: Captured) -> int:
@@ -227,7 +221,7 @@ class _Slice:
 
 def _seen_through(node: fx.Node) -> fx.Node:
     """Definition 2."""
-    while node.target in _VIEWS:
+    while node.target in SAME_ORDER:
         (node, *_) = arguments_of(node)
     return node
 

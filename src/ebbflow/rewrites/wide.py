@@ -20,7 +20,7 @@ from torch import fx
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.traits import draws_random
-from ebbflow.rewrites.heads import Left
+from ebbflow.rewrites.heads import SAME_ORDER, Left
 from ebbflow.torch_seams.aot import is_tangent
 from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise, schema_of
 from ebbflow.torch_seams.graphs import arguments_of
@@ -28,15 +28,6 @@ from ebbflow.torch_seams.graphs import arguments_of
 __all__ = ["PRODUCTS", "Region", "find_regions", "is_elementwise", "is_flip", "is_sum_of_rows", "seen_through"]
 
 _aten = torch.ops.aten
-_SAME_ORDER = frozenset(
-    {
-        _aten.view.default,
-        _aten._unsafe_view.default,
-        _aten.reshape.default,
-        _aten.alias.default,
-        _aten.detach.default,
-    }
-)
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
 
 
@@ -95,7 +86,7 @@ def _bytes(node: fx.Node) -> int:
 
 def seen_through(node: Any) -> Any:
     """Definition 3, towards what makes the numbers."""
-    while isinstance(node, fx.Node) and node.target in _SAME_ORDER:
+    while isinstance(node, fx.Node) and node.target in SAME_ORDER:
         node = arguments_of(node)[0]
     return node
 
@@ -110,7 +101,7 @@ def wide_arguments(node: fx.Node) -> list[fx.Node]:
 def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Who reads the numbers of ``node``, and as which node."""
     for user in node.users:
-        if user.target in _SAME_ORDER:
+        if user.target in SAME_ORDER:
             yield from _readers(user)
         else:
             yield user, node

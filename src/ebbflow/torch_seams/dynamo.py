@@ -73,9 +73,7 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
 
     if (theirs := raised_in_trace(error)) is not None:
         return theirs
-    chain: list[BaseException] = [error]
-    while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
-        chain.append(following)
+    chain = _chain(error)
     text, last = str(error), chain[-1]
     observed = next((each for each in chain if isinstance(each, ObservedException)), None)
     of_a_kernel = getattr(exc, "FakeTensorObservedException", ())  # from 2.14 on code may catch what kernels raise
@@ -105,10 +103,15 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
 
 def failed_by_itself(error: BaseException) -> bool:
     """Whether a trace failed at an assertion of torch's own, which says nothing of the code that was traced."""
+    return _is_torchs_own(_chain(error)[-1])
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """``error`` and what led to it, the first of all last."""
     chain: list[BaseException] = [error]
     while (following := chain[-1].__cause__ or chain[-1].__context__) is not None and following not in chain:
         chain.append(following)
-    return _is_torchs_own(chain[-1])
+    return chain
 
 
 def _is_torchs_own(error: BaseException) -> bool:
