@@ -113,6 +113,15 @@ def _cut_and_masked(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> t
     return losses.view(len(labels), -1).mean(1).square().sum()
 
 
+def _smoothed(h: torch.Tensor, head: nn.Module, labels: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return _plain(h, head, labels, label_smoothing=0.1, **settings)
+
+
+def _smoothed_and_cut(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    logits = head(h).float()[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.2)
+
+
 FORMS: dict[str, Callable[[], Tower]] = {
     "plain": lambda: Tower(_plain),
     "tied": lambda: Tower(_plain, tied=True),
@@ -136,6 +145,13 @@ FORMS: dict[str, Callable[[], Tower]] = {
     "no reduction": lambda: Tower(_masked),
     "no reduction, cut": lambda: Tower(_cut_and_masked),
     "another ignored label": lambda: Tower(lambda h, head, y: _plain(h, head, y.clamp(0), ignore_index=0)),
+    "smoothed": lambda: Tower(_smoothed),
+    "smoothed, bias": lambda: Tower(_smoothed, bias=True),
+    "smoothed, tied": lambda: Tower(_smoothed, tied=True),
+    "smoothed, frozen": lambda: Tower(_smoothed, frozen=True),
+    "smoothed, sum": lambda: Tower(lambda h, head, y: _smoothed(h, head, y, reduction="sum") / 64),
+    "smoothed, no reduction": lambda: Tower(lambda h, head, y: _smoothed(h, head, y, reduction="none").mean()),
+    "bfloat16, smoothed and cut": lambda: Tower(_smoothed_and_cut).to(torch.bfloat16),
 }
 """That are found."""
 
@@ -166,6 +182,13 @@ def _own_loss(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.T
     return (logits.logsumexp(-1) - logits.gather(-1, labels.clamp(0)[..., None])[..., 0]).mean()
 
 
+def _penalty(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """Another loss of the log-probabilities, whose gradient is no number per row."""
+    chances = F.log_softmax(head(h).flatten(0, 1), 1)
+    entropy = (chances.exp() * chances).sum(1).mean()
+    return F.nll_loss(chances, labels.flatten()) - entropy / 100
+
+
 def _soft(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(head(h).flatten(0, 1), F.one_hot(labels.clamp(0).flatten(), CLASSES).float())
 
@@ -183,7 +206,10 @@ def _hooked_head() -> Tower:
 
 
 LEFT: dict[str, tuple[Callable[[], Tower], str]] = {
-    "label smoothing": (lambda: Tower(lambda h, head, y: _plain(h, head, y, label_smoothing=0.1)), "label smoothing"),
+    "an entropy": (
+        lambda: Tower(_penalty),
+        "another loss of the same logits",
+    ),
     "class weights": (lambda: Tower(lambda h, head, y: _plain(h, head, y, weight=torch.ones(CLASSES))), "weights"),
     "capped": (lambda: Tower(_capped), "no product of a linear layer alone"),
     "cut twice": (lambda: Tower(lambda h, head, y: _picked(h, head, y, lambda x: x[:, :-1][:, 2:])), "more than once"),

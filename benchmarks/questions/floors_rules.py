@@ -53,7 +53,7 @@ MADE: dict[str, Callable[[], ebbflow.Case]] = {
         config=TransformerConfig(vocabulary=8192, layers=3, width=128, hidden=256, heads=4),
     ),
 }
-"""The last is a transformer whose smoothed labels, over 8192 words, keep its head from being made in slices."""
+"""The last is a transformer with smoothed labels over 8192 words; its head is not made in slices here."""
 F = (0.5, 0.1)
 EFFORT = 300  # local-search moves: what is asked here is what the rule changes, not the quality of plans
 MOST_ADDED = 0.05

@@ -48,7 +48,9 @@ def test_heads_are_found_and_every_form_is_proven(form: str) -> None:
         prove(other, lower(other, unplanned_schedule(other.program)))
         assert not [op for op in other.program.ops if op.target in ("aten.t.default", "aten.view.default")]
         assert Rewrite.from_json(each.to_json()) == each
-    assert kinds == ({"kept", "rows"} if "no reduction" in form else {"kept", "guessed", "rows"})
+    assert (head.smoothing is not None) == ("smoothed" in form)
+    rows = {"kept", "rows"} if "no reduction" in form else {"kept", "guessed", "rows"}
+    assert kinds == ({"kept"} if "smoothed" in form else rows)
     assert len(find_heads(step)[0]) == 1  # the captured graph is as it was
 
 
@@ -154,7 +156,12 @@ MUTANTS: dict[str, tuple[str, Callable[[fx.Graph], None]]] = {
         "kept",
         lambda g: _set(_own(g, "backward_over_kept"), 5, _own(g, "backward_over_kept").args[6]),
     ),
-    "a frozen weight": ("kept", lambda g: _set(_own(g, "backward_over_kept"), 12, False)),
+    "a frozen weight": ("kept", lambda g: _set(_own(g, "backward_over_kept"), 13, False)),
+    "labels smoothed": ("kept", lambda g: _set(_own(g, "forward"), 9, True)),
+    "numbers of none": (
+        "kept",
+        lambda g: _set(_own(g, "backward_over_kept"), 7, _own(g, "backward_over_kept").args[6]),
+    ),
     "another type": ("kept", lambda g: _set(_own(g, "forward"), 7, torch.float64)),
     "the guess for the tangent": (
         "guessed",
@@ -175,6 +182,19 @@ def test_the_proof_sees_mutants(name: str) -> None:
     (head,), _ = find_heads(step)
     other = rewritten(step, next(each for each in forms_of(head) if each.form == form))
     mutate(other.graph)
+    with pytest.raises(RewriteError):
+        prove_rewritten(step, other)
+
+
+@pytest.mark.parametrize("position", [7, 9])
+def test_the_proof_sees_other_numbers_of_smoothed_labels(position: int) -> None:
+    step = captured_of(FORMS["smoothed"]())
+    (head,), _ = find_heads(step)
+    other = rewritten(step, next(forms_of(head)))
+    if position == 7:
+        _set(_own(other.graph, "backward_over_kept"), 7, _own(other.graph, "backward_over_kept").args[6])
+    else:
+        _set(_own(other.graph, "forward"), 9, False)
     with pytest.raises(RewriteError):
         prove_rewritten(step, other)
 

@@ -73,6 +73,9 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
     product, last = of(head.product), of(head.gradient)
     softmax, cast, loss = of(head.softmax), of(head.cast), of(head.loss)
     backward = of(head.backward) + last
+    if head.smoothing is not None:
+        loss += of(head.smoothing.sums)
+        backward += of(head.smoothing.added)
     hidden, weight, sums = of(head.hidden_gradient), of(head.weight_gradient), of(head.bias_gradient)
     settings = dict(rewrite.settings)
     sizes = head.sizes

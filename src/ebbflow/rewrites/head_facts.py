@@ -34,6 +34,7 @@ class HeadSizes:
         reduction: 0 for none, 1 for the mean, 2 for the sum.
         device: type.
         cut: which rows the loss reads (``head_cuts``).
+        smoothed: whether labels are.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class HeadSizes:
     reduction: int
     device: str
     cut: tuple[int, ...] = ()
+    smoothed: bool = False
 
     @property
     def logits_bytes(self) -> int:
@@ -82,7 +84,8 @@ class HeadSizes:
         kind = f"{str(self.dtype).removeprefix('torch.')}>{str(self.softmax).removeprefix('torch.')}"
         shapes = f"h[{self.rows},{self.width}]:{list(self.h_stride)} wt[{self.width},{self.vocabulary}]"
         cut = f" cut={list(self.cut)}" if self.cut else ""
-        return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}{cut}"
+        smoothed = " smoothed" if self.smoothed else ""
+        return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}{cut}{smoothed}"
 
 
 # -- made-up operands ---------------------------------------------------------------------------------------------
@@ -256,8 +259,15 @@ def _gradient(sizes: HeadSizes, softmax: Tensor, labels: Tensor, tangent: Tensor
     """The gradient of the logits, in the memory of that of the log-probabilities, and the total weight."""
     weight = _aten.nll_loss_forward(softmax, labels, None, sizes.reduction, _IGNORED)[1]
     gradient = _aten.nll_loss_backward(tangent, softmax, labels, None, sizes.reduction, _IGNORED, weight)
+    if sizes.smoothed:
+        torch.add(_numbers(sizes, softmax.shape[0]).unsqueeze(1).expand(softmax.shape), gradient, out=gradient)
     _aten._log_softmax_backward_data.out(gradient, softmax, 1, sizes.softmax, out=gradient)
     return gradient, weight
+
+
+def _numbers(sizes: HeadSizes, rows: int) -> Tensor:
+    """What smoothed labels add to the gradient of each row."""
+    return normal((rows,), sizes.softmax, sizes.device, 6)
 
 
 def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
@@ -266,11 +276,16 @@ def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
         x = _normal_logits(sizes, sizes.softmax, 5)
     whole = _aten._log_softmax(read(x, sizes.cut), 1, False)
     places = read(torch.arange(sizes.rows, device=sizes.device), sizes.cut).contiguous()
+    sums = torch.sum(whole, [1]) if sizes.smoothed else None
     slices: list[tuple[int, int]] = []
     for a, b in spans(sizes.rows, rows):
         first, end = torch.searchsorted(places, torch.tensor([a, b], device=places.device)).tolist()
         part = _aten._log_softmax(x[a:b], 1, False)
         if not torch.equal(part[places[first:end] - a] if sizes.cut else part, whole[first:end]):
+            return False
+        if sums is not None and not torch.equal(
+            torch.sum(part, [1])[places[first:end] - a] if sizes.cut else torch.sum(part, [1]), sums[first:end]
+        ):
             return False
         slices.append((first, end))
         del part
@@ -279,6 +294,9 @@ def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
     for a, b in slices:
         dy = tangent if sizes.reduction else tangent[a:b]
         part = _aten.nll_loss_backward(dy, whole[a:b], labels[a:b], None, sizes.reduction, _IGNORED, weight)
+        if sizes.smoothed:
+            numbers = _numbers(sizes, whole.shape[0])[a:b].unsqueeze(1)
+            torch.add(numbers.expand(part.shape), part, out=part)
         if not torch.equal(_aten._log_softmax_backward_data(part, whole[a:b], 1, sizes.softmax), gradient[a:b]):
             return False
     return True

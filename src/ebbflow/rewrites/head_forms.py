@@ -4,6 +4,8 @@
 2. ``guessed``: nothing of N x V; the forward makes the gradient of the hidden states by a guess, and a share of the
    logits' gradient where that is worth it; one product more, less that share. With a frozen weight none more.
 3. ``rows``: nothing of N x V, no guess; two products more, with a frozen weight one.
+
+Where labels are smoothed there is ``kept`` alone.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ def forms_of(head: Head) -> Iterator[Rewrite]:
         rows = max(LEAST, head.sizes.rows // part)
         columns = max(LEAST, head.sizes.vocabulary // part)
         yield _rewrite(head, KEPT, rows=rows)
+        if head.smoothing is not None:
+            continue
         if _guess_cone(head) is not None:
             for percent in (*(_PERCENTS if trained else ()), 0):
                 yield _rewrite(head, GUESSED, rows=rows, columns=columns if trained else 0, percent=percent)
@@ -116,6 +120,7 @@ def _guess_cone(head: Head) -> list[fx.Node] | None:
 def _place_of(head: Head) -> fx.Node:
     """Before this node goes the forward's op: before what reads the loss and before all of the backward."""
     readers = {reader for element in head.loss.users for reader in element.users}
+    readers |= set() if head.smoothing is None else set(head.smoothing.sums.users)
     late = _after_tangents(head.loss.graph)
     later = False
     for node in head.loss.graph.nodes:
@@ -163,13 +168,16 @@ class _Writer:
     # -- the forms ------------------------------------------------------------------------------------------------
 
     def _kept(self) -> None:
-        call = (*self.operands, *self.how, self.dtype, self.settings["rows"])
-        total_weight, kept = self._forward(_ops.forward_that_keeps.default, call)
+        smoothing = self.head.smoothing
+        call = (*self.operands, *self.how, self.dtype, self.settings["rows"], smoothing is not None)
+        total_weight, kept, row_sums = self._forward(_ops.forward_that_keeps.default, call)
+        self._replace(None if smoothing is None else smoothing.sums, row_sums)
+        numbers = None if smoothing is None else self.nodes[smoothing.numbers]
         h, wt, bias, labels = self.operands
         trains = self.head.weight_gradient is not None
         last = (*self.how, self.dtype, self.settings["rows"], trains)
         tangent = self._of(self.head.tangent)
-        call = (kept, h, wt, bias, labels, tangent, total_weight, *last)
+        call = (kept, h, wt, bias, labels, tangent, total_weight, numbers, *last)
         products = [self.head.hidden_gradient, self.head.weight_gradient, self.head.bias_gradient]
         first = min((self.nodes[each] for each in products if each is not None), key=self._place)
         made = self._issue(_ops.backward_over_kept.default, call, first, self.head.gradient)

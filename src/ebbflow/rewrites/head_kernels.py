@@ -13,6 +13,9 @@ whole, where slices of a product are the rows or columns of the whole product (`
    these are half as large), and the backward writes the gradient over it, a few rows at a time.
 5. The gradient of the hidden states needs the gradient of the loss, which the forward does not know. It may guess: it
    is 1 where the loss is what ``backward()`` is called on. A wrong guess costs another pass over the rows.
+6. With smoothed labels the log-probabilities of each row are summed as well, and all classes of a row have one number
+   more in the gradient of these. Both are of one row; columns would split the kernel's sum over the gradient, so no
+   weight's gradient is made from columns then.
 
 ``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` as many as ``cut`` leaves of
 N (``head_cuts``). ``dtype`` is that of the softmax; ``reduction`` 0 is none (the loss and its gradient are vectors), 1
@@ -90,12 +93,22 @@ def _loss(target: Tensor, how: _Loss) -> tuple[Tensor, Tensor]:
     return _aten.nll_loss_forward(column, classes, None, how.reduction, _IGNORED)
 
 
-def _gradient_rows(softmax: Tensor, how: _Loss, tangents: Tensor, total_weight: Tensor, a: int, b: int) -> Tensor:
-    """The gradient of the logits of rows ``a`` to ``b``, in the type of the softmax."""
+def _gradient_rows(
+    softmax: Tensor,
+    how: _Loss,
+    tangents: Tensor,
+    total_weight: Tensor,
+    a: int,
+    b: int,
+    numbers: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the logits of rows ``a`` to ``b``, in the type of the softmax; ``numbers`` by definition 6."""
     tangent = tangents if how.reduction else tangents[a:b]
     gradient = _aten.nll_loss_backward(
         tangent, softmax, how.labels[a:b], None, how.reduction, how.ignore_index, total_weight
     )
+    if numbers is not None:
+        torch.add(numbers[a:b].unsqueeze(1).expand(gradient.shape), gradient, out=gradient)
     return clear_unread(_aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype), how.cut, a)
 
 
@@ -296,25 +309,33 @@ def forward_that_keeps(
     cut: Sequence[int],
     dtype: torch.dtype,
     rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, total weight, and the log-softmax, or the logits where these have another type (definition 4)."""
+    smoothed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, total weight, and the log-softmax, or the logits where these have another type (definition 4).
+
+    The last are the sums of definition 6, none where labels are not smoothed.
+    """
     _refuse_other_labels(labels, wt.shape[1], ignore_index)
     how = _loss_of(h, labels, reduction, ignore_index, cut)
     kept = _logits(h, wt, bias)
     target = torch.empty(h.shape[0], dtype=dtype, device=h.device)
+    sums = torch.empty(h.shape[0] if smoothed else 0, dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
         softmax = _aten._log_softmax(kept[a:b].to(dtype), 1, False)
         target[a:b] = _targets(softmax, how.labels[a:b])
+        if smoothed:
+            sums[a:b] = torch.sum(softmax, [1])
         if kept.dtype == dtype:
             kept[a:b] = softmax
         del softmax
     loss, total_weight = _loss(target, how)
-    return loss, total_weight, kept
+    return loss, total_weight, kept, read(sums, cut).contiguous() if smoothed else sums
 
 
 @forward_that_keeps.register_fake
-def _(h, wt, bias, labels, reduction, ignore_index, cut, dtype, rows):  # type: ignore[no-untyped-def]
-    return *_losses(h, labels, reduction, dtype), h.new_empty((h.shape[0], wt.shape[1]))
+def _(h, wt, bias, labels, reduction, ignore_index, cut, dtype, rows, smoothed):  # type: ignore[no-untyped-def]
+    sums = h.new_empty((labels.shape[0] if smoothed else 0,), dtype=dtype)
+    return *_losses(h, labels, reduction, dtype), h.new_empty((h.shape[0], wt.shape[1])), sums
 
 
 @torch.library.custom_op(f"{NAMESPACE}::backward_over_kept", mutates_args=())  # capture.traits says that it writes
@@ -326,6 +347,7 @@ def backward_over_kept(
     labels: Tensor,
     tangent: Tensor,
     total_weight: Tensor,
+    numbers: Tensor | None,
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
@@ -335,15 +357,16 @@ def backward_over_kept(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``h``, of the weight (V x D) and of the bias; ``kept`` is written over (definition 4).
 
-    Where the graph is retained, a copy is.
+    Where the graph is retained, a copy is. ``numbers`` are those of definition 6, or ``None``.
     """
     if in_backward() and keeps_graph():
         kept = kept.clone()
     how = _loss_of(h, labels, reduction, ignore_index, cut)
     tangents = _tangents(how, tangent)
+    numbers = None if numbers is None else spread(numbers, cut, h.shape[0], 0.0)
     for a, b in spans(h.shape[0], rows):
         softmax = kept[a:b] if kept.dtype == dtype else _aten._log_softmax(kept[a:b].to(dtype), 1, False)
-        kept[a:b] = _gradient_rows(softmax, how, tangents, total_weight, a, b)
+        kept[a:b] = _gradient_rows(softmax, how, tangents, total_weight, a, b, numbers)
         del softmax
     hidden = torch.mm(kept, wt.t())
     if not trains:
@@ -353,7 +376,7 @@ def backward_over_kept(
 
 
 @backward_over_kept.register_fake
-def _(kept, h, wt, bias, labels, tangent, total_weight, reduction, ignore_index, cut, dtype, rows, trains):  # type: ignore[no-untyped-def]
+def _(kept, h, wt, bias, labels, tangent, total_weight, numbers, reduction, ignore_index, cut, dtype, rows, trains):  # type: ignore[no-untyped-def]
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     if not trains:
         return hidden, h.new_empty((0,)), h.new_empty((0,))

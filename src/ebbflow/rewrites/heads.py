@@ -5,7 +5,9 @@
 2. A *head* is the product, a cast of it or none, a cut of its rows or none (``head_cuts``), its log-softmax over the
    last dimension, the negative log-likelihood of class indices by mean, sum or none, and their backward as autograd
    writes it, down to the products that make the gradients of the hidden states and of the weight.
-3. What looks alike and is none is *left*, with the reason and what would change that.
+3. With *smoothed labels* the log-probabilities of each row are summed too, and their gradient is that of the loss plus
+   one number per row for all classes alike. Sums and numbers are vectors of the captured step.
+4. What looks alike and is none is *left*, with the reason and what would change that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ebbflow.rewrites.head_facts import HeadSizes
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.torch_seams.graphs import arguments_of
 
-__all__ = ["SAME_ORDER", "VIEWS", "Head", "Left", "find_heads", "worthwhile_heads"]
+__all__ = ["SAME_ORDER", "VIEWS", "Head", "Left", "Smoothing", "find_heads", "worthwhile_heads"]
 
 _aten = torch.ops.aten
 SAME_ORDER = frozenset(
@@ -47,7 +49,7 @@ _LITTLE = 0.01
 
 @dataclass(frozen=True)
 class Left:
-    """Definition 3.
+    """Definition 4.
 
     Attributes:
         source: ``file:line`` of the loss, or empty.
@@ -56,6 +58,21 @@ class Left:
 
     source: str
     why: str
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Definition 3.
+
+    Attributes:
+        sums: of the log-probabilities of each row that is read.
+        numbers: one for each of these rows.
+        added: the gradient of the log-probabilities, with the numbers in it.
+    """
+
+    sums: fx.Node
+    numbers: fx.Node
+    added: fx.Node
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,7 @@ class Head:
         returned: outputs of the forward that are the logits.
         reduction: 0 for none, 1 for the mean, 2 for the sum.
         ignore_index: the label that does not count.
+        smoothing: sums and numbers of definition 3; ``None`` where labels are not smoothed.
         sizes: N, D, V and what else kernels depend on, the cut among it.
     """
 
@@ -100,6 +118,7 @@ class Head:
     returned: tuple[fx.Node, ...]
     reduction: int
     ignore_index: int
+    smoothing: Smoothing | None
     sizes: HeadSizes
 
     @property
@@ -290,14 +309,16 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         _require(not _only_read_by(step, [reader], captured), "the logits are returned in another type or cut")
     backward = [user for user, _ in _readers(softmax) if _is_call(user, _aten.nll_loss_backward.default)]
     _require(len(backward) == 1, "its gradient is not made once")
-    seeds = [user for user, _ in _readers(backward[0])]
+    smoothing = _smoothing(softmax, loss, backward[0])
+    seeds = [user for user, _ in _readers(backward[0] if smoothing is None else smoothing.added)]
     _require(
         len(seeds) == 1 and _is_call(seeds[0], _aten._log_softmax_backward_data.default),
-        "the gradient of its log-probabilities has other readers (label smoothing, another loss of the same logits)",
+        "the gradient of its log-probabilities has other readers (another loss of the same logits)",
     )
-    _only_read_by(softmax, [loss, backward[0], seeds[0]], captured, returned=False)
+    sums = [] if smoothing is None else [smoothing.sums]
+    _only_read_by(softmax, [loss, backward[0], seeds[0], *sums], captured, returned=False)
     _require(arguments_of(seeds[0])[3] == value.dtype, "the softmax changes the type by itself")
-    hidden, weights, sums = _products(_back(way, seeds[0]), h, wt)
+    hidden, weights, bias_sums = _products(_back(way, seeds[0]), h, wt)
     _require(isinstance(labels, fx.Node) and labels.meta["val"].dim() == 1, "labels are no vector")
     _require(labels.meta["val"].dtype is torch.int64, "labels are not of type int64")
     h_value, wt_value = h.meta["val"], wt.meta["val"]
@@ -313,6 +334,7 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         reduction=reduction,
         device=logits.device.type,
         cut=cut,
+        smoothed=smoothing is not None,
     )
     return Head(
         product=product,
@@ -328,12 +350,39 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         gradient=seeds[0],
         hidden_gradient=hidden,
         weight_gradient=weights,
-        bias_gradient=sums,
+        bias_gradient=bias_sums,
         returned=returned,
         reduction=reduction,
         ignore_index=ignore_index,
+        smoothing=smoothing,
         sizes=sizes,
     )
+
+
+def _smoothing(softmax: fx.Node, loss: fx.Node, backward: fx.Node) -> Smoothing | None:
+    """Definition 3; ``None`` where the gradient of the loss is all that the log-probabilities get.
+
+    Raises:
+        _No: if they get something else.
+    """
+    why = "the gradient of its log-probabilities has other readers (another loss of the same logits)"
+    readers = [user for user, _ in _readers(backward)]
+    if len(readers) != 1 or not _is_call(readers[0], _aten.add.Tensor):
+        return None
+    (added,) = readers
+    others = [each for each in arguments_of(added) if _seen_through(each) is not backward]
+    _require(not added.kwargs and len(others) == 1 and _is_call(others[0], _aten.expand.default), why)
+    column, value = arguments_of(others[0])[0], softmax.meta["val"]
+    _require(_is_call(column, _aten.unsqueeze.default) and value.dim() == 2, why)
+    numbers = arguments_of(column)[0]
+    of_rows = column.meta["val"].shape == (value.shape[0], 1) and numbers.meta["val"].dtype == value.dtype
+    _require(of_rows and added.meta["val"].shape == value.shape, why)
+    sums = [user for user, _ in _readers(softmax) if _is_call(user, _aten.sum.dim_IntList)]
+    _require(len(sums) == 1 and not sums[0].kwargs and list(map(list, arguments_of(sums[0])[1:2])) == [[1]], why)
+    _require(sums[0].meta["val"].shape == numbers.meta["val"].shape, why)
+    place = {node: index for index, node in enumerate(loss.graph.nodes)}
+    _require(all(place[loss] < place[each] for each in sums[0].users), "sums of its rows are read before the loss")
+    return Smoothing(sums[0], numbers, added)
 
 
 def _only_read_by(

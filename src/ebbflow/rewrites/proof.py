@@ -5,7 +5,8 @@
 2. A call that both graphs have claims its like: the same target, the same constants, and arguments that claim the
    arguments of that one.
 3. An op of a rewrite reads the head's own operands, in their places and with its constants; its results claim the
-   loss, the total weight and the three gradients, or are parts. It reads parts of the same head alone.
+   loss, the total weight, the sums of smoothed labels and the three gradients, or are parts. It reads parts of the
+   same head alone.
 4. What is written over is read by nobody else.
 5. Each output claims the captured one's.
 """
@@ -43,7 +44,7 @@ _TAKES = {
 _GIVES: dict[str, tuple[str, ...]] = {
     "forward_by_rows": ("loss", "total_weight", "statistics"),
     "forward_with_guess": ("loss", "total_weight", "statistics", "hidden", "known"),
-    "forward_that_keeps": ("loss", "total_weight", "kept"),
+    "forward_that_keeps": ("loss", "total_weight", "kept", "row_sums"),
     "backward_over_kept": ("hidden_gradient", "weight_gradient", "bias_gradient"),
     "backward_by_rows": ("hidden_gradient",),
     "settle_guess": ("hidden_gradient",),
@@ -142,6 +143,8 @@ class _Proof:
         if kind == "backward_over_kept":
             _require(list(given["kept"].users) == [node], f"{node.name} writes over what others read")
             _require(given["trains"] is (head.weight_gradient is not None), f"{node.name} trains another weight")
+            numbers = None if head.smoothing is None else head.smoothing.numbers
+            _require(_same(self._claim(given["numbers"]), numbers), f"{node.name} smooths by other numbers")
         results = [self._result(name, head, given) for name in _GIVES[kind]]
         self.claims[node] = ("several", results) if len(results) > 1 else results[0]
 
@@ -154,6 +157,7 @@ class _Proof:
                 "ignore_index": head.ignore_index,
                 "cut": list(head.sizes.cut),
                 "dtype": head.sizes.softmax,
+                "smoothed": head.smoothing is not None,
             }
             if all(_same(self._claim(given[name]), each) for name, each in operands.items()) and all(
                 given.get(name, each) == each for name, each in constants.items()
@@ -168,6 +172,8 @@ class _Proof:
             return name, head.loss, given["guess"]
         if name in _PARTS:
             return name, head.loss
+        if name == "row_sums":
+            return ("nothing", head.loss) if head.smoothing is None else head.smoothing.sums
         if name == "bias_gradient":
             return "sums", head.loss
         return getattr(head, name) or ("nothing", head.loss)
