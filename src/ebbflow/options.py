@@ -41,11 +41,12 @@ __all__ = [
 ]
 
 GRADIENTS = ("loss", "all")
-REWRITES = ("exact", "in-place", "all", "none")
+REWRITES = ("exact", "in-place", "all", "reordered", "none")
 _RULES = {
     "exact": ("linear-cross-entropy",),
     "in-place": ("linear-cross-entropy", "in-place"),
     "all": ("linear-cross-entropy", "feed-forward", "in-place"),
+    "reordered": ("linear-cross-entropy", "reordered-cross-entropy"),
     "none": (),
 }
 """Of ``rewrites``, by their names (``rewrites.choices``)."""
@@ -83,10 +84,11 @@ class Options:
     tiers: str | Sequence[str] | None = None
     """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
     preferred one first; ``None`` moves nothing."""
-    rewrites: Literal["exact", "in-place", "all", "none"] | None = None
+    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None
     """What may take the place of parts of the step. ``"exact"``, also meant by ``None``: what gives the same bits in
     less memory, where the budget asks for it; ``"in-place"``: that, and elementwise ops that write over what dies;
-    ``"all"``: both, and feed-forward layers in slices; ``"none"``: nothing."""
+    ``"all"``: both, and feed-forward layers in slices; ``"reordered"``: as ``"exact"``, and a head's weight may have a
+    gradient of other last bits; ``"none"``: nothing."""
     offload_optimizer: bool = False
     """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
     step: Literal["outside", "inside"] | None = None

@@ -43,7 +43,7 @@ def doctor(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "in-place", "all", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,

@@ -68,7 +68,7 @@ def fit(
     seed: int = 0,
     start: Plan | None = None,
     tiers: str | Sequence[str] | None = None,
-    rewrites: Literal["exact", "in-place", "all", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
@@ -106,7 +106,9 @@ def fit(
             bits, so that the logits never exist whole; whether slices have the bits of the whole is measured first.
             ``"in-place"``: that, and results of elementwise ops go where an operand was that nobody else reads.
             ``"all"``: both, and feed-forward layers are computed in slices, so that their hidden values never exist
-            whole, where these pin the step. ``"none"``: the step is planned as it was captured.
+            whole, where these pin the step. ``"reordered"``: as ``"exact"``, and the gradient of a head's weight may be
+            added up from slices of tokens, with other last bits than eager's: the plan states the largest difference
+            seen. ``"none"``: the step is planned as it was captured.
         offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
             back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
             budget also holds at ``optimizer.step()``, with what that takes while it runs.

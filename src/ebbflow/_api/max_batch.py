@@ -91,7 +91,7 @@ def max_batch(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
-    rewrites: Literal["exact", "in-place", "all", "none"] | None = None,
+    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] | None = None,
     max_norm: float | Clipping | None = None,

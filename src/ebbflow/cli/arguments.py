@@ -125,7 +125,8 @@ OptimizerName = Annotated[
 Rewrites = Annotated[
     str | None,
     typer.Option(
-        help="what may replace parts of the step with the same bits: exact (the default), in-place, all, or none",
+        help="what may replace parts of the step: exact (the default), in-place and all keep all bits, reordered "
+        "changes the last ones of a gradient; or none",
         autocompletion=_beginning(lambda: REWRITES),
     ),
 ]

@@ -20,6 +20,7 @@ from ebbflow.rewrites.facts import measured
 from ebbflow.rewrites.head_kernels import KEPT
 from ebbflow.rewrites.head_rule import HeadRule, left_heads
 from ebbflow.rewrites.in_place_rule import InPlaceRule, lowers
+from ebbflow.rewrites.reordered import ReorderedHeadRule, stated
 from ebbflow.rewrites.rule import Estimate, Rule
 from ebbflow.rewrites.second_pass import SecondPassRule
 from ebbflow.rewrites.tile_rule import TileRule, left_regions
@@ -42,7 +43,7 @@ __all__ = [
     "measure_ahead",
 ]
 
-RULES: tuple[Rule, ...] = (HeadRule(), TileRule(), SecondPassRule(), InPlaceRule())
+RULES: tuple[Rule, ...] = (HeadRule(), ReorderedHeadRule(), TileRule(), SecondPassRule(), InPlaceRule())
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbflow calibrate CASE finds out ahead"
 """Why a rewrite is not used of which something is not known."""
@@ -216,7 +217,15 @@ class Choice:
 
         calls = (is_measured(call, device) for call in self.captured.calls)
         ops = tuple(priced(op, known=known) for op, known in zip(measured.ops, calls, strict=True))
-        return Costed(self.rewrites, replace(measured, ops=ops))
+        return Costed(self._stated(), replace(measured, ops=ops))
+
+    def _stated(self) -> tuple[Rewrite, ...]:
+        """The rewrites, with what each changes of the numbers where one does."""
+        return tuple(
+            stated(stage.before, each) if isinstance(stage.rule, ReorderedHeadRule) else each
+            for stage in self.stages
+            for each in stage.rewrites
+        )
 
     def assumed(self, program: Program) -> Costed:
         """With estimated costs, for a machine that is not at hand."""

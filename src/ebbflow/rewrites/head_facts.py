@@ -12,7 +12,7 @@ from ebbflow.rewrites.facts import Fact, normal
 from ebbflow.rewrites.head_cuts import read, rows_read
 from ebbflow.rewrites.spans import LEAST, spans
 
-__all__ = ["HeadSizes", "column_facts", "row_facts", "softmax_facts"]
+__all__ = ["HeadSizes", "column_facts", "row_facts", "softmax_facts", "weight_of_made_up"]
 
 _aten = torch.ops.aten
 _IGNORED = -100
@@ -174,6 +174,12 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
     yield Fact(
         f"columns of weight {sizes} by {columns}", f"{columns} rows of the weight's gradient", weight, weight_hold
     )
+
+
+def weight_of_made_up(sizes: HeadSizes, classes: int) -> tuple[Tensor, Tensor]:
+    """Normal numbers as the gradient of the logits of some classes, and as hidden states."""
+    few = replace(sizes, vocabulary=min(sizes.vocabulary, classes))
+    return _normal_logits(few, sizes.dtype, 4), _h(sizes)
 
 
 def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:

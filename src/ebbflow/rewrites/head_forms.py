@@ -4,6 +4,8 @@
 2. ``guessed``: nothing of N x V; the forward makes the gradient of the hidden states by a guess, and a share of the
    logits' gradient where that is worth it; one product more, less that share. With a frozen weight none more.
 3. ``rows``: nothing of N x V, no guess; two products more, with a frozen weight one.
+4. ``summed``, on request: as ``rows``, with the gradient of the weight added up from rows; one product more, and other
+   last bits of that gradient than eager's.
 
 Where labels are smoothed there is ``kept`` alone.
 """
@@ -22,7 +24,7 @@ from ebbflow.errors import InternalError
 from ebbflow.rewrites import head_kernels
 from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.head_facts import column_facts, row_facts, softmax_facts
-from ebbflow.rewrites.head_kernels import GUESSED, KEPT, ROWS
+from ebbflow.rewrites.head_kernels import GUESSED, KEPT, ROWS, SUMMED
 from ebbflow.rewrites.heads import VIEWS, Head, find_heads
 from ebbflow.rewrites.spans import LEAST
 from ebbflow.step.rewrite import Rewrite
@@ -31,9 +33,11 @@ from ebbflow.torch_seams.dispatcher import OpOverload
 from ebbflow.torch_seams.fake_tensors import mode_of
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["RULE", "facts_of", "forms_of", "rewritten"]
+__all__ = ["REORDERED", "RULE", "facts_of", "forms_of", "rewritten", "summed_forms_of"]
 
 RULE = "linear-cross-entropy"
+REORDERED = "reordered-cross-entropy"
+"""The rule of form 4."""
 _ops = getattr(torch.ops, head_kernels.NAMESPACE)
 _PARTS = (4, 16, 64)
 """Of N x V, what slices take at a time."""
@@ -58,9 +62,17 @@ def forms_of(head: Head) -> Iterator[Rewrite]:
         yield _rewrite(head, ROWS, rows=rows, columns=columns if trained else 0)
 
 
-def _rewrite(head: Head, form: str, **settings: int) -> Rewrite:
-    made = Rewrite(RULE, head.loss.name, head.name, form, tuple(settings.items()))
-    return Rewrite(RULE, made.at, made.where, form, made.settings, tuple(each.says for each in facts_of(head, made)))
+def summed_forms_of(head: Head) -> Iterator[Rewrite]:
+    """Form 4; none where the weight is frozen, for which ``rows`` is as good, or labels are smoothed."""
+    if head.weight_gradient is None or head.smoothing is not None:
+        return
+    for part in _PARTS:
+        yield _rewrite(head, SUMMED, rule=REORDERED, rows=max(LEAST, head.sizes.rows // part))
+
+
+def _rewrite(head: Head, form: str, *, rule: str = RULE, **settings: int) -> Rewrite:
+    made = Rewrite(rule, head.loss.name, head.name, form, tuple(settings.items()))
+    return Rewrite(rule, made.at, made.where, form, made.settings, tuple(each.says for each in facts_of(head, made)))
 
 
 def facts_of(head: Head, rewrite: Rewrite) -> list[Fact]:
@@ -159,7 +171,7 @@ class _Writer:
 
     def write(self) -> None:
         """All of it; what it replaces goes where nothing else reads it."""
-        {KEPT: self._kept, GUESSED: self._guessed, ROWS: self._rows}[self.form]()
+        {KEPT: self._kept, GUESSED: self._guessed, ROWS: self._rows, SUMMED: self._summed}[self.form]()
         self.graph.lint()
 
     def _of(self, node: fx.Node | None) -> Any:
@@ -178,13 +190,14 @@ class _Writer:
         last = (*self.how, self.dtype, self.settings["rows"], trains)
         tangent = self._of(self.head.tangent)
         call = (kept, h, wt, bias, labels, tangent, total_weight, numbers, *last)
-        products = [self.head.hidden_gradient, self.head.weight_gradient, self.head.bias_gradient]
-        first = min((self.nodes[each] for each in products if each is not None), key=self._place)
-        made = self._issue(_ops.backward_over_kept.default, call, first, self.head.gradient)
-        hidden, weight, sums = (self._element(made, index) for index in range(3))
-        self._replace(self.head.hidden_gradient, hidden)
-        self._replace(self.head.weight_gradient, weight)
-        self._replace_sums(sums)
+        self._all_gradients(_ops.backward_over_kept.default, call)
+
+    def _summed(self) -> None:
+        call = (*self.operands, *self.how, self.dtype, self.settings["rows"])
+        total_weight, _ = self._forward(_ops.forward_by_rows.default, call)
+        tangent = self._of(self.head.tangent)
+        call = (*self.operands, tangent, total_weight, *self.how, self.dtype, self.settings["rows"])
+        self._all_gradients(_ops.backward_in_sums.default, call)
 
     def _rows(self) -> None:
         call = (*self.operands, *self.how, self.dtype, self.settings["rows"])
@@ -263,6 +276,15 @@ class _Writer:
             self._renew(made)
             copies[node] = made
         return copies.get(self.head.tangent) or copy_of(self.head.tangent)
+
+    def _all_gradients(self, target: Callable[..., Any], call: tuple[Any, ...]) -> None:
+        products = [self.head.hidden_gradient, self.head.weight_gradient, self.head.bias_gradient]
+        first = min((self.nodes[each] for each in products if each is not None), key=self._place)
+        made = self._issue(target, call, first, self.head.gradient)
+        hidden, weight, sums = (self._element(made, index) for index in range(3))
+        self._replace(self.head.hidden_gradient, hidden)
+        self._replace(self.head.weight_gradient, weight)
+        self._replace_sums(sums)
 
     def _weights(self, target: Callable[..., Any], call: tuple[Any, ...]) -> None:
         assert self.head.weight_gradient is not None

@@ -16,6 +16,8 @@ whole, where slices of a product are the rows or columns of the whole product (`
 6. With smoothed labels the log-probabilities of each row are summed as well, and all classes of a row have one number
    more in the gradient of these. Both are of one row; columns would split the kernel's sum over the gradient, so no
    weight's gradient is made from columns then.
+7. On request the gradient of the weight is added up from rows, which definition 3 is there to avoid: its last bits are
+   other ones than eager's. All other results are eager's.
 
 ``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` as many as ``cut`` leaves of
 N (``head_cuts``). ``dtype`` is that of the softmax; ``reduction`` 0 is none (the loss and its gradient are vectors), 1
@@ -35,11 +37,11 @@ from ebbflow.rewrites.spans import spans
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
 from ebbflow.torch_seams.graphs import ASSERTS_TRUE
 
-__all__ = ["GUESSED", "KEPT", "NAMESPACE", "OVERWRITES", "ROWS", "SETTLES", "known_columns"]
+__all__ = ["GUESSED", "KEPT", "NAMESPACE", "OVERWRITES", "ROWS", "SETTLES", "SUMMED", "known_columns", "sum_of_rows"]
 
 NAMESPACE = "ebbflow_rewrites"
-KEPT, GUESSED, ROWS = "kept", "guessed", "rows"
-"""Forms: definitions 4, 5, and neither of them."""
+KEPT, GUESSED, ROWS, SUMMED = "kept", "guessed", "rows", "summed"
+"""Forms: definitions 4, 5, neither of them, and 7."""
 OVERWRITES = f"{NAMESPACE}.backward_over_kept.default"
 """Target of the op that writes over its first argument, or over a copy where the graph is retained."""
 SETTLES = f"{NAMESPACE}.settle_guess.default"
@@ -209,6 +211,14 @@ def _gradients_by_columns(
             torch.sum(part, [0], out=sums[a:b])
         del part
     return weight, sums
+
+
+def sum_of_rows(whole: Tensor, part: Tensor, h: Tensor) -> None:
+    """Add to ``whole``, in the type of the softmax, what some rows give to the gradient of the weight."""
+    if whole.dtype == h.dtype:
+        whole.addmm_(part.t(), h)
+    else:
+        whole.add_(torch.mm(part.t(), h))
 
 
 def known_columns(length: int, share: float, columns: int) -> int:
@@ -400,6 +410,43 @@ def backward_by_rows(
     """The gradient of ``h`` (definition 1)."""
     how = _loss_of(h, labels, reduction, ignore_index, cut)
     return _hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::backward_in_sums", mutates_args=())
+def backward_in_sums(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    cut: Sequence[int],
+    dtype: torch.dtype,
+    rows: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``h``, of the weight (V x D) and of the bias, the last two by definition 7."""
+    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    tangents = _tangents(how, tangent)
+    hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
+    weight = torch.zeros((wt.shape[1], h.shape[1]), dtype=dtype, device=h.device)
+    sums = torch.zeros((0 if bias is None else wt.shape[1],), dtype=dtype, device=h.device)
+    for a, b in spans(h.shape[0], rows):
+        softmax = _softmax_rows(h[a:b], wt, bias, dtype)
+        part = _gradient_rows(softmax, how, tangents, total_weight, a, b).to(h.dtype)
+        del softmax
+        torch.mm(part, wt.t(), out=hidden[a:b])
+        sum_of_rows(weight, part, h[a:b])
+        if bias is not None:
+            sums.add_(torch.sum(part, [0]))
+        del part
+    return hidden, weight.to(h.dtype), sums.to(h.dtype)
+
+
+@backward_in_sums.register_fake
+def _(h, wt, bias, *_: object):  # type: ignore[no-untyped-def]
+    return torch.empty_like(h, memory_format=torch.contiguous_format), *_two(h, wt, bias)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::settle_guess", mutates_args=())

@@ -18,13 +18,13 @@ from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
 from ebbflow.units import format_bytes
 
-__all__ = ["HeadRule", "left_heads"]
+__all__ = ["HeadRule", "head_at", "left_heads"]
 
 
 class HeadRule:
     """See ``rewrites.rule``."""
 
-    name = RULE
+    name: str = RULE
     free = False
 
     def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
@@ -40,7 +40,7 @@ class HeadRule:
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
         """Of its head."""
-        return facts_of(_head_at(step, rewrite), rewrite)
+        return facts_of(head_at(step, rewrite), rewrite)
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """One head after the other."""
@@ -53,7 +53,7 @@ class HeadRule:
     ) -> Mapping[str, Estimate]:
         """The most that each op takes of any head; room for a wrong guess, which a right one does not take."""
         seconds = {op.name: op.seconds for op in program.ops}
-        pairs = [(_head_at(step, each), each) for each in rewrites]
+        pairs = [(head_at(step, each), each) for each in rewrites]
         known = [estimates(head, each, seconds) for head, each in pairs]
         settling = max(guess_workspace_bytes(head, each) for head, each in pairs)
 
@@ -87,7 +87,8 @@ def left_heads(step: Captured) -> list[Left]:
     ]
 
 
-def _head_at(step: Captured, rewrite: Rewrite) -> Head:
+def head_at(step: Captured, rewrite: Rewrite) -> Head:
+    """The head that ``rewrite`` is of; raises ``LookupError`` if ``step`` has none there."""
     for head in find_heads(step)[0]:
         if head.loss.name == rewrite.at:
             return head
