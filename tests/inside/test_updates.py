@@ -73,8 +73,8 @@ def inside(model: nn.Module, *args: Tensor) -> tuple[Captured, Captured]:
     return plain, WithOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)(plain)
 
 
-def small_gpt() -> tuple[nn.Module, Tensor, Tensor]:
-    case = gpt(2, GPTConfig(vocabulary=64, length=16, layers=2, width=16, heads=2, dropout=0.1, tied=True))
+def small_gpt(layers: int = 2) -> tuple[nn.Module, Tensor, Tensor]:
+    case = gpt(2, GPTConfig(vocabulary=64, length=16, layers=layers, width=16, heads=2, dropout=0.1, tied=True))
     return case.model, *case.args
 
 
@@ -133,7 +133,7 @@ def test_what_is_used_later_without_a_gradient_keeps_the_update_waiting() -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [each for each in planner_names() if each not in NEED_TIERS])
 def test_every_planner_gives_legal_schedules_of_steps_with_updates(name: str) -> None:
-    model, *args = small_gpt()
+    model, *args = small_gpt(layers=1)
     optimizer = torch.optim.AdamW(model.parameters())
     step = capture_ahead(model, tuple(args), options=Options(optimizer=optimizer, step="inside", progress=None))
     assert step.program.has_updates
@@ -141,7 +141,7 @@ def test_every_planner_gives_legal_schedules_of_steps_with_updates(name: str) ->
     for share in (0.02, 0.4):
         budget = int(least + share * (step.unplanned_budget_bytes - least))
         try:
-            plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=200, time_limit_seconds=4))
+            plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=200, time_limit_seconds=2))
         except ebbflow.errors.BudgetError:
             continue
         assert not check(plan.program, plan.schedule)  # a head in slices, if that was cheaper

@@ -14,6 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ebbflow
+from ebbflow.capture import disturbed
 from ebbflow.torch_seams import dynamo, stance
 
 
@@ -144,9 +145,10 @@ def _compile(traced: Callable[[torch.Tensor], torch.Tensor]) -> object:
     ],
 )
 def test_a_step_is_captured_and_planned_while_another_thread_traces(
-    trace: Callable[[Callable[[torch.Tensor], torch.Tensor]], object],
+    trace: Callable[[Callable[[torch.Tensor], torch.Tensor]], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What torch says of the whole process is not said of this thread."""
+    monkeypatch.setattr(disturbed, "_PATIENCE_SECONDS", 0.1)  # this trace ends when the captures have
     model = ebbflow.fit(Net(), "100%", effort=10)
     x = torch.randn(4, 8)
     if trace is _compile:  # two threads do not compile at once: the capture would wait for the other's end
