@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import lzma
+import math
 import re
+from pathlib import Path
 from typing import Any
 
 from pages import ROOT, blocks, prose, read
 
+import ebbflow
+
 README = ROOT / "README.md"
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -80,3 +85,26 @@ def test_what_limits_say_of_torchs_own_operators() -> None:
     assert tuple(map(int, told)) == tuple(
         summary[key] for key in ("ops", "equal", "differs", "refused", "fails_in_eager")
     )
+
+
+def test_what_the_tutorial_of_adapters_says_of_the_card_is_in_its_plans(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "lora.md"
+    table = re.findall(r"^\| (as captured|rewritten) \| (.+) \|$", prose(page), re.MULTILINE)
+    assert [way for way, _ in table] == ["as captured", "rewritten"]
+    for way, told in table:
+        name = f"lora-7b-{way.removeprefix('as ')}.json"
+        [command] = re.findall(rf"^ebbflow plan (.+) --out {name}$", read(page), re.MULTILINE)
+        file = tmp_path / name
+        file.write_bytes(lzma.decompress((ROOT / "docs" / "plans" / f"{name}.xz").read_bytes()))
+        plan = ebbflow.Plan.load(file)
+        sizes = (plan.floor_bytes, plan.budget_bytes, plan.baseline_peak_bytes)
+        figures = [
+            f"{math.ceil(100 * plan.smallest_bytes / GIB) / 100:.2f} GiB",  # to be asked for, so it is rounded up
+            *(f"{each / GIB:.2f} GiB" for each in sizes),
+            *(f"{each:.2%}" for each in (plan.overhead, plan.bound)),
+        ]
+        assert told.split(" | ") == [each.replace("%", " %") for each in figures]
+        assert f"--budget {plan.budget_bytes // GIB}GiB" in command
+        assert plan.machine is not None
+        assert f"--machine {plan.machine.name}" in command
+        assert (plan.rewritten is None) == ("--rewrites none" in command)
