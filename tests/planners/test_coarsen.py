@@ -80,6 +80,20 @@ def test_a_group_of_which_a_rerun_makes_nothing_takes_what_its_first_run_takes()
     assert unplanned_bytes(coarse) == unplanned_bytes(program) == 5
 
 
+def test_a_group_of_which_nobody_reads_anything_takes_what_its_first_run_takes():
+    """Its rerun would hold another peak, beside an output that only the first run makes."""
+    ops = (
+        Op("a", "t", (), (0,), seconds=1.0),
+        Op("b", "t", (), (1,), workspace_bytes=4, seconds=1.0),
+        Op("c", "t", (1,), (2, 3), seconds=1.0, repeat="t again", once=1),
+    )
+    buffers = (Buffer("a", 0, 0), Buffer("b", 1, 1), Buffer("c", 0, 2), Buffer("new", 1, 2))
+    program = Program("p", ops, buffers, 3, mutations=(0, 3))
+    coarse = fuse(program).program
+    assert len(coarse.ops) == 1
+    assert unplanned_bytes(coarse) == unplanned_bytes(program) == 5
+
+
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(program=tilted(max_ops=6), shares=st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3))
 def test_fusing_keeps_the_optimum(program: Program, shares: list[float]):

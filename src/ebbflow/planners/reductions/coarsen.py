@@ -256,8 +256,9 @@ def _op(program: Program, group: Sequence[int], outer: Sequence[int]) -> Op:
     remade = [x for x in outer if x in again]
     first = _peak(program, group, set(outer)) - _bytes(program, outer)
     held = program.pinned.union(program.mutations)
-    # One that would make nothing is never worth running again.
-    rerun = _peak(program, group, set(outer).difference(held), rerun=True) - _bytes(program, remade) if remade else 0
+    # One of which nobody would read anything is never worth running again: what that takes must not cost its first run.
+    worth = any(x not in program.pinned and not set(group).issuperset(program.readers[x]) for x in remade)
+    rerun = _peak(program, group, set(outer).difference(held), rerun=True) - _bytes(program, remade) if worth else 0
     return Op(
         name=f"{ops[0].name} .. {ops[-1].name}",
         target="group",
@@ -266,7 +267,7 @@ def _op(program: Program, group: Sequence[int], outer: Sequence[int]) -> Op:
         workspace_bytes=max(first, rerun, 0),
         seconds=sum(op.seconds for op in ops),
         state_bytes=sum(op.state_bytes for op in ops),
-        rerunnable=all(op.rerunnable for op in ops),
+        rerunnable=(worth or not remade) and all(op.rerunnable for op in ops),
         reads_mutated=any(op.reads_mutated for op in ops),
         once=len(outer) - len(remade),
         source=ops[0].source,
