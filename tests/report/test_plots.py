@@ -65,8 +65,11 @@ def test_it_draws_into_axes_that_are_there() -> None:
 def test_odd_plans_are_drawn(name: str) -> None:
     from matplotlib.figure import Figure
 
-    ODD[name].plot(Figure().subplots())
-    ebbflow.plot_frontier([ODD[name]], Figure().subplots())
+    for drawn in (ODD[name].plot(Figure().subplots()), ebbflow.plot_frontier([ODD[name]], Figure().subplots())):
+        [ax] = drawn.axes
+        assert ax.has_data()
+        assert ax.get_xlabel()
+        assert ax.get_ylabel()
 
 
 def test_a_frontier_has_every_plan() -> None:

@@ -193,17 +193,19 @@ class _Writer:
         self._all_gradients(_ops.backward_over_kept.default, call)
 
     def _summed(self) -> None:
-        call = (*self.operands, *self.how, self.dtype, self.settings["rows"])
-        total_weight, _ = self._forward(_ops.forward_by_rows.default, call)
-        tangent = self._of(self.head.tangent)
-        call = (*self.operands, tangent, total_weight, *self.how, self.dtype, self.settings["rows"])
+        call, *_ = self._forward_by_rows()
         self._all_gradients(_ops.backward_in_sums.default, call)
 
-    def _rows(self) -> None:
+    def _forward_by_rows(self) -> tuple[tuple[Any, ...], Any, fx.Node, fx.Node]:
+        """The op in the place of the loss; what a backward op by rows takes, and of that what others take too."""
         call = (*self.operands, *self.how, self.dtype, self.settings["rows"])
         total_weight, statistics = self._forward(_ops.forward_by_rows.default, call)
         tangent = self._of(self.head.tangent)
-        call = (*self.operands, tangent, total_weight, *self.how, self.dtype, self.settings["rows"])
+        last = (*self.how, self.dtype, self.settings["rows"])
+        return (*self.operands, tangent, total_weight, *last), tangent, total_weight, statistics
+
+    def _rows(self) -> None:
+        call, tangent, total_weight, statistics = self._forward_by_rows()
         before = self.nodes[self.head.hidden_gradient]
         hidden = self._issue(_ops.backward_by_rows.default, call, before, self.head.hidden_gradient)
         self._replace(self.head.hidden_gradient, hidden)
