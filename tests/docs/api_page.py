@@ -32,7 +32,7 @@ RETURNED = {"Step": Step, "Calls": Calls}
 """What functions return and nobody makes."""
 ONLY = {
     "Program": ("name", "ops", "buffers", "context", "seconds", "fingerprint", "from_graph"),
-    "Step": ("phase", "plan", "verified_buffers", "measured_above_bytes", "forward_calls"),
+    "Step": ("phase", "plan", "verified_buffers", "rewrites_held", "measured_above_bytes", "forward_calls"),
     "Calls": ("planned", "unplanned"),
 }
 """Of classes that do more, what users may rely on."""

@@ -44,7 +44,7 @@ def test_heads_are_found_and_every_form_is_proven(form: str) -> None:
         kinds.add(each.form)
         other = rewritten(step, each)
         replaced = prove_rewritten(step, other)
-        assert replaced == sum(op.target.startswith(NAMESPACE) for op in other.program.ops) > 0
+        assert len(replaced) == sum(op.target.startswith(NAMESPACE) for op in other.program.ops) > 0
         prove(other, lower(other, unplanned_schedule(other.program)))
         assert not [op for op in other.program.ops if op.target in ("aten.t.default", "aten.view.default")]
         assert Rewrite.from_json(each.to_json()) == each
@@ -215,4 +215,4 @@ def test_the_proof_sees_a_reader_of_what_is_written_over() -> None:
 
 def test_a_captured_step_is_itself() -> None:
     step = captured_of(FORMS["tied"]())
-    assert prove_rewritten(step, reread(step, step.graph)) == 0
+    assert not prove_rewritten(step, reread(step, step.graph))

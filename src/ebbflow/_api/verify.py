@@ -241,7 +241,7 @@ class Verifier:
                 raise PlanMismatch(
                     f"the plan for {plan.case} is of another program than this call: {error}", differences=[str(error)]
                 ) from None
-            captured = apply_proven(source, plan.rewritten.rewrites)
+            captured, _ = apply_proven(source, plan.rewritten.rewrites)
         if not is_measured_form(plan.program, captured.program):
             raise PlanMismatch(
                 f"the plan for {plan.case} is of another program than this call; plan anew", differences=["program"]

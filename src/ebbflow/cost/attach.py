@@ -21,7 +21,14 @@ from ebbflow.step.machine import Machine, machine_named
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import Costs
 
-__all__ = ["costs_of", "is_measured", "is_measured_form", "with_measured_costs", "with_roofline_costs"]
+__all__ = [
+    "costs_of",
+    "is_measured",
+    "is_measured_form",
+    "known_workspace",
+    "with_measured_costs",
+    "with_roofline_costs",
+]
 
 _KNOWN: dict[str, dict[str, Cost]] = {}  # per cache file, what this process has read or measured
 _one_at_a_time = threading.RLock()  # threads that measure would disturb each other, and measure the same
@@ -88,6 +95,12 @@ def costs_of(calls: Sequence[Call], device: str) -> tuple[Costs, str]:
     if not estimated:
         return Costs.MEASURED, ""
     return Costs.PARTLY, f"the seconds of {estimated} of {len(signatures)} distinct ops are by roofline"
+
+
+def known_workspace(call: Call, device: str) -> int | None:
+    """Bytes that ``call`` takes beyond its outputs here; ``None`` where nobody knows (:func:`is_measured`)."""
+    found = _known(CostCache(device_context(device))).get(call.signature)
+    return None if found is None else found.workspace_bytes
 
 
 def is_measured(call: Call, device: str) -> bool:

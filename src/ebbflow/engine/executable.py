@@ -16,10 +16,12 @@ A step whose first forward has not been planned is ``CAPTURED``. Without verific
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ import torch
 from torch import fx
 
 from ebbflow.capture.joint import Captured
+from ebbflow.cost.attach import known_workspace
 from ebbflow.engine.hook_order import gradient_order
 from ebbflow.engine.retained import Retained, retained_above_bytes
 from ebbflow.engine.unused import UnusedOutputs
@@ -35,11 +38,13 @@ from ebbflow.faults import users_level
 from ebbflow.inside.second_pass import likes_in
 from ebbflow.inside.updates import PREFIX, updates_in
 from ebbflow.lower.fingerprints import Fingerprints, with_fingerprints
+from ebbflow.lower.held import Holding, held_ops, with_holding
 from ebbflow.lower.lowering import Lowered, lower
 from ebbflow.lower.proof import prove
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.measurement.reserved import Reserved
 from ebbflow.rewrites.head_kernels import SETTLES
+from ebbflow.rewrites.replaced import Replaced
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free
@@ -88,6 +93,7 @@ class Executable:
         device: ``"cpu"`` or ``"cuda"``.
         verify: whether its first step is proven and a later one measured; ``"always"``: every one is proven.
         tiers: by name, those that the plan moves buffers to.
+        replaced: what ops of the plan's rewrites stand for.
 
     Attributes:
         number: names it, in tickets.
@@ -108,6 +114,7 @@ class Executable:
         phase: definitions 1 to 5.
         proving: number of the flight that is being proven, or ``None``.
         verified_buffers: how many came back with their bits in the proven step.
+        rewrites_held: how many ops of rewrites were checked by what in it (``lower.held``).
         measured_above_bytes: of the measured step; ``None`` before.
         reserved: what the card's allocator held in it; ``None`` before, and on CPU.
         traffic: what moved in the last step that ended, on CUDA in the last one that was measured; ``None`` before, and
@@ -122,6 +129,7 @@ class Executable:
         device: str,
         verify: bool | Literal["always"],
         tiers: Mapping[str, Way] | None = None,
+        replaced: Sequence[Replaced] = (),
     ) -> None:
         self.number = next(_numbers)
         self.phase = Phase.PLANNED
@@ -135,6 +143,8 @@ class Executable:
         self.entries = {position: tensors.index(position) for position in self.updates}
         self._tangents = [node.meta["val"] for node in captured.tangents]
         self.verified_buffers = 0
+        self.rewrites_held: dict[str, int] = {}
+        self._holding: list[Holding] = []
         self.measured_above_bytes: int | None = None
         self.reserved: Reserved | None = None
         self.device = device
@@ -151,12 +161,24 @@ class Executable:
         self.checked: Callables | None = None
         if verify:
             self.fingerprints = Fingerprints(captured.program, likes_in(captured))
-            self.checked = _callables(*with_fingerprints(lowered.forward, lowered.backward, self.fingerprints))
+            graphs = with_fingerprints(lowered.forward, lowered.backward, self.fingerprints)
+            self._holding = [*self._held(captured, plan, replaced)]
+            with_holding(graphs, self._holding)
+            self.checked = _callables(*graphs)
         self.unused = UnusedOutputs(captured)
         self.gradient_order = gradient_order(captured)
         self.plain = _callables(*_graphs(lowered))
         self.adopt(plan)
         _alive[self.number] = self
+
+    def _held(self, captured: Captured, plan: Plan, replaced: Sequence[Replaced]) -> Iterator[Holding]:
+        """The ops of rewrites, each to be held where the plan that is current by then has room for it."""
+
+        def room() -> int:
+            return self.plan.budget_bytes - self.plan.resident_bytes - self.plan.reserve_bytes
+
+        workspace = functools.partial(known_workspace, device=self.device)
+        return held_ops(replaced, captured, plan.schedule.actions, plan.timeline, room, workspace)
 
     def adopt(self, plan: Plan) -> None:
         """Run for ``plan`` from now on, which has the same schedule: what is resident or the budget has changed."""
@@ -223,9 +245,11 @@ class Executable:
         """A whole step's buffers came back with their bits."""
         assert self.fingerprints is not None
         self.verified_buffers = self.fingerprints.checked
+        self.rewrites_held = dict(Counter(each.how.value for each in self._holding if each.how is not None))
         self.proving = None
         if self.always:
             return
+        self._holding = []
         self.phase = Phase.MEASURING
         self.checked = self.fingerprints = None
 

@@ -35,7 +35,7 @@ from ebbflow.engine.plans import holding, plan_for, resident_bytes
 from ebbflow.engine.reasons import reason_of
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
-from ebbflow.errors import CaptureError, InternalError
+from ebbflow.errors import CaptureError, InternalError, VerificationError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead, leave, watches_of
 from ebbflow.measurement.resident import tensors_in
@@ -235,6 +235,8 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
         outputs, detached = step.capture(call, flight)
     except BaseException as error:
         flight.give_up()
+        if isinstance(error, VerificationError) and flight.restore is not None:
+            flight.restore()
         if isinstance(error, RuntimeError) and NO_FRAMES in str(error):
             raise CaptureError(
                 "a torch dispatch mode (FlopCounterMode, allow_mutation_on_saved_tensors, ...) is active, under which "

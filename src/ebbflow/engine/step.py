@@ -76,7 +76,8 @@ class Step:
         return (
             f"<Step of {plan.case}, {self.phase.name.lower()}: planned {format_bytes(plan.predicted_peak_bytes)} of "
             f"{format_allowed(plan.budget_bytes)}, {measured}, "
-            f"{format_count(self.verified_buffers, 'buffer')} verified>"
+            f"{format_count(self.verified_buffers, 'buffer')} verified"
+            f"{''.join(f', {count} rewritten {how}' for how, count in self.rewrites_held.items())}>"
         )
 
     @property
@@ -93,6 +94,16 @@ class Step:
     def verified_buffers(self) -> int:
         """How many buffers came back with their bits in the proven step of the plan that runs."""
         return 0 if self.executable is None else self.executable.verified_buffers
+
+    @property
+    def rewrites_held(self) -> Mapping[str, int]:
+        """How ops of rewrites were checked in the proven step of the plan that runs, and how many of them.
+
+        ``"held against the captured ops"``: these ran beside them on the same numbers, and every result had the same
+        bits. ``"held in samples"``: there was room for the largest of these alone. ``"on measured facts"``: there was
+        no room, and all that is known is what was measured of the kernels on made-up numbers.
+        """
+        return {} if self.executable is None else self.executable.rewrites_held
 
     @property
     def measured_above_bytes(self) -> int | None:
@@ -159,12 +170,14 @@ class Step:
             if each.plan.schedule == plan.schedule and each.plan.program == plan.program:
                 each.adopt(plan)
                 return each
-        step = captured
+        step, replaced = captured, []
         if plan.rewritten is not None:
-            step = apply_proven(captured, plan.rewritten.rewrites)
+            step, replaced = apply_proven(captured, plan.rewritten.rewrites)
         if inside is not None:
             step = inside.inside(step)
-        executable = Executable(step, plan, device=self.capture.device, verify=self._verify, tiers=self._tiers)
+        executable = Executable(
+            step, plan, device=self.capture.device, verify=self._verify, tiers=self._tiers, replaced=replaced
+        )
         executable.accumulates = captured is self._accumulating
         return executable
 

@@ -19,7 +19,7 @@ from ebbflow.errors import VerificationError
 from ebbflow.lower.emit import MAKES
 from ebbflow.step.program import Program
 
-__all__ = ["SCRATCH_BYTES_CUDA", "Fingerprints", "fingerprint", "with_fingerprints"]
+__all__ = ["SCRATCH_BYTES_CUDA", "Fingerprints", "fingerprint", "fingerprint_of_values", "with_fingerprints"]
 
 _CHUNK_WORDS = 2**18
 # int64 products, their weights and the widened words of one chunk, and a few scalars.
@@ -30,18 +30,29 @@ _WEIGHT_STEP = 0x9E3779B1  # odd, so that position -> weight is a bijection modu
 def fingerprint(tensor: torch.Tensor) -> int:
     """A position-dependent hash of the whole storage of ``tensor``, whatever its strides."""
     storage = tensor.untyped_storage()
-    size = storage.nbytes()
+    return _fingerprint(storage, 0, storage.nbytes())
+
+
+def fingerprint_of_values(tensor: torch.Tensor) -> int:
+    """The same of what ``tensor`` reaches of its storage, all of which it has to be."""
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return _fingerprint(tensor.untyped_storage(), begin, tensor.numel() * tensor.element_size())
+
+
+def _fingerprint(storage: torch.UntypedStorage, begin: int, size: int) -> int:
     if size == 0:
         return 0
     if storage.device.type == "cpu":
-        return zlib.crc32((ctypes.c_char * size).from_address(storage.data_ptr()))
-    return _fingerprint_on_device(storage, size)
+        return zlib.crc32((ctypes.c_char * size).from_address(storage.data_ptr() + begin))
+    return _fingerprint_on_device(storage, begin, size)
 
 
-def _fingerprint_on_device(storage: torch.UntypedStorage, size: int) -> int:
+def _fingerprint_on_device(storage: torch.UntypedStorage, first: int, size: int) -> int:
     device = storage.device
-    words = torch.empty(0, dtype=torch.int32, device=device).set_(storage, 0, (size // 4,))  # type: ignore[call-overload]
-    tail = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, size // 4 * 4, (size % 4,))  # type: ignore[call-overload]
+    raw = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, first, (size,))  # type: ignore[call-overload]
+    if first % 4:  # words start at a multiple of four
+        raw = raw.clone()
+    words, tail = raw[: size // 4 * 4].view(torch.int32), raw[size // 4 * 4 :]
     total = torch.zeros((), dtype=torch.int64, device=device)
     for begin in range(0, len(words), _CHUNK_WORDS):
         chunk = words[begin : begin + _CHUNK_WORDS].to(torch.int64)

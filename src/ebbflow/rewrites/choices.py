@@ -21,6 +21,7 @@ from ebbflow.rewrites.head_kernels import KEPT
 from ebbflow.rewrites.head_rule import HeadRule, left_heads
 from ebbflow.rewrites.in_place_rule import InPlaceRule, lowers
 from ebbflow.rewrites.reordered import ReorderedHeadRule, stated
+from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate, Rule
 from ebbflow.rewrites.second_pass import SecondPassRule
 from ebbflow.rewrites.tile_rule import TileRule, left_regions
@@ -62,16 +63,15 @@ def apply(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
     return Choice(captured, tuple(rewrites)).captured
 
 
-def apply_proven(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
-    """The same, with the proof of every rule that it is ``captured`` otherwise.
+def apply_proven(captured: Captured, rewrites: Sequence[Rewrite]) -> tuple[Captured, list[Replaced]]:
+    """The same, with the proof of every rule that it is ``captured`` otherwise, and what its ops stand for.
 
     Raises:
         RewriteError: if it is not.
     """
     choice = Choice(captured, tuple(rewrites))
-    for each in choice.stages:
-        each.rule.prove(each.before, each.after)
-    return choice.captured
+    replaced = [one for each in choice.stages for one in each.rule.prove(each.before, each.after)]
+    return choice.captured, replaced
 
 
 @dataclass(frozen=True)

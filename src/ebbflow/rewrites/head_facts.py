@@ -12,7 +12,16 @@ from ebbflow.rewrites.facts import Fact, normal
 from ebbflow.rewrites.head_cuts import read, rows_read
 from ebbflow.rewrites.spans import LEAST, spans
 
-__all__ = ["HeadSizes", "column_facts", "row_facts", "softmax_facts", "weight_of_made_up"]
+__all__ = [
+    "HeadSizes",
+    "column_facts",
+    "columns_of_logits_hold",
+    "logits_by_slices",
+    "row_facts",
+    "rows_of_logits_hold",
+    "softmax_facts",
+    "weight_of_made_up",
+]
 
 _aten = torch.ops.aten
 _IGNORED = -100
@@ -119,21 +128,46 @@ def _normal_logits(sizes: HeadSizes, dtype: torch.dtype, seed: int) -> Tensor:
 # -- products -----------------------------------------------------------------------------------------------------
 
 
+def rows_of_logits_hold(h: Tensor, wt: Tensor, bias: Tensor | None, rows: int) -> bool:
+    """Whether rows of the logits, made whole, are products of ``rows`` rows of ``h``."""
+    whole = _product(h, wt, bias)
+    return all(_equal(whole[a:b], _product(h[a:b], wt, bias)) for a, b in spans(h.shape[0], rows))
+
+
+def columns_of_logits_hold(h: Tensor, wt: Tensor, bias: Tensor | None, columns: int) -> bool:
+    """Whether columns of the logits, made whole, are products of ``columns`` columns of ``wt``."""
+    whole = _product(h, wt, bias)
+    return all(
+        _equal(whole[:, a:b], _product(h, wt[:, a:b], None if bias is None else bias[a:b]))
+        for a, b in spans(wt.shape[1], columns)
+    )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Bit by bit: what is no number is not equal to itself, and a step may have some."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
+
+
+def logits_by_slices(sizes: HeadSizes, axis: str, size: int) -> tuple[int, int]:
+    """Bytes of the largest slice of the logits, and of all of them with that."""
+    along, more = (sizes.rows, 0) if axis == "rows" else (sizes.vocabulary, 1)
+    part = -(-sizes.logits_bytes * (size + more) // max(along, 1))
+    return part, sizes.logits_bytes + part
+
+
 def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
     """Rows of the logits and of the gradient of the hidden states are products of rows."""
 
     def logits_hold() -> bool:
-        h, wt, bias = _h(sizes), _wt(sizes), _bias(sizes)
-        whole = _product(h, wt, bias)
-        return all(torch.equal(whole[a:b], _product(h[a:b], wt, bias)) for a, b in spans(sizes.rows, rows))
+        return rows_of_logits_hold(_h(sizes), _wt(sizes), _bias(sizes), rows)
 
     def hidden_hold() -> bool:
         gradient, w = _normal_logits(sizes, sizes.dtype, 4), _wt(sizes).t()
         whole = torch.mm(gradient, w)
         return all(torch.equal(whole[a:b], torch.mm(gradient[a:b], w)) for a, b in spans(sizes.rows, rows))
 
-    part = -(-sizes.logits_bytes * rows // max(sizes.rows, 1))
-    needs = sizes.logits_bytes + sizes.operand_bytes + part
+    needs = logits_by_slices(sizes, "rows", rows)[1] + sizes.operand_bytes
     yield Fact(f"rows of logits {sizes} by {rows}", f"{rows} rows of the logits at a time", needs, logits_hold)
     hidden = sizes.logits_bytes + 2 * sizes.operand_bytes
     yield Fact(
@@ -148,12 +182,7 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
     """Columns of the logits and rows of the gradient of the weight are products of columns; so are bias sums."""
 
     def logits_hold() -> bool:
-        h, wt, bias = _h(sizes), _wt(sizes), _bias(sizes)
-        whole = _product(h, wt, bias)
-        return all(
-            torch.equal(whole[:, a:b], _product(h, wt[:, a:b], None if bias is None else bias[a:b]))
-            for a, b in spans(sizes.vocabulary, columns)
-        )
+        return columns_of_logits_hold(_h(sizes), _wt(sizes), _bias(sizes), columns)
 
     def weight_hold() -> bool:
         gradient, h = _normal_logits(sizes, sizes.dtype, 4), _h(sizes)
@@ -167,8 +196,8 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
                 return False
         return True
 
-    part = -(-sizes.logits_bytes * (columns + 1) // max(sizes.vocabulary, 1))
-    needs = sizes.logits_bytes + sizes.operand_bytes + part
+    part, logits = logits_by_slices(sizes, "columns", columns)
+    needs = logits + sizes.operand_bytes
     yield Fact(f"columns of logits {sizes} by {columns}", f"{columns} columns of the logits", needs, logits_hold)
     weight = sizes.logits_bytes + 2 * sizes.operand_bytes + sizes.weight_bytes + part
     yield Fact(

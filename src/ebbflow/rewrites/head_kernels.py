@@ -37,7 +37,19 @@ from ebbflow.rewrites.spans import spans
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
 from ebbflow.torch_seams.graphs import ASSERTS_TRUE
 
-__all__ = ["GUESSED", "KEPT", "NAMESPACE", "OVERWRITES", "ROWS", "SETTLES", "SUMMED", "known_columns", "sum_of_rows"]
+__all__ = [
+    "GUESSED",
+    "KEPT",
+    "NAMESPACE",
+    "OVERWRITES",
+    "ROWS",
+    "SETTLES",
+    "SUMMED",
+    "known_columns",
+    "loss_of",
+    "sum_of_rows",
+    "tangents_of",
+]
 
 NAMESPACE = "ebbflow_rewrites"
 KEPT, GUESSED, ROWS, SUMMED = "kept", "guessed", "rows", "summed"
@@ -74,12 +86,12 @@ class _Loss(NamedTuple):
     cut: Sequence[int]
 
 
-def _loss_of(h: Tensor, labels: Tensor, reduction: int, ignore_index: int, cut: Sequence[int]) -> _Loss:
+def loss_of(h: Tensor, labels: Tensor, reduction: int, ignore_index: int, cut: Sequence[int]) -> _Loss:
     """Rows that are not read are as ignored ones."""
     return _Loss(spread(labels, cut, h.shape[0], ignore_index), reduction, ignore_index, cut)
 
 
-def _tangents(how: _Loss, tangent: Tensor) -> Tensor:
+def tangents_of(how: _Loss, tangent: Tensor) -> Tensor:
     """One for all rows, or one for each."""
     return tangent if how.reduction else spread(tangent, how.cut, how.labels.shape[0], 0.0)
 
@@ -150,7 +162,7 @@ def _hidden_gradient(
     rows: int,
 ) -> Tensor:
     gradient = torch.empty_like(h, memory_format=torch.contiguous_format)
-    tangents = _tangents(how, tangent)
+    tangents = tangents_of(how, tangent)
     for a, b in spans(h.shape[0], rows):
         softmax = _softmax_rows(h[a:b], wt, bias, dtype)
         part = _gradient_rows(softmax, how, tangents, total_weight, a, b)
@@ -197,7 +209,7 @@ def _gradients_by_columns(
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight (V x D) and bias; ``known`` are the first columns of the gradient of the logits."""
-    column, tangents = statistics[TARGET].unsqueeze(1), _tangents(how, tangent)
+    column, tangents = statistics[TARGET].unsqueeze(1), tangents_of(how, tangent)
     at_target = _aten.nll_loss_backward(tangents, column, _classes(how), None, how.reduction, _IGNORED, total_weight)
     weight = h.new_empty((wt.shape[1], h.shape[1]))
     sums = h.new_empty((0 if bias is None else wt.shape[1],))
@@ -243,7 +255,7 @@ def forward_by_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, total weight and statistics (definitions 1 and 2)."""
     _refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
         logits = _logits(h[a:b], wt, bias).to(dtype)
@@ -280,12 +292,12 @@ def forward_with_guess(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, total weight, statistics; by the guess, the gradient of ``h`` and ``known`` columns of the logits'."""
     _refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     first = h.new_empty((h.shape[0], known))
     total_weight = _loss(statistics.new_zeros(h.shape[0]), how)[1]
-    tangents = _tangents(how, guess)
+    tangents = tangents_of(how, guess)
     for a, b in spans(h.shape[0], rows):
         logits = _logits(h[a:b], wt, bias).to(dtype)
         softmax = _aten._log_softmax(logits, 1, False)
@@ -326,7 +338,7 @@ def forward_that_keeps(
     The last are the sums of definition 6, none where labels are not smoothed.
     """
     _refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
     kept = _logits(h, wt, bias)
     target = torch.empty(h.shape[0], dtype=dtype, device=h.device)
     sums = torch.empty(h.shape[0] if smoothed else 0, dtype=dtype, device=h.device)
@@ -371,8 +383,8 @@ def backward_over_kept(
     """
     if in_backward() and keeps_graph():
         kept = kept.clone()
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
-    tangents = _tangents(how, tangent)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
+    tangents = tangents_of(how, tangent)
     numbers = None if numbers is None else spread(numbers, cut, h.shape[0], 0.0)
     for a, b in spans(h.shape[0], rows):
         softmax = kept[a:b] if kept.dtype == dtype else _aten._log_softmax(kept[a:b].to(dtype), 1, False)
@@ -408,7 +420,7 @@ def backward_by_rows(
     rows: int,
 ) -> Tensor:
     """The gradient of ``h`` (definition 1)."""
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
     return _hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
 
 
@@ -427,8 +439,8 @@ def backward_in_sums(
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of ``h``, of the weight (V x D) and of the bias, the last two by definition 7."""
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
-    tangents = _tangents(how, tangent)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
+    tangents = tangents_of(how, tangent)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     weight = torch.zeros((wt.shape[1], h.shape[1]), dtype=dtype, device=h.device)
     sums = torch.zeros((0 if bias is None else wt.shape[1],), dtype=dtype, device=h.device)
@@ -468,7 +480,7 @@ def settle_guess(
     """The gradient of ``h``: ``hidden`` if the guess was right, else made anew (definition 5)."""
     if torch.equal(guess, tangent):
         return hidden.clone()
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
     return _hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
 
 
@@ -497,7 +509,7 @@ def backward_by_columns(
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight (V x D) and bias (definition 3)."""
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
     return _gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, None, columns)
 
 
@@ -519,7 +531,7 @@ def backward_by_other_columns(
 ) -> tuple[Tensor, Tensor]:
     """The same where the first columns of the logits' gradient are known if the guess was right."""
     first = known if torch.equal(guess, tangent) else None
-    how = _loss_of(h, labels, reduction, ignore_index, cut)
+    how = loss_of(h, labels, reduction, ignore_index, cut)
     return _gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, first, columns)
 
 

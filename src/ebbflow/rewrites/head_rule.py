@@ -13,6 +13,7 @@ from ebbflow.rewrites.head_forms import RULE, facts_of, forms_of, rewritten
 from ebbflow.rewrites.head_kernels import NAMESPACE, SETTLES
 from ebbflow.rewrites.heads import Head, Left, find_heads, worthwhile_heads
 from ebbflow.rewrites.proof import prove_rewritten
+from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
@@ -68,7 +69,7 @@ class HeadRule:
 
         return {op.name: estimate(op) for op in after.program.ops if op.target.startswith(NAMESPACE)}
 
-    def prove(self, step: Captured, after: Captured) -> int:
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """By ``rewrites.proof``."""
         return prove_rewritten(step, after)
 

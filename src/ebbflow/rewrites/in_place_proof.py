@@ -25,6 +25,7 @@ from ebbflow.capture.joint import Captured
 from ebbflow.capture.traits import draws_random, has_effect
 from ebbflow.rewrites.in_place import InPlace, overwriting_form
 from ebbflow.rewrites.proof import RewriteError
+from ebbflow.rewrites.replaced import Replaced, replaced_by
 from ebbflow.torch_seams.graphs import arguments_of
 from ebbflow.torch_seams.trees import tree_leaves
 
@@ -34,8 +35,8 @@ PARTS = "ebbflow_parts"
 """Key in an island's meta: the names of the ops that it is."""
 
 
-def prove_in_place(step: Captured, after: Captured) -> int:
-    """How many islands there are in ``after``, which is ``step`` but for them.
+def prove_in_place(step: Captured, after: Captured) -> list[Replaced]:
+    """What each island in ``after`` stands for, which is ``step`` but for them.
 
     Raises:
         RewriteError: if it is not.
@@ -43,7 +44,7 @@ def prove_in_place(step: Captured, after: Captured) -> int:
     proof = _Proof(step)
     for node in after.graph.nodes:
         proof.node(node)
-    return proof.islands
+    return proof.replaced
 
 
 def _require(holds: bool, what: str) -> None:
@@ -56,7 +57,7 @@ class _Proof:
         self.step = step
         self.by_name = {node.name: node for node in step.graph.nodes}
         self.claims: dict[fx.Node, Any] = {}  # an old value (see _value_of), or a dictionary of them by element
-        self.islands = 0
+        self.replaced: list[Replaced] = []
 
     def node(self, node: fx.Node) -> None:
         """One more, in order."""
@@ -66,8 +67,10 @@ class _Proof:
             for position, (mine, theirs) in enumerate(zip(given, wanted, strict=True)):
                 _require(self._same(mine, theirs), f"output {position} is another value")
         elif isinstance(node.target, InPlace):
-            self.islands += 1
-            self.claims[node] = _Island(self, node, node.target).results()
+            self.claims[node] = results = _Island(self, node, node.target).results()
+            claims = results.values() if isinstance(results, dict) else [results]
+            if found := replaced_by(node, self.claims, claims, self.step):
+                self.replaced.append(found)
         elif node.target is operator.getitem and isinstance(self.claims.get(arguments_of(node)[0]), dict):
             source, index = arguments_of(node)
             self.claims[node] = self.claims[source][index]

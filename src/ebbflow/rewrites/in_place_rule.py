@@ -20,6 +20,7 @@ from ebbflow.rewrites.in_place import InPlace, overwriting_form
 from ebbflow.rewrites.in_place_facts import overwriting_fact
 from ebbflow.rewrites.in_place_proof import PARTS, prove_in_place
 from ebbflow.rewrites.islands import Island, Place, islands_of, kind_of, operands_of
+from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate
 from ebbflow.step.program import Program
 from ebbflow.step.rewrite import Rewrite
@@ -75,7 +76,7 @@ class InPlaceRule:
                 found[op.name] = Estimate(sum(each.seconds for each in parts), workspace)
         return found
 
-    def prove(self, step: Captured, after: Captured) -> int:
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """By ``rewrites.in_place_proof``."""
         return prove_in_place(step, after)
 

@@ -22,7 +22,9 @@ from torch import fx
 from ebbflow.capture.joint import Captured
 from ebbflow.errors import InternalError
 from ebbflow.rewrites.head_kernels import NAMESPACE
+from ebbflow.rewrites.head_samples import head_sample
 from ebbflow.rewrites.heads import Head, find_heads
+from ebbflow.rewrites.replaced import Replaced, replaced_by
 from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
 from ebbflow.torch_seams.graphs import arguments_of
 from ebbflow.torch_seams.trees import tree_leaves
@@ -53,6 +55,8 @@ _GIVES: dict[str, tuple[str, ...]] = {
     "backward_by_columns": ("weight_gradient", "bias_gradient"),
     "backward_by_other_columns": ("weight_gradient", "bias_gradient"),
 }
+_OTHERWISE = {"backward_in_sums": ("weight_gradient", "bias_gradient")}
+"""Of these results, those whose bits are not the captured ones."""
 _PARTS = frozenset({"statistics", "hidden", "known", "kept"})
 
 
@@ -60,8 +64,8 @@ class RewriteError(InternalError):
     """A rewritten graph is not what its rewrites say. Nothing of it has run."""
 
 
-def prove_rewritten(captured: Captured, rewritten: Captured) -> int:
-    """How many ops of rewrites there are in ``rewritten``, which is ``captured`` but for them.
+def prove_rewritten(captured: Captured, rewritten: Captured) -> list[Replaced]:
+    """What each op of a rewrite in ``rewritten`` stands for, which is ``captured`` but for them.
 
     Raises:
         RewriteError: if it is not.
@@ -83,7 +87,7 @@ class _Proof:
         self.by_name = {node.name: node for node in captured.graph.nodes}
         self.heads = find_heads(captured)[0]
         self.claims: dict[fx.Node, Any] = {}  # a captured node, an element of the loss' call, a part, or _FREE
-        self.replaced = 0
+        self.replaced: list[Replaced] = []
 
     def node(self, node: fx.Node) -> None:
         """One more, in order."""
@@ -94,7 +98,6 @@ class _Proof:
             _require(like is not None and (like.op, like.target) == (node.op, node.target), f"input {node.name}")
             self.claims[node] = like
         elif isinstance(node.target, OpOverload) and node.target.namespace == NAMESPACE:
-            self.replaced += 1
             self._own(node, node.target)
         elif node.target is operator.getitem and isinstance(self.claims.get(arguments_of(node)[0]), tuple):
             kind, *rest = self.claims[arguments_of(node)[0]]
@@ -149,6 +152,13 @@ class _Proof:
             _require(_same(self._claim(given["numbers"]), numbers), f"{node.name} smooths by other numbers")
         results = [self._result(name, head, given) for name in _GIVES[kind]]
         self.claims[node] = ("several", results) if len(results) > 1 else results[0]
+        same = [
+            each if name not in _OTHERWISE.get(kind, ()) else None
+            for name, each in zip(_GIVES[kind], results, strict=True)
+        ]
+        same = [head.bias_gradient if each == ("sums", head.loss) else each for each in same]
+        if found := replaced_by(node, self.claims, same, self.captured, head_sample(head.sizes, given, kind)):
+            self.replaced.append(found)
 
     def _head_of(self, given: dict[str, Any], node: fx.Node) -> Head:
         """The head whose operands and constants these are."""

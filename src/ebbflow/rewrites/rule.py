@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ebbflow.capture.joint import Captured
 from ebbflow.rewrites.facts import Fact
+from ebbflow.rewrites.replaced import Replaced
 from ebbflow.step.program import Program
 from ebbflow.step.rewrite import Rewrite
 
@@ -68,6 +69,6 @@ class Rule(Protocol):
         """For each op of ``after`` that is the rule's own, by its name; ``program`` is that of ``step`` with costs."""
         ...
 
-    def prove(self, step: Captured, after: Captured) -> int:
-        """How many ops of the rule ``after`` has, which is ``step`` but for them; raises ``RewriteError``."""
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
+        """What the ops of the rule stand for in ``after``, which is ``step`` but for them; raises ``RewriteError``."""
         ...

@@ -14,6 +14,7 @@ from ebbflow.inside.looks import settlement_of
 from ebbflow.inside.proof import prove_second_pass
 from ebbflow.inside.second_pass import cut_at, cuts_of, with_second_pass
 from ebbflow.rewrites.facts import Fact
+from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate
 from ebbflow.step.program import Program
 from ebbflow.step.rewrite import Rewrite
@@ -53,6 +54,7 @@ class SecondPassRule:
         """None: each op costs what its like does."""
         return {}
 
-    def prove(self, step: Captured, after: Captured) -> int:
-        """As ``inside.proof`` does."""
-        return prove_second_pass(step, after)
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
+        """As ``inside.proof`` does; what is made again is held against the fingerprints of the first."""
+        prove_second_pass(step, after)
+        return ()

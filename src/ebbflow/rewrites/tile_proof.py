@@ -30,6 +30,7 @@ from ebbflow.capture.joint import Captured
 from ebbflow.capture.traits import draws_random, has_effect
 from ebbflow.rewrites.heads import SAME_ORDER
 from ebbflow.rewrites.proof import RewriteError
+from ebbflow.rewrites.replaced import Replaced, replaced_by
 from ebbflow.rewrites.tiled import Tiled
 from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise
 from ebbflow.torch_seams.graphs import arguments_of
@@ -42,8 +43,8 @@ PARTS = "ebbflow_tile"
 _aten = torch.ops.aten
 
 
-def prove_tiled(step: Captured, after: Captured) -> int:
-    """How many tiles there are in ``after``, which is ``step`` but for them.
+def prove_tiled(step: Captured, after: Captured) -> list[Replaced]:
+    """What each tile in ``after`` stands for, which is ``step`` but for them.
 
     Raises:
         RewriteError: if it is not.
@@ -51,7 +52,7 @@ def prove_tiled(step: Captured, after: Captured) -> int:
     proof = _Proof(step)
     for node in after.graph.nodes:
         proof.node(node)
-    return proof.tiles
+    return proof.replaced
 
 
 def _require(holds: bool, what: str) -> None:
@@ -64,7 +65,7 @@ class _Proof:
         self.step = step
         self.by_name = {node.name: node for node in step.graph.nodes}
         self.claims: dict[fx.Node, Any] = {}  # an old node, or a tuple of them
-        self.tiles = 0
+        self.replaced: list[Replaced] = []
 
     def node(self, node: fx.Node) -> None:
         """One more, in order."""
@@ -74,8 +75,9 @@ class _Proof:
             for position, (mine, theirs) in enumerate(zip(given, wanted, strict=True)):
                 _require(_same(self._claim(mine), theirs), f"output {position} is another value")
         elif isinstance(node.target, Tiled):
-            self.tiles += 1
-            self.claims[node] = _Slice(self, node, node.target).results()
+            self.claims[node] = results = _Slice(self, node, node.target).results()
+            if found := replaced_by(node, self.claims, results, self.step):
+                self.replaced.append(found)
         elif node.target is operator.getitem and isinstance(self.claims.get(arguments_of(node)[0]), tuple):
             source, index = arguments_of(node)
             self.claims[node] = self.claims[source][index]

@@ -16,6 +16,7 @@ from ebbflow.capture.joint import Captured, reread
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.heads import Left
+from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate
 from ebbflow.rewrites.spans import STEP, even_spans
 from ebbflow.rewrites.tile_facts import tile_facts
@@ -86,7 +87,7 @@ class TileRule:
                 found[_name(tile)] = _estimate(tile, _size(tile, dict(each.settings)), seconds)
         return found
 
-    def prove(self, step: Captured, after: Captured) -> int:
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """By ``rewrites.tile_proof``."""
         return prove_tiled(step, after)
 

@@ -1,0 +1,219 @@
+"""The first step holds what ops of rewrites give against the captured ops, where the budget has room for these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow._api.estimate import capture_program
+from ebbflow.errors import VerificationError
+from ebbflow.lower.held import How
+from ebbflow.rewrites import head_facts, head_kernels
+from ebbflow.rewrites.choices import Choice
+from ebbflow.rewrites.head_rule import HeadRule
+from ebbflow.rewrites.in_place import InPlace
+from ebbflow.rewrites.in_place_rule import InPlaceRule
+from ebbflow.rewrites.reordered import ReorderedHeadRule
+from ebbflow.rewrites.rule import Rule
+from ebbflow.rewrites.tile_rule import TileRule
+from ebbflow.rewrites.tiled import Tiled
+from ebbflow.step.rewrite import Rewritten
+from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
+from head_models import CLASSES, FORMS, TOKENS, arguments
+
+WHOLE, SAMPLED, RESTS = (each.value for each in How)
+HEADS = ("plain", "bfloat16, upcast", "cut, tied", "smoothed")
+
+
+def planned(rule: Rule, model: nn.Module, args: tuple[Any, ...], form: str = "", room: int = 0) -> list[ebbflow.Plan]:
+    """The unplanned step with the first way of each form of ``rule``, and a budget of so much room beyond its peak."""
+    step, program, _ = capture_program(model, args, {})
+    roomy = ebbflow.plan(model, args, budget="200%", rewrites="none", progress=None)
+    plans: dict[str, ebbflow.Plan] = {}
+    for way in rule.ways(step):
+        if way[0].form not in plans and (not form or way[0].form == form):
+            if (costed := Choice(step, way).costed("cpu", program)) is None:
+                continue  # its facts do not hold here
+            rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
+            schedule = unplanned_schedule(costed.program)
+            plan = replace(roomy, program=costed.program, schedule=schedule, rewritten=rewritten, floor_op=0)
+            least = plan.predicted_peak_bytes + plan.reserve_bytes
+            plans[way[0].form] = replace(plan, budget_bytes=least + room)
+    assert plans
+    return list(plans.values())
+
+
+class Layers(nn.Module):
+    """Feed-forward layers whose hidden values pin the step, and chains that may be computed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(33, 40)
+        self.up, self.down = (nn.ModuleList(nn.Linear(*size) for _ in range(2)) for size in ((40, 192), (192, 40)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.sigmoid(up(x)) * 0.5)
+        return x.square().mean()
+
+
+def rows() -> tuple[torch.Tensor]:
+    return (torch.randn(3, 173, 33, generator=torch.Generator().manual_seed(1)),)
+
+
+def trained(model: nn.Module, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    loss = model(*args)
+    loss = loss["loss"] if isinstance(loss, dict) else loss
+    loss.sum().backward()
+    gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    return [loss.detach().clone(), *gradients, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("form", HEADS)
+def test_every_op_of_every_form_of_a_head_is_held_where_there_is_room(form: str) -> None:
+    expected = trained(FORMS[form](), arguments())
+    for plan in planned(HeadRule(), FORMS[form](), arguments(), room=10**9):
+        model = ebbflow.fit(FORMS[form](), plan, progress=None)
+        assert all(map(torch.equal, trained(model, arguments()), expected))
+        step = ebbflow.step_of(model)
+        assert step is not None
+        ops = sum("ebbflow_rewrites" in op.target for op in plan.program.ops)
+        assert step.rewrites_held == {WHOLE: ops}
+        assert f"{ops} rewritten {WHOLE}" in repr(step)
+
+
+@pytest.mark.parametrize("rule", [TileRule(), InPlaceRule()], ids=["tiles", "in place"])
+def test_tiles_and_islands_are_held_too(rule: Rule) -> None:
+    expected = trained(Layers(), rows())
+    for plan in planned(rule, Layers(), rows(), room=10**9):
+        model = ebbflow.fit(Layers(), plan, progress=None)
+        assert all(map(torch.equal, trained(model, rows()), expected))
+        step = ebbflow.step_of(model)
+        assert step is not None
+        assert set(step.rewrites_held) == {WHOLE}
+        assert step.rewrites_held[WHOLE] == len(plan.program.ops) - plain_ops(plan)
+
+
+def plain_ops(plan: ebbflow.Plan) -> int:
+    return sum(op.target.startswith("aten.") for op in plan.program.ops)
+
+
+def test_what_has_other_bits_by_request_is_not_held_to_eagers() -> None:
+    for plan in planned(ReorderedHeadRule(), FORMS["bias"](), arguments(), room=10**9):
+        model = ebbflow.fit(FORMS["bias"](), plan, progress=None)
+        trained(model, arguments())
+        step = ebbflow.step_of(model)
+        assert step is not None
+        assert step.rewrites_held == {WHOLE: 2}  # the loss, and the gradient of the hidden states
+
+
+def test_what_there_is_no_room_for_is_held_in_samples_or_rests_on_facts() -> None:
+    logits = TOKENS * CLASSES * 4
+    found = {
+        room: [held(plan) for plan in planned(HeadRule(), FORMS["plain"](), arguments(), "rows", room)[:1]]
+        for room in (0, logits, 3 * logits)
+    }
+    assert found == {
+        0: [{RESTS: 3}],
+        logits: [{SAMPLED: 3}],
+        3 * logits: [{WHOLE: 3}],
+    }
+
+
+def held(plan: ebbflow.Plan) -> dict[str, int]:
+    """How its ops are; the first step, in which they are, is within the budget."""
+    model = ebbflow.fit(FORMS["plain"](), plan, progress=None)
+    args = arguments()
+    with ebbflow.measure(model) as gauge:
+        model(*args).backward()
+    assert plan.resident_bytes + gauge.above_bytes <= plan.budget_bytes
+    step = ebbflow.step_of(model)
+    assert step is not None
+    return dict(step.rewrites_held)
+
+
+# -- what is wrong is found -----------------------------------------------------------------------------------------
+
+
+def off_by_a_bit(value: torch.Tensor) -> torch.Tensor:
+    """The same numbers, but for the last bit of the last of them; in the same memory."""
+    last = value.view(-1)[-1:] if value.is_contiguous() else value.flatten()[-1:]
+    last.copy_(torch.nextafter(last, torch.full_like(last, float("inf"))))
+    return value
+
+
+def wrong(function: Callable[..., Any], take: Callable[[Any], torch.Tensor]) -> Callable[..., Any]:
+    """``function``, with one of its results off by a bit."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        off_by_a_bit(take(result))
+        return result
+
+    return called
+
+
+WRONG: dict[str, tuple[str, Callable[[Any], torch.Tensor], str]] = {
+    "the loss": ("_loss", lambda result: result[0], "forward_by_rows"),
+    "hidden states": ("_hidden_gradient", lambda result: result, "backward_by_rows"),
+    "the weight": ("_gradients_by_columns", lambda result: result[0], "backward_by_columns"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_result_with_one_other_bit_is_found_before_it_is_handed_out(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, take, op = WRONG[what]
+    (plan,) = planned(HeadRule(), FORMS["plain"](), arguments(), "rows", room=10**9)
+    with monkeypatch.context() as patched:
+        patched.setattr(head_kernels, name, wrong(getattr(head_kernels, name), take))
+        refused(FORMS["plain"](), plan, arguments(), op)
+
+
+def refused(model: nn.Module, plan: ebbflow.Plan, args: tuple[Any, ...], op: str) -> None:
+    """Its first step raises; no gradient is there, random state is as before, and without the plan it goes on."""
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    ebbflow.fit(model, plan, progress=None)
+    with pytest.raises(VerificationError, match=f"{op}.*takes the place of a part of the captured step") as error:
+        model(*args).backward()
+    assert op in error.value.op
+    assert all(each.grad is None for each in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_slices_that_are_not_those_of_the_whole_on_these_numbers_are_found_by_a_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (plan,) = planned(HeadRule(), FORMS["plain"](), arguments(), "rows", room=TOKENS * CLASSES * 4)
+    whole = head_facts._product
+
+    def sliced(h: torch.Tensor, wt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        made = whole(h, wt, bias)
+        return made if h.shape[0] == TOKENS else off_by_a_bit(made)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(head_facts, "_product", sliced)
+        refused(FORMS["plain"](), plan, arguments(), "forward_by_rows")
+
+
+@pytest.mark.parametrize(("rule", "kind"), [(TileRule(), Tiled), (InPlaceRule(), InPlace)], ids=["tiles", "in place"])
+def test_a_wrong_tile_or_island_is_found(rule: Rule, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(rule, Layers(), rows(), room=10**9)[0]
+
+    def first(result: Any) -> torch.Tensor:
+        return result[0] if isinstance(result, tuple) else result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "__call__", wrong(kind.__call__, first))
+        refused(Layers(), plan, rows(), "")
