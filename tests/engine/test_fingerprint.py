@@ -11,7 +11,7 @@ from torch import nn
 import ebbflow
 from ebbflow.errors import VerificationError
 from ebbflow.lower import fingerprints as module
-from ebbflow.lower.fingerprints import Fingerprints, _fingerprint_on_device, fingerprint
+from ebbflow.lower.fingerprints import Fingerprints, _fingerprint_on_device, fingerprint, fingerprint_of_values
 from ebbflow.zoo import MLPChain
 from random_schedule import random_schedule, with_schedule
 
@@ -244,3 +244,14 @@ def test_every_step_may_be_proven() -> None:
             assert all(each.grad is None for each in model.parameters())
         memory -= 1
     assert seen == {True: False, "always": True}
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 4, 7, 64])
+def test_a_part_of_a_storage_has_the_fingerprint_of_its_copy(first: int) -> None:
+    whole = torch.arange(200, dtype=torch.uint8)
+    part = whole[first : first + 101]
+    alone = part.clone()
+    assert fingerprint_of_values(part) == fingerprint_of_values(alone) == fingerprint(alone)
+    on_device = [_fingerprint_on_device(t.untyped_storage(), 101, o) for t, o in ((whole, first), (alone, 0))]
+    assert on_device[0] == on_device[1]
+    assert fingerprint_of_values(whole[first + 1 : first + 102]) != fingerprint_of_values(part)

@@ -44,10 +44,10 @@ def _fingerprint(storage: torch.UntypedStorage, begin: int, size: int) -> int:
         return 0
     if storage.device.type == "cpu":
         return zlib.crc32((ctypes.c_char * size).from_address(storage.data_ptr() + begin))
-    return _fingerprint_on_device(storage, begin, size)
+    return _fingerprint_on_device(storage, size, begin)
 
 
-def _fingerprint_on_device(storage: torch.UntypedStorage, first: int, size: int) -> int:
+def _fingerprint_on_device(storage: torch.UntypedStorage, size: int, first: int = 0) -> int:
     device = storage.device
     raw = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, first, (size,))  # type: ignore[call-overload]
     if first % 4:  # words start at a multiple of four
