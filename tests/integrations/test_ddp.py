@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ebbflow
 from ebbflow.errors import CaptureError, UsageError
+from ebbflow.torch_seams.data_parallel import bucket_bytes
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -104,12 +105,25 @@ def refused(call: Any, error: type[Exception]) -> str:
     return "not refused"
 
 
+def buckets_beside_gradients() -> list[int]:
+    """Bytes of buckets that are no gradients, of a wrapper with views of them: before, in ``no_sync`` and after."""
+    net = Net()
+    wrapper = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    found = list[int]()
+    net.register_forward_pre_hook(lambda *_: found.append(bucket_bytes(net)))
+    for context in (wrapper.no_sync, wrapper.no_sync, contextlib.nullcontext, wrapper.no_sync):
+        with context():
+            wrapper(torch.randn(8, 48)).backward()
+    return found
+
+
 def in_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found: dict[str, Any] = {
         way: {"eager": trained(way, rank, fitted=False), "fitted": trained(way, rank, fitted=True)} for way in WAYS
     }
+    found["beside gradients"] = buckets_beside_gradients()
     wrapper = DistributedDataParallel(Net())
     found["wrapper"] = refused(lambda: ebbflow.fit(wrapper, "80%"), UsageError)
     talking = ebbflow.fit(Talking(), "80%", progress=None)
@@ -146,6 +160,13 @@ def test_buckets_are_resident(way: str, pair: list[dict[str, Any]]) -> None:
         assert fitted["buckets"] > 40_000
         optimizer_and_small = fitted["resident"] - fitted["buckets"]
         assert 0 <= optimizer_and_small < 2_000
+
+
+def test_gradients_of_their_own_are_beside_the_buckets(pair: list[dict[str, Any]]) -> None:
+    """In ``no_sync`` gradients that were ``None`` get memory of their own; views of buckets are made when they talk."""
+    total = sum(each.numel() * each.element_size() for each in Net().parameters())
+    for rank in pair:
+        assert rank["beside gradients"] == [total, total, total, 0]
 
 
 def test_the_wrapper_and_what_talks_inside_are_refused_by_name(pair: list[dict[str, Any]]) -> None:

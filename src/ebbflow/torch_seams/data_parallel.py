@@ -25,8 +25,8 @@ _WRAPPERS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[DistributedDat
 def bucket_bytes(module: torch.nn.Module) -> int:
     """Bytes of the buckets around ``module`` that its gradients do not lie in; 0 if it is in no such wrapper.
 
-    With ``gradient_as_bucket_view=True`` gradients are views of the buckets from the first backward on, and what a
-    walk over the model counts.
+    With ``gradient_as_bucket_view=True`` gradients are views of the buckets from the first backward that reduces them
+    on, and what a walk over the model counts. One that ``no_sync`` has left where there was none has memory of its own.
     """
     wrapper = _wrapper_of(module)
     if wrapper is None:
@@ -35,7 +35,8 @@ def bucket_bytes(module: torch.nn.Module) -> int:
     total = sum(each.numel() * each.element_size() for each in trained)
     if not wrapper.gradient_as_bucket_view:
         return total
-    seen = {storage_key(each.grad): each.grad.untyped_storage().nbytes() for each in trained if each.grad is not None}
+    views = [each.grad for each in trained if each.grad is not None and each.grad._is_view()]
+    seen = {storage_key(each): each.untyped_storage().nbytes() for each in views}
     return max(total - sum(seen.values()), 0)
 
 

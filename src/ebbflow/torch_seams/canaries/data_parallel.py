@@ -23,3 +23,10 @@ def a_wrapper_is_known_while_its_forward_runs() -> None:
         expect(data_parallel.bucket_bytes(torch.nn.Linear(3, 2)) == 0, "another module counts as being in it")
     expect(DistributedDataParallel._get_active_ddp_module() is None, "a wrapper is known after it has run")
     expect(data_parallel.bucket_bytes(wrapper.module) == 32, "a wrapper that has run is forgotten")
+    wrapper.gradient_as_bucket_view = True
+    weight, bias = wrapper.module.weight, wrapper.module.bias
+    weight.grad, bias.grad = torch.zeros(2, 3), torch.zeros(2)
+    expect(data_parallel.bucket_bytes(wrapper.module) == 32, "gradients with memory of their own pass for buckets")
+    bucket = torch.zeros(8)
+    weight.grad, bias.grad = bucket[:6].view(2, 3), bucket[6:]
+    expect(data_parallel.bucket_bytes(wrapper.module) == 0, "buckets in which the gradients lie count twice")
