@@ -28,6 +28,8 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "channels_last": lambda t: t.clone().contiguous(memory_format=torch.channels_last),
     "permuted": lambda t: t.permute(1, 0, 3, 2).contiguous().permute(1, 0, 3, 2),
     "sliced": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "cut": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "expanded": lambda t: t[:, :1].expand(t.shape),
 }
 W = torch.ones(4)
 ONE = torch.ones(())
@@ -45,6 +47,9 @@ UNARY: dict[str, Callable[[torch.Tensor], Any]] = {
     "upsample": lambda y: aten.upsample_nearest2d(y, [12, 16]),
     "gelu": aten.gelu,
     "sort": aten.sort,
+    "clone": aten.clone,
+    "clone, contiguous": lambda y: aten.clone(y, memory_format=torch.contiguous_format),
+    "copy to another type": lambda y: aten._to_copy(y, dtype=torch.bfloat16),
 }
 BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "batch_norm_backward": lambda g, y: aten.native_batch_norm_backward(g, y, W, W, W, W, W, True, 1e-5, [True] * 3),
@@ -93,6 +98,14 @@ def test_fake_results_have_the_strides_of_real_ones(name: str, op: Callable[...,
         for real, fake in zip(reals, fakes, strict=True):
             assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
             assert same_strides(real.shape, real.stride(), fake.stride()), (name, chosen)
+
+
+def test_copies_are_not_run_to_be_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "run_alone", lambda call: pytest.fail(f"{call.signature} was run"))
+    x = LAYOUTS["cut"](torch.rand(3, 5, 6, 11))
+    with true_layouts():
+        fakes = [faked(UNARY[name], [x])[0] for name in ("clone", "clone, contiguous", "copy to another type")]
+    assert [each.dtype for each in fakes] == [torch.float32, torch.float32, torch.bfloat16]
 
 
 def test_torch_itself_describes_some_of_them_wrongly() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -515,3 +516,25 @@ def test_nothing_is_proven_on_request() -> None:
     for seed in range(3):
         step(pair, seed)
     assert equal(weights(pair[0]), weights(eager(3)[0]))
+
+
+# -- the rehearsal ------------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_frees_what_the_forward_has_saved_after_its_last_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest activation is of the last layer, and is gone when the first one's gradient comes."""
+    width = 37
+    alive: list[int] = []
+
+    def update(self: object, position: int, gradient: Tensor) -> None:
+        alive.append(sum(type(each) is Tensor and each.shape == (16, width) for each in gc.get_objects()))
+
+    monkeypatch.setattr("ebbflow.engine.executor._Dropping.update", update)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, width), nn.Sigmoid(), nn.Linear(width, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", gradients="all", progress=None)
+    model(batch())
+    assert len(alive) == 6
+    assert alive[0] > 0
+    assert alive[-1] == 0

@@ -187,8 +187,9 @@ def _rehearse(flight: Flight, executable: Executable, args: list[Any]) -> None:
             results = executable.checked.forward(args)
             saved = list(results[executable.output_count :])
             results = results[: executable.output_count]
-            executable.checked.backward([*saved, *executable.rehearsal_tangents()])
-            del results, saved
+            saved += executable.rehearsal_tangents()
+            executable.checked.backward(saved)  # which empties the list, so that each is freed after its last reader
+            del results
     except BaseException:
         executable.proving = None
         raise

@@ -39,15 +39,27 @@ from ebbflow.torch_seams.fake_tensors import (
 __all__ = ["true_layouts"]
 
 _aten = torch.ops.aten
-# Their results are contiguous whatever the arguments' strides are; as the longest ops they are not worth a run.
-_MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
+# Results of products are contiguous whatever the arguments' strides are; as the longest ops they are not worth a run.
+# Copies, and what their decompositions call, are described by the code that makes them, on a device without memory. A
+# run would take what is copied once more, and the budget may be kept by a rewrite of this very copy: of logits that
+# are cut, as large as anything in the step.
+_DESCRIBED = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.clone.default,
+        _aten._to_copy.default,
+    }
+)
 
 _Strides = tuple[tuple[int, ...] | None, ...]
 _measured: dict[tuple[object, ...], _Strides] = {}
 
 
 def _is_suspect(func: object, tensors: list[FakeTensor]) -> bool:
-    if not isinstance(func, OpOverload) or func in _MATRIX_PRODUCTS or func.namespace == "prims":
+    if not isinstance(func, OpOverload) or func.namespace == "prims":
         return False
     if schema_of(func).is_mutable or func.is_view or is_composite(func):
         return False
@@ -111,6 +123,8 @@ def _measured_where_suspect(described: Dispatch) -> Dispatch:
             return described(mode, func, types, args, kwargs)
         inside.append(mode)
         try:
+            if func in _DESCRIBED:
+                return described(mode, func, types, args, kwargs)
             with unremembered():
                 result = described(mode, func, types, args, kwargs)
                 return result if result is NotImplemented else _corrected(mode, func, args, kwargs, result)
