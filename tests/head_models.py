@@ -122,6 +122,40 @@ def _smoothed_and_cut(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) ->
     return F.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.2)
 
 
+def _weighted(h: torch.Tensor, head: nn.Module, labels: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """Classes that count more the higher their number; the first not at all."""
+    return _plain(h, head, labels, weight=torch.arange(CLASSES) / CLASSES, **settings)
+
+
+def _weighted_and_masked(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    losses = _weighted(h, head, labels, reduction="none").view_as(labels)
+    return (losses * (labels != -100) / (1 + labels % 3)).mean()
+
+
+def _weighted_and_cut(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    logits = head(h).float()[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), weight=torch.linspace(0.5, 2, CLASSES))
+
+
+def _capped(h: torch.Tensor, head: nn.Module, labels: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return F.cross_entropy((torch.tanh(head(h) / 3) * 3).flatten(0, 1), labels.flatten(), **settings)
+
+
+def _capped_and_returned(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As Hugging Face's Gemma 2, with labels that are shifted."""
+    logits = 3 * torch.tanh(head(h) / 3)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
+    return {"loss": F.cross_entropy(logits.float().view(-1, CLASSES), shifted), "logits": logits}
+
+
+def _cast_and_capped(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy((head(h).float() / 3).tanh().mul(3)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _scaled_logits(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy((head(h) * 0.7).flatten(0, 1), labels.flatten())
+
+
 FORMS: dict[str, Callable[[], Tower]] = {
     "plain": lambda: Tower(_plain),
     "tied": lambda: Tower(_plain, tied=True),
@@ -152,12 +186,25 @@ FORMS: dict[str, Callable[[], Tower]] = {
     "smoothed, sum": lambda: Tower(lambda h, head, y: _smoothed(h, head, y, reduction="sum") / 64),
     "smoothed, no reduction": lambda: Tower(lambda h, head, y: _smoothed(h, head, y, reduction="none").mean()),
     "bfloat16, smoothed and cut": lambda: Tower(_smoothed_and_cut).to(torch.bfloat16),
+    "class weights": lambda: Tower(_weighted),
+    "class weights, sum, tied": lambda: Tower(
+        lambda h, head, y: _weighted(h, head, y, reduction="sum") / 64, tied=True
+    ),
+    "class weights, no reduction, bias": lambda: Tower(_weighted_and_masked, bias=True),
+    "bfloat16, class weights and cut": lambda: Tower(_weighted_and_cut).to(torch.bfloat16),
+    "class weights, frozen": lambda: Tower(_weighted, frozen=True),
+    "capped": lambda: Tower(_capped),
+    "capped, bias": lambda: Tower(_capped, bias=True),
+    "capped, frozen, class weights": lambda: Tower(
+        lambda h, head, y: _capped(h, head, y, weight=torch.linspace(0.5, 2, CLASSES)), frozen=True
+    ),
+    "capped, smoothed": lambda: Tower(lambda h, head, y: _capped(h, head, y, label_smoothing=0.1)),
+    "bfloat16, capped and returned": lambda: Tower(_capped_and_returned).to(torch.bfloat16),
+    "bfloat16, cast, capped and cut": lambda: Tower(_cast_and_capped).to(torch.bfloat16),
+    "scaled logits, tied": lambda: Tower(_scaled_logits, tied=True),
+    "a hook on the head that scales": lambda: _hooked_head(),
 }
 """That are found."""
-
-
-def _capped(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy((torch.tanh(head(h) / 30) * 30).flatten(0, 1), labels.flatten())
 
 
 def _twice(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
@@ -205,13 +252,30 @@ def _hooked_head() -> Tower:
     return tower
 
 
+def _tempered(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy((head(h) * h.square().mean().rsqrt()).flatten(0, 1), labels.flatten())
+
+
 LEFT: dict[str, tuple[Callable[[], Tower], str]] = {
     "an entropy": (
         lambda: Tower(_penalty),
         "another loss of the same logits",
     ),
-    "class weights": (lambda: Tower(lambda h, head, y: _plain(h, head, y, weight=torch.ones(CLASSES))), "weights"),
-    "capped": (lambda: Tower(_capped), "no product of a linear layer alone"),
+    "class weights and smoothed labels": (
+        lambda: Tower(lambda h, head, y: _weighted(h, head, y, label_smoothing=0.1)),
+        "smoothed and classes have weights",
+    ),
+    "bent otherwise": (
+        lambda: Tower(lambda h, head, y: F.cross_entropy(torch.sigmoid(head(h)).flatten(0, 1), y.flatten())),
+        "no product of a linear layer alone",
+    ),
+    "a learned temperature": (lambda: Tower(_tempered), "scaled by a tensor"),
+    "capped after a cut": (
+        lambda: Tower(
+            lambda h, head, y: _picked(h, head, y, lambda x: x[:, :-1].tanh() if x.is_floating_point() else x[:, :-1])
+        ),
+        "after they are cut",
+    ),
     "cut twice": (lambda: Tower(lambda h, head, y: _picked(h, head, y, lambda x: x[:, :-1][:, 2:])), "more than once"),
     "cut by steps": (lambda: Tower(lambda h, head, y: _picked(h, head, y, lambda x: x[:, ::2])), "by steps"),
     "classes cut": (lambda: Tower(lambda h, head, y: _picked(h, head, y, lambda x: x, 3)), "along the classes"),
@@ -220,7 +284,6 @@ LEFT: dict[str, tuple[Callable[[], Tower], str]] = {
     "a loss of its own": (lambda: Tower(_own_loss), "loss of its own"),
     "soft labels": (lambda: Tower(_soft), "soft labels"),
     "a hook on the logits": (lambda: Tower(_hooked_logits), "other readers"),
-    "a hook on the head": (_hooked_head, "no product of a linear layer alone"),
     "read twice": (lambda: Tower(_twice), "another reader"),
 }
 """That look alike and are left, with part of the reason."""

@@ -19,7 +19,7 @@ from ebbflow.errors import BudgetError, PlanFileError, PlanMismatch, UsageError
 from ebbflow.rewrites import choices, facts
 from head_models import CLASSES, FORMS, LEFT, Tower, arguments
 
-SHARE = {"returned": 0.93, "bfloat16, cut and cast, returned": 0.93}
+SHARE = {"returned": 0.93, "bfloat16, cut and cast, returned": 0.93, "bfloat16, capped and returned": 0.93}
 """Of the least budget that the captured step has; logits that are returned stay."""
 
 

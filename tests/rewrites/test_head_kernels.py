@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,27 +13,45 @@ from torch.nn import functional as F
 
 from ebbflow.rewrites import head_kernels
 from ebbflow.rewrites.head_facts import HeadSizes, column_facts, row_facts, softmax_facts
+from ebbflow.rewrites.head_slices import known_columns
 from ebbflow.rewrites.spans import LEAST, spans
 
 aten = torch.ops.aten
 ops = getattr(torch.ops, head_kernels.NAMESPACE)
 
 
-def eager(
-    h: Tensor, wt: Tensor, bias: Tensor | None, labels: Tensor, how: tuple[int, int, list[int]], tangent: Tensor
-) -> Any:
+How = tuple[int, int, list[int], Tensor | None, str]
+"""Reduction, ignored label, cut, weights of classes, and what is made of the logits before their softmax."""
+BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "": (lambda x: x, lambda g, x: g),
+    "div 3.0, tanh, mul 3.0": (
+        lambda x: torch.tanh(x / 3) * 3,
+        lambda g, x: aten.tanh_backward(g * 3, torch.tanh(x / 3)) / 3,
+    ),
+    "mul 0.7": (lambda x: x * 0.7, lambda g, x: g * 0.7),
+    "tanh, cast, mul 5.0": (
+        lambda x: torch.tanh(x).float() * 5,
+        lambda g, x: aten.tanh_backward((g.float() * 5).to(x.dtype), torch.tanh(x)),
+    ),
+}
+"""As people write it, and what autograd makes of it. The first of each but the last is before the cast."""
+
+
+def eager(h: Tensor, wt: Tensor, bias: Tensor | None, labels: Tensor, how: How, tangent: Tensor) -> Any:
     """Loss, total weight and gradients by the kernels that autograd calls."""
-    reduction, ignored, cut = how
-    logits = torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+    reduction, ignored, cut, class_weights, between = how
+    bend, bent_back = BETWEEN[between]
+    product = torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+    logits = bend(product)
     runs = logits.view(-1, cut[0] if cut else 1, logits.shape[1])
     read = runs[:, cut[1] : cut[2]] if cut else runs
     softmax = aten._log_softmax(read.flatten(0, 1).float(), 1, False)
-    loss, weight = aten.nll_loss_forward(softmax, labels, None, reduction, ignored)
-    gradient = aten.nll_loss_backward(tangent, softmax, labels, None, reduction, ignored, weight)
-    gradient = aten._log_softmax_backward_data(gradient, softmax, 1, torch.float32).view_as(read).to(h.dtype)
+    loss, weight = aten.nll_loss_forward(softmax, labels, class_weights, reduction, ignored)
+    gradient = aten.nll_loss_backward(tangent, softmax, labels, class_weights, reduction, ignored, weight)
+    gradient = aten._log_softmax_backward_data(gradient, softmax, 1, torch.float32).view_as(read).to(logits.dtype)
     if cut:
         gradient = aten.slice_backward(gradient, runs.shape, 1, cut[1], cut[2], 1)
-    gradient = gradient.reshape(logits.shape)
+    gradient = bent_back(gradient.reshape(logits.shape), product)
     sums = h.new_empty(0) if bias is None else gradient.sum([0], True).view(-1)
     return loss, weight, torch.mm(gradient, wt.t()), torch.mm(gradient.t(), h), sums
 
@@ -60,12 +79,31 @@ def drawn(seed: int) -> dict[str, Any]:
         "wt": (torch.randn(v, d) * 0.1).to(dtype).t(),
         "bias": torch.randn(v).to(dtype) if choose.random() < 0.3 else None,
         "labels": labels,
-        "how": (reduction, ignored, cut),
+        "how": (reduction, ignored, cut, None, ""),
         "tangent": tangent,
         "rows": choose.choice([16, 32, 50, 64, 128]),
         "columns": choose.choice([16, 33, 64, 128, 500]),
         "threads": choose.choice([1, 2]),
     }
+
+
+def varied(seed: int) -> dict[str, Any]:
+    """The same, of classes with weights or of logits that are scaled and capped, or both."""
+    c = drawn(seed)
+    choose = random.Random(-seed)
+    weights = torch.rand(c["wt"].shape[1]) + 0.1 if choose.random() < 0.6 else None
+    if weights is not None:
+        weights[::5] = 0
+    between = choose.choice(list(BETWEEN)[1:]) if weights is None or choose.random() < 0.4 else ""
+    return c | {"how": (*c["how"][:3], weights, between)}
+
+
+def sizes_of(c: dict[str, Any], **others: Any) -> HeadSizes:
+    (n, d), v = c["h"].shape, c["wt"].shape[1]
+    kind = (c["h"].dtype, torch.float32, tuple(c["h"].stride()), tuple(c["wt"].stride()), c["bias"] is not None)
+    reduction, _, cut, weights, between = c["how"]
+    own = {"cut": tuple(cut), "weighted": weights is not None, "between": between, **others}
+    return HeadSizes(n, d, v, *kind, reduction, "cpu", **own)
 
 
 def by_rows(c: dict[str, Any]) -> Any:
@@ -79,7 +117,7 @@ def by_rows(c: dict[str, Any]) -> Any:
 def guessed(c: dict[str, Any], share: float) -> Any:
     operands = (c["h"], c["wt"], c["bias"], c["labels"])
     guess = torch.ones_like(c["tangent"])
-    known = head_kernels.known_columns(c["wt"].shape[1], share, c["columns"])
+    known = known_columns(c["wt"].shape[1], share, c["columns"])
     last = (*c["how"], torch.float32, c["rows"])
     loss, weight, statistics, hidden, first = ops.forward_with_guess(*operands, guess, *last, known)
     hidden = ops.settle_guess(hidden, guess, *operands, c["tangent"], weight, *last)
@@ -94,7 +132,7 @@ def kept(c: dict[str, Any]) -> Any:
     return loss, weight, *ops.backward_over_kept(buffer, *operands, c["tangent"], weight, None, *last, True)
 
 
-def smoothed_loss(operands: tuple[Any, ...], how: tuple[int, int, list[int]]) -> Tensor:
+def smoothed_loss(operands: tuple[Any, ...], how: How) -> Tensor:
     """By torch's own function of smoothed labels."""
     h, wt, bias, labels = operands
     logits = torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
@@ -123,7 +161,7 @@ class Smoothed(torch.autograd.Function):
         return hidden, of_weight.t(), None if bias is None else of_bias, None, None, None
 
 
-def smoothed(operands: tuple[Any, ...], how: tuple[int, int, list[int]], rows: int) -> Tensor:
+def smoothed(operands: tuple[Any, ...], how: How, rows: int) -> Tensor:
     """The same as torch's source puts it together (aten/src/ATen/native/LossNLL.cpp)."""
     loss, sums = Smoothed.apply(*operands, how, rows)  # type: ignore[no-untyped-call]
     ignored = operands[3] == how[1]
@@ -144,9 +182,7 @@ def test_smoothed_labels_have_eagers_bits_wherever_the_facts_hold(first: int) ->
             c = drawn(seed)
             torch.set_num_threads(c["threads"])
             operands = (c["h"], c["wt"], c["bias"], c["labels"])
-            (n, d), v = c["h"].shape, c["wt"].shape[1]
-            kind = (c["h"].dtype, torch.float32, tuple(c["h"].stride()), tuple(c["wt"].stride()), c["bias"] is not None)
-            sizes = HeadSizes(n, d, v, *kind, c["how"][0], "cpu", cut=tuple(c["how"][2]), smoothed=True)
+            sizes = sizes_of(c, smoothed=True)
             if not all(fact.holds() for fact in softmax_facts(sizes, c["rows"], [])):
                 continue
             used += 1
@@ -160,21 +196,21 @@ def test_smoothed_labels_have_eagers_bits_wherever_the_facts_hold(first: int) ->
     assert used >= 2
 
 
+@pytest.mark.parametrize("draw", [drawn, varied])
 @pytest.mark.parametrize("first", range(0, 40, 10))
-def test_slices_have_the_bits_of_the_whole_wherever_the_facts_hold(first: int) -> None:
+def test_slices_have_the_bits_of_the_whole_wherever_the_facts_hold(
+    first: int, draw: Callable[[int], dict[str, Any]]
+) -> None:
     used = 0
     before = torch.get_num_threads()
     try:
         for seed in range(first, first + 4):
-            c = drawn(seed)
+            c = draw(seed)
             torch.set_num_threads(c["threads"])
             expected = eager(c["h"], c["wt"], c["bias"], c["labels"], c["how"], c["tangent"])
-            (n, d), v = c["h"].shape, c["wt"].shape[1]
-            strides = tuple(c["h"].stride()), tuple(c["wt"].stride())
-            kind = (c["h"].dtype, torch.float32, *strides, c["bias"] is not None, c["how"][0], "cpu")
-            sizes = HeadSizes(n, d, v, *kind, cut=tuple(c["how"][2]))
+            sizes = sizes_of(c)
             softmax = [fact.holds() for fact in softmax_facts(sizes, c["rows"], [c["columns"]])]
-            if all(softmax[:2]):
+            if all([*softmax[:2], *softmax[3:]]):
                 assert all(map(torch.equal, kept(c), expected)), seed
             products = [*row_facts(sizes, c["rows"]), *column_facts(sizes, c["columns"])]
             if all(softmax) and all(fact.holds() for fact in products):
@@ -212,7 +248,7 @@ def test_a_retained_graph_is_not_written_over() -> None:
     class Head(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, h: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-            last = (1, -100, [], torch.float32, 32, False)
+            last = (1, -100, [], None, "", torch.float32, 32, False)
             loss, weight, buffer, _ = ops.forward_that_keeps(h, wt, None, labels, *last)
             ctx.save_for_backward(h, wt, labels, weight, buffer)
             return loss
@@ -220,7 +256,7 @@ def test_a_retained_graph_is_not_written_over() -> None:
         @staticmethod
         def backward(ctx: Any, tangent: Tensor) -> Any:
             h, wt, labels, weight, buffer = ctx.saved_tensors
-            last = (1, -100, [], torch.float32, 32, True)
+            last = (1, -100, [], None, "", torch.float32, 32, True)
             hidden, _, _ = ops.backward_over_kept(buffer, h, wt, None, labels, tangent, weight, None, *last)
             return hidden, None, None
 

@@ -49,6 +49,8 @@ def test_heads_are_found_and_every_form_is_proven(form: str) -> None:
         assert not [op for op in other.program.ops if op.target in ("aten.t.default", "aten.view.default")]
         assert Rewrite.from_json(each.to_json()) == each
     assert (head.smoothing is not None) == ("smoothed" in form)
+    assert (head.class_weights is not None) == ("class weights" in form)
+    assert ("tanh" in head.sizes.between) == ("capped" in form)
     rows = {"kept", "rows"} if "no reduction" in form else {"kept", "guessed", "rows"}
     assert kinds == ({"kept"} if "smoothed" in form else rows)
     assert len(find_heads(step)[0]) == 1  # the captured graph is as it was
@@ -67,7 +69,7 @@ def test_a_rewrite_of_another_step_is_refused() -> None:
     step = captured_of(FORMS["plain"]())
     (head,), _ = find_heads(step)
     rewrite = next(forms_of(head))
-    elsewhere = captured_of(LEFT["capped"][0]())
+    elsewhere = captured_of(LEFT["bent otherwise"][0]())
     with pytest.raises(LookupError, match="no linear layer"):
         choice_of(elsewhere, [rewrite])
 
@@ -139,6 +141,12 @@ def _swap_outputs(graph: fx.Graph) -> None:
 MUTANTS: dict[str, tuple[str, Callable[[fx.Graph], None]]] = {
     "another ignored label": ("rows", lambda g: _set(_own(g, "forward"), 5, 3)),
     "another reduction": ("rows", lambda g: _set(_own(g, "backward_by_rows"), 6, 2)),
+    "other numbers between": ("capped/rows", lambda g: _set(_own(g, "backward_by_rows"), 10, "div 2.0, tanh, mul 3.0")),
+    "other class weights": (
+        "class weights, no reduction, bias/rows",
+        lambda g: _set(_own(g, "backward_by_rows"), 9, _another_like(g, _own(g, "backward_by_rows").args[9])),  # type: ignore[arg-type]
+    ),
+    "no class weights": ("class weights, no reduction, bias/kept", lambda g: _set(_own(g, "forward"), 7, None)),
     "another cut": ("rows", lambda g: _set(_own(g, "backward_by_rows"), 8, [48, 0, 47])),
     "other hidden states": (
         "rows",
@@ -156,13 +164,13 @@ MUTANTS: dict[str, tuple[str, Callable[[fx.Graph], None]]] = {
         "kept",
         lambda g: _set(_own(g, "backward_over_kept"), 5, _own(g, "backward_over_kept").args[6]),
     ),
-    "a frozen weight": ("kept", lambda g: _set(_own(g, "backward_over_kept"), 13, False)),
-    "labels smoothed": ("kept", lambda g: _set(_own(g, "forward"), 9, True)),
+    "a frozen weight": ("kept", lambda g: _set(_own(g, "backward_over_kept"), 15, False)),
+    "labels smoothed": ("kept", lambda g: _set(_own(g, "forward"), 11, True)),
     "numbers of none": (
         "kept",
         lambda g: _set(_own(g, "backward_over_kept"), 7, _own(g, "backward_over_kept").args[6]),
     ),
-    "another type": ("kept", lambda g: _set(_own(g, "forward"), 7, torch.float64)),
+    "another type": ("kept", lambda g: _set(_own(g, "forward"), 9, torch.float64)),
     "the guess for the tangent": (
         "guessed",
         lambda g: _set(_own(g, "settle_guess"), 6, _own(g, "settle_guess").args[1]),
@@ -177,8 +185,9 @@ MUTANTS: dict[str, tuple[str, Callable[[fx.Graph], None]]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_proof_sees_mutants(name: str) -> None:
-    form, mutate = MUTANTS[name]
-    step = captured_of(FORMS["scaled"]())
+    where, mutate = MUTANTS[name]
+    model, _, form = where.rpartition("/")
+    step = captured_of(FORMS[model or "scaled"]())
     (head,), _ = find_heads(step)
     other = rewritten(step, next(each for each in forms_of(head) if each.form == form))
     mutate(other.graph)
@@ -186,7 +195,7 @@ def test_the_proof_sees_mutants(name: str) -> None:
         prove_rewritten(step, other)
 
 
-@pytest.mark.parametrize("position", [7, 9])
+@pytest.mark.parametrize("position", [7, 11])
 def test_the_proof_sees_other_numbers_of_smoothed_labels(position: int) -> None:
     step = captured_of(FORMS["smoothed"]())
     (head,), _ = find_heads(step)
@@ -194,7 +203,7 @@ def test_the_proof_sees_other_numbers_of_smoothed_labels(position: int) -> None:
     if position == 7:
         _set(_own(other.graph, "backward_over_kept"), 7, _own(other.graph, "backward_over_kept").args[6])
     else:
-        _set(_own(other.graph, "forward"), 9, False)
+        _set(_own(other.graph, "forward"), 11, False)
     with pytest.raises(RewriteError):
         prove_rewritten(step, other)
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ebbflow.rewrites.head_kernels import KEPT, known_columns
+from ebbflow.rewrites.head_between import caps
+from ebbflow.rewrites.head_kernels import KEPT
+from ebbflow.rewrites.head_slices import known_columns
 from ebbflow.rewrites.heads import Head
 from ebbflow.rewrites.spans import spans
 from ebbflow.step.rewrite import Rewrite
@@ -47,13 +49,20 @@ def _row_bytes(head: Head, rows: int) -> int:
     """Of the three softmax-sized temporaries of a slice of rows."""
     sizes = head.sizes
     per_row = 3 * sizes.softmax.itemsize + (sizes.dtype.itemsize if sizes.dtype != sizes.softmax else 0)
+    per_row += _between_bytes(head)
     return _longest(sizes.rows, rows) * sizes.vocabulary * per_row + _vectors(head)
 
 
 def _column_bytes(head: Head, columns: int) -> int:
     sizes = head.sizes
-    per_row = 3 * sizes.softmax.itemsize + sizes.dtype.itemsize
+    per_row = 3 * sizes.softmax.itemsize + sizes.dtype.itemsize + _between_bytes(head)
     return (_longest(sizes.vocabulary, columns) + 1) * sizes.rows * per_row + _vectors(head)
+
+
+def _between_bytes(head: Head) -> int:
+    """Per number of a slice: what the gradients of caps read, and one more while they are made."""
+    sizes = head.sizes
+    return (caps(sizes.between) + 1) * sizes.softmax.itemsize if sizes.between else 0
 
 
 def _vectors(head: Head) -> int:
@@ -80,14 +89,15 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
 
     product, last = of(head.product), of(head.gradient)
     softmax, cast, loss = of(head.softmax), of(head.cast), of(head.loss)
-    backward = of(head.backward) + last
+    backward = of(head.backward) + last + sum(map(of, head.between_back))
+    softmax += sum(map(of, head.between))  # made again wherever the softmax is
     if head.smoothing is not None:
         loss += of(head.smoothing.sums)
         backward += of(head.smoothing.added)
     hidden, weight, sums = of(head.hidden_gradient), of(head.weight_gradient), of(head.bias_gradient)
     settings = dict(rewrite.settings)
     sizes = head.sizes
-    per_byte = softmax / (2 * sizes.softmax_bytes) if sizes.softmax_bytes else 0.0
+    per_byte = of(head.softmax) / (2 * sizes.softmax_bytes) if sizes.softmax_bytes else 0.0
     reading = len(spans(sizes.rows, settings["rows"])) * per_byte * sizes.weight_bytes
     if rewrite.form != KEPT:
         hidden = max(hidden, reading)
@@ -97,7 +107,9 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
         "forward_by_rows": Estimate(in_rows + softmax + cast + loss, by_rows),
         "forward_with_guess": Estimate(in_rows + softmax + 2 * cast + loss + backward + hidden, by_rows),
         "forward_that_keeps": Estimate(product + softmax + cast + loss, by_rows),
-        "backward_over_kept": Estimate(softmax * (cast > 0) + 2 * cast + backward + hidden + weight + sums, by_rows),
+        "backward_over_kept": Estimate(
+            softmax * (cast > 0 or bool(head.between)) + 2 * cast + backward + hidden + weight + sums, by_rows
+        ),
         "backward_by_rows": Estimate(in_rows + softmax + 2 * cast + backward + hidden, by_rows),
         "settle_guess": Estimate(0.0, by_rows),
         "backward_in_sums": Estimate(

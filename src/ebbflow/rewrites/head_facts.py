@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ebbflow.rewrites.facts import Fact, normal
+from ebbflow.rewrites.head_between import applied, caps, taken_back
 from ebbflow.rewrites.head_cuts import read, rows_read
+from ebbflow.rewrites.head_slices import weighted_loss, weighted_targets
 from ebbflow.rewrites.spans import LEAST, spans
 
 __all__ = [
@@ -44,6 +46,8 @@ class HeadSizes:
         device: type.
         cut: which rows the loss reads (``head_cuts``).
         smoothed: whether labels are.
+        weighted: whether classes have weights.
+        between: what is made of the logits before their softmax (``head_between``); empty for a cast alone.
     """
 
     rows: int
@@ -58,6 +62,8 @@ class HeadSizes:
     device: str
     cut: tuple[int, ...] = ()
     smoothed: bool = False
+    weighted: bool = False
+    between: str = ""
 
     @property
     def logits_bytes(self) -> int:
@@ -93,7 +99,8 @@ class HeadSizes:
         kind = f"{str(self.dtype).removeprefix('torch.')}>{str(self.softmax).removeprefix('torch.')}"
         shapes = f"h[{self.rows},{self.width}]:{list(self.h_stride)} wt[{self.width},{self.vocabulary}]"
         cut = f" cut={list(self.cut)}" if self.cut else ""
-        smoothed = " smoothed" if self.smoothed else ""
+        smoothed = (" smoothed" if self.smoothed else "") + (" weighted" if self.weighted else "")
+        smoothed += f" between=[{self.between}]" if self.between else ""
         return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}{cut}{smoothed}"
 
 
@@ -213,7 +220,7 @@ def weight_of_made_up(sizes: HeadSizes, classes: int) -> tuple[Tensor, Tensor]:
 
 def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
     """``values`` laid out as the gradient of some columns is: with one column more, or copied to another type."""
-    if sizes.dtype != sizes.softmax:
+    if sizes.dtype != sizes.softmax or sizes.between:
         return values.contiguous()
     held = values.new_empty((values.shape[0], values.shape[1] + 1))
     held[:, :-1] = values
@@ -244,6 +251,9 @@ def softmax_facts(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Iterat
     yield _rows_fact(sizes, rows, _rows_fact(few, rows, None))
     for size in columns:
         yield _columns_fact(replace(sizes, cut=()), size, _columns_fact(few, size, None))
+    if sizes.between:
+        whole = replace(sizes, cut=())
+        yield _between_fact(whole, rows, columns, _between_fact(few, rows, columns, None))
 
 
 def _rows_fact(sizes: HeadSizes, rows: int, smaller: Fact | None) -> Fact:
@@ -268,6 +278,41 @@ def _columns_fact(sizes: HeadSizes, columns: int, smaller: Fact | None) -> Fact:
     )
 
 
+def _between_fact(sizes: HeadSizes, rows: int, columns: Sequence[int], smaller: Fact | None) -> Fact:
+    by = f"{rows} rows" + "".join(f", {size} columns" for size in columns)
+    return Fact(
+        f"between {sizes} by {by}",
+        f"{by} of what is made of the logits before their softmax ({sizes.between})",
+        (5 + caps(sizes.between)) * sizes.softmax_bytes,
+        lambda: _between_holds(sizes, rows, columns),
+        smaller,
+    )
+
+
+def _between_holds(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool:
+    logits, gradient = _normal_logits(sizes, sizes.dtype, 7).mul_(8), _normal_logits(sizes, sizes.softmax, 8)
+    whole, kept = applied(sizes.between, logits, sizes.softmax)
+    back = taken_back(sizes.between, gradient, kept, sizes.dtype)
+    del kept
+    slices = [(slice(a, b), slice(None)) for a, b in spans(sizes.rows, rows)]
+    slices += [(slice(None), slice(a, b)) for size in columns for a, b in spans(sizes.vocabulary, size)]
+    for each in slices:
+        part, made = applied(sizes.between, logits[each].contiguous(), sizes.softmax)
+        again = taken_back(sizes.between, gradient[each].contiguous(), made, sizes.dtype)
+        if not torch.equal(part, whole[each]) or not torch.equal(again, back[each]):
+            return False
+    return True
+
+
+def _class_weights(sizes: HeadSizes) -> Tensor | None:
+    return normal((sizes.vocabulary,), sizes.softmax, sizes.device, 9).abs() if sizes.weighted else None
+
+
+def _weights_of(class_weights: Tensor, labels: Tensor) -> Tensor:
+    """Of the label of each row, 0 where it is ignored."""
+    return class_weights.gather(0, labels.clamp(0)).masked_fill(labels == _IGNORED, 0)
+
+
 def _made(sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, labels of which some are ignored, and the gradient of the loss: one, or one for each row."""
     x = _normal_logits(sizes, sizes.softmax, 5)
@@ -285,15 +330,20 @@ def _loss_holds(sizes: HeadSizes) -> bool:
     x, labels, _ = _made(sizes)
     whole = _aten._log_softmax(x, 1, False)
     target, classes = _column(whole, labels)
-    one = _aten.nll_loss_forward(whole, labels, None, sizes.reduction, _IGNORED)
-    other = _aten.nll_loss_forward(target, classes, None, sizes.reduction, _IGNORED)
+    class_weights = _class_weights(sizes)
+    one = _aten.nll_loss_forward(whole, labels, class_weights, sizes.reduction, _IGNORED)
+    if class_weights is None:
+        other = _aten.nll_loss_forward(target, classes, None, sizes.reduction, _IGNORED)
+    else:
+        other = weighted_loss(target, classes, _weights_of(class_weights, labels), sizes.reduction)
     return all(map(torch.equal, one, other))
 
 
 def _gradient(sizes: HeadSizes, softmax: Tensor, labels: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the logits, in the memory of that of the log-probabilities, and the total weight."""
-    weight = _aten.nll_loss_forward(softmax, labels, None, sizes.reduction, _IGNORED)[1]
-    gradient = _aten.nll_loss_backward(tangent, softmax, labels, None, sizes.reduction, _IGNORED, weight)
+    of_classes = _class_weights(sizes)
+    weight = _aten.nll_loss_forward(softmax, labels, of_classes, sizes.reduction, _IGNORED)[1]
+    gradient = _aten.nll_loss_backward(tangent, softmax, labels, of_classes, sizes.reduction, _IGNORED, weight)
     if sizes.smoothed:
         torch.add(_numbers(sizes, softmax.shape[0]).unsqueeze(1).expand(softmax.shape), gradient, out=gradient)
     _aten._log_softmax_backward_data.out(gradient, softmax, 1, sizes.softmax, out=gradient)
@@ -326,9 +376,10 @@ def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
         del part
     del x
     gradient, weight = _gradient(sizes, whole, labels, tangent)
+    of_classes = _class_weights(sizes)
     for a, b in slices:
         dy = tangent if sizes.reduction else tangent[a:b]
-        part = _aten.nll_loss_backward(dy, whole[a:b], labels[a:b], None, sizes.reduction, _IGNORED, weight)
+        part = _aten.nll_loss_backward(dy, whole[a:b], labels[a:b], of_classes, sizes.reduction, _IGNORED, weight)
         if sizes.smoothed:
             numbers = _numbers(sizes, whole.shape[0])[a:b].unsqueeze(1)
             torch.add(numbers.expand(part.shape), part, out=part)
@@ -350,6 +401,8 @@ def _columns_hold(sizes: HeadSizes, columns: int) -> bool:
     gradient, weight = _gradient(sizes, whole, labels, tangent)
     target, classes = _column(whole, labels)
     at_target = _aten.nll_loss_backward(tangent, target, classes, None, sizes.reduction, _IGNORED, weight)
+    if (class_weights := _class_weights(sizes)) is not None:
+        at_target = weighted_targets(at_target, _weights_of(class_weights, labels))
     for a, b in slices:
         inside = (labels >= a) & (labels < b)
         softmax = whole.new_empty((sizes.rows, b - a + 1))

@@ -25,6 +25,7 @@ from ebbflow.rewrites import head_kernels
 from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.head_facts import column_facts, row_facts, softmax_facts
 from ebbflow.rewrites.head_kernels import GUESSED, KEPT, ROWS, SUMMED
+from ebbflow.rewrites.head_slices import known_columns
 from ebbflow.rewrites.heads import VIEWS, Head, find_heads
 from ebbflow.rewrites.spans import LEAST
 from ebbflow.step.rewrite import Rewrite
@@ -166,7 +167,8 @@ class _Writer:
         self.graph, self.nodes, self.head = graph, nodes, head
         self.form, self.settings = rewrite.form, dict(rewrite.settings)
         self.operands = tuple(self._of(each) for each in (head.h, head.wt, head.bias, head.labels))
-        self.how = (head.reduction, head.ignore_index, list(head.sizes.cut))
+        class_weights = self._of(head.class_weights)
+        self.how = (head.reduction, head.ignore_index, list(head.sizes.cut), class_weights, head.sizes.between)
         self.dtype = head.sizes.softmax
 
     def write(self) -> None:
@@ -216,7 +218,7 @@ class _Writer:
     def _guessed(self) -> None:
         vocabulary = self.head.sizes.vocabulary
         columns, share = self.settings["columns"], self.settings["percent"] / 100
-        known = head_kernels.known_columns(vocabulary, share, columns) if columns else 0
+        known = known_columns(vocabulary, share, columns) if columns else 0
         guess = self._guess()
         call = (*self.operands, guess, *self.how, self.dtype, self.settings["rows"], known)
         total_weight, statistics, by_guess, first = self._forward(_ops.forward_with_guess.default, call)

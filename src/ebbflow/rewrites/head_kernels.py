@@ -16,226 +16,57 @@ whole, where slices of a product are the rows or columns of the whole product (`
 6. With smoothed labels the log-probabilities of each row are summed as well, and all classes of a row have one number
    more in the gradient of these. Both are of one row; columns would split the kernel's sum over the gradient, so no
    weight's gradient is made from columns then.
-7. On request the gradient of the weight is added up from rows, which definition 3 is there to avoid: its last bits are
+7. Where classes have weights, the loss of a row and its gradient are multiplied by the weight of its label. The sums
+   are those of the kernel, taken apart: over the products, and over the weights, by which a mean is divided.
+8. What is made of the logits before their softmax, each number for itself (``head_between``), is made of slices, and
+   so is the gradient of that.
+9. On request the gradient of the weight is added up from rows, which definition 3 is there to avoid: its last bits are
    other ones than eager's. All other results are eager's.
 
 ``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` as many as ``cut`` leaves of
-N (``head_cuts``). ``dtype`` is that of the softmax; ``reduction`` 0 is none (the loss and its gradient are vectors), 1
-the mean, 2 the sum. Sizes of slices are ``rows`` and ``columns``.
+N (``head_cuts``); ``class_weights`` are V numbers or ``None``. ``dtype`` is that of the softmax; ``reduction`` 0 is
+none (the loss and its gradient are vectors), 1 the mean, 2 the sum. Sizes of slices are ``rows`` and ``columns``. What
+the ops do with a slice lies in ``head_slices``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ebbflow.rewrites.head_cuts import clear_unread, read, spread
+from ebbflow.rewrites.head_between import applied, taken_back
+from ebbflow.rewrites.head_cuts import read, spread
+from ebbflow.rewrites.head_slices import (
+    TARGET,
+    gradient_rows,
+    gradients_by_columns,
+    hidden_gradient,
+    logits_of,
+    loss_and_weight,
+    loss_of,
+    refuse_other_labels,
+    softmax_rows,
+    statistics_of,
+    sum_of_rows,
+    tangents_of,
+    targets_of,
+)
 from ebbflow.rewrites.spans import spans
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
-from ebbflow.torch_seams.graphs import ASSERTS_TRUE
 
-__all__ = [
-    "GUESSED",
-    "KEPT",
-    "NAMESPACE",
-    "OVERWRITES",
-    "ROWS",
-    "SETTLES",
-    "SUMMED",
-    "known_columns",
-    "loss_of",
-    "sum_of_rows",
-    "tangents_of",
-]
+__all__ = ["GUESSED", "KEPT", "NAMESPACE", "OVERWRITES", "ROWS", "SETTLES", "SUMMED"]
 
 NAMESPACE = "ebbflow_rewrites"
 KEPT, GUESSED, ROWS, SUMMED = "kept", "guessed", "rows", "summed"
-"""Forms: definitions 4, 5, neither of them, and 7."""
+"""Forms: definitions 4, 5, neither of them, and 9."""
 OVERWRITES = f"{NAMESPACE}.backward_over_kept.default"
 """Target of the op that writes over its first argument, or over a copy where the graph is retained."""
 SETTLES = f"{NAMESPACE}.settle_guess.default"
 """Target of the op that takes more where a guess was wrong than when it is measured alone."""
 
 _aten = torch.ops.aten
-_IGNORED = -100  # in the column of definition 2, where all other targets are 0
-MAX, LOG_SUM, TARGET = 0, 1, 2
-"""Rows of ``statistics``: the largest logit, minus the logarithm of the sum, the target's log-probability."""
-
-
-# -- what several of them do --------------------------------------------------------------------------------------
-
-
-def _logits(h: Tensor, wt: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
-
-
-def _softmax_rows(h: Tensor, wt: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The log-softmax of some rows."""
-    return _aten._log_softmax(_logits(h, wt, bias).to(dtype), 1, False)
-
-
-class _Loss(NamedTuple):
-    """How a head's loss is made of its labels, spread over all rows."""
-
-    labels: Tensor
-    reduction: int
-    ignore_index: int
-    cut: Sequence[int]
-
-
-def loss_of(h: Tensor, labels: Tensor, reduction: int, ignore_index: int, cut: Sequence[int]) -> _Loss:
-    """Rows that are not read are as ignored ones."""
-    return _Loss(spread(labels, cut, h.shape[0], ignore_index), reduction, ignore_index, cut)
-
-
-def tangents_of(how: _Loss, tangent: Tensor) -> Tensor:
-    """One for all rows, or one for each."""
-    return tangent if how.reduction else spread(tangent, how.cut, how.labels.shape[0], 0.0)
-
-
-def _classes(how: _Loss) -> Tensor:
-    """Labels of definition 2."""
-    return torch.where(how.labels == how.ignore_index, _IGNORED, 0)
-
-
-def _loss(target: Tensor, how: _Loss) -> tuple[Tensor, Tensor]:
-    """Loss and total weight, from the log-probabilities of all rows' targets."""
-    column, classes = read(target, how.cut).unsqueeze(1), read(_classes(how), how.cut)
-    return _aten.nll_loss_forward(column, classes, None, how.reduction, _IGNORED)
-
-
-def _gradient_rows(
-    softmax: Tensor,
-    how: _Loss,
-    tangents: Tensor,
-    total_weight: Tensor,
-    a: int,
-    b: int,
-    numbers: Tensor | None = None,
-) -> Tensor:
-    """The gradient of the logits of rows ``a`` to ``b``, in the type of the softmax; ``numbers`` by definition 6."""
-    tangent = tangents if how.reduction else tangents[a:b]
-    gradient = _aten.nll_loss_backward(
-        tangent, softmax, how.labels[a:b], None, how.reduction, how.ignore_index, total_weight
-    )
-    if numbers is not None:
-        torch.add(numbers[a:b].unsqueeze(1).expand(gradient.shape), gradient, out=gradient)
-    return clear_unread(_aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype), how.cut, a)
-
-
-def _refuse_other_labels(labels: Tensor, classes: int, ignore_index: int) -> None:
-    """Refuse labels that are no class, as the loss does on all of the logits.
-
-    Raises:
-        IndexError: on a CPU; on a card an assertion fails there.
-    """
-    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
-    if labels.device.type == "cpu":
-        if wrong.any():
-            raise IndexError(f"Target {int(labels[wrong][0])} is out of bounds.")
-    else:
-        ASSERTS_TRUE(~wrong.any())
-
-
-def _targets(softmax: Tensor, labels: Tensor) -> Tensor:
-    """Of some rows, the log-probability of each label; of one that is ignored, anything."""
-    return softmax.gather(1, labels.clamp(0, softmax.shape[1] - 1).unsqueeze(1)).squeeze(1)
-
-
-def _statistics(logits: Tensor, softmax: Tensor, labels: Tensor) -> Tensor:
-    largest, where = logits.max(1)
-    log_sum = softmax.gather(1, where.unsqueeze(1)).squeeze(1)
-    return torch.stack([largest, log_sum, _targets(softmax, labels)])
-
-
-def _hidden_gradient(
-    h: Tensor,
-    wt: Tensor,
-    bias: Tensor | None,
-    how: _Loss,
-    tangent: Tensor,
-    total_weight: Tensor,
-    dtype: torch.dtype,
-    rows: int,
-) -> Tensor:
-    gradient = torch.empty_like(h, memory_format=torch.contiguous_format)
-    tangents = tangents_of(how, tangent)
-    for a, b in spans(h.shape[0], rows):
-        softmax = _softmax_rows(h[a:b], wt, bias, dtype)
-        part = _gradient_rows(softmax, how, tangents, total_weight, a, b)
-        del softmax
-        torch.mm(part.to(h.dtype), wt.t(), out=gradient[a:b])
-        del part
-    return gradient
-
-
-def _gradient_columns(
-    h: Tensor,
-    wt: Tensor,
-    bias: Tensor | None,
-    how: _Loss,
-    statistics: Tensor,
-    at_target: Tensor,
-    begin: int,
-    end: int,
-) -> Tensor:
-    """Of all rows, the gradient of the logits from ``begin`` to ``end`` (definition 3), in the type of ``h``."""
-    width = end - begin
-    softmax = statistics.new_empty((h.shape[0], width + 1))
-    softmax[:, :width] = _logits(h, wt[:, begin:end], None if bias is None else bias[begin:end])
-    softmax[:, :width].sub_(statistics[MAX].unsqueeze(1)).add_(statistics[LOG_SUM].unsqueeze(1))
-    labels = how.labels
-    inside = (labels >= begin) & (labels < end)
-    softmax[:, width] = torch.where(inside, float("-inf"), statistics[TARGET])
-    gradient = torch.zeros_like(softmax)
-    gradient.scatter_(1, torch.where(inside, labels - begin, width).unsqueeze(1), at_target)
-    whole = _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
-    del gradient, softmax
-    return clear_unread(whole, how.cut, 0)[:, :width].to(h.dtype)
-
-
-def _gradients_by_columns(
-    h: Tensor,
-    wt: Tensor,
-    bias: Tensor | None,
-    how: _Loss,
-    statistics: Tensor,
-    tangent: Tensor,
-    total_weight: Tensor,
-    known: Tensor | None,
-    columns: int,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of weight (V x D) and bias; ``known`` are the first columns of the gradient of the logits."""
-    column, tangents = statistics[TARGET].unsqueeze(1), tangents_of(how, tangent)
-    at_target = _aten.nll_loss_backward(tangents, column, _classes(how), None, how.reduction, _IGNORED, total_weight)
-    weight = h.new_empty((wt.shape[1], h.shape[1]))
-    sums = h.new_empty((0 if bias is None else wt.shape[1],))
-    for a, b in spans(wt.shape[1], columns):
-        if known is not None and b <= known.shape[1]:
-            part = known[:, a:b]
-        else:
-            part = _gradient_columns(h, wt, bias, how, statistics, at_target, a, b)
-        torch.mm(part.t(), h, out=weight[a:b])
-        if bias is not None:
-            torch.sum(part, [0], out=sums[a:b])
-        del part
-    return weight, sums
-
-
-def sum_of_rows(whole: Tensor, part: Tensor, h: Tensor) -> None:
-    """Add to ``whole``, in the type of the softmax, what some rows give to the gradient of the weight."""
-    if whole.dtype == h.dtype:
-        whole.addmm_(part.t(), h)
-    else:
-        whole.add_(torch.mm(part.t(), h))
-
-
-def known_columns(length: int, share: float, columns: int) -> int:
-    """How many of the first columns lie in slices that end within ``share`` of them."""
-    return max((end for _, end in spans(length, columns) if end <= share * length), default=0)
 
 
 # -- the ops ------------------------------------------------------------------------------------------------------
@@ -250,19 +81,21 @@ def forward_by_rows(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     dtype: torch.dtype,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, total weight and statistics (definitions 1 and 2)."""
-    _refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = loss_of(h, labels, reduction, ignore_index, cut)
+    refuse_other_labels(labels, wt.shape[1], ignore_index)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
-        logits = _logits(h[a:b], wt, bias).to(dtype)
+        logits = applied(how.between, logits_of(h[a:b], wt, bias), dtype)[0]
         softmax = _aten._log_softmax(logits, 1, False)
-        statistics[:, a:b] = _statistics(logits, softmax, how.labels[a:b])
+        statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
         del logits, softmax
-    loss, total_weight = _loss(statistics[TARGET], how)
+    loss, total_weight = loss_and_weight(statistics[TARGET], how)
     return loss, total_weight, statistics
 
 
@@ -272,7 +105,7 @@ def _losses(h: Tensor, labels: Tensor, reduction: int, dtype: torch.dtype) -> tu
 
 
 @forward_by_rows.register_fake
-def _(h, wt, bias, labels, reduction, ignore_index, cut, dtype, rows):  # type: ignore[no-untyped-def]
+def _(h, wt, bias, labels, reduction, ignore_index, cut, class_weights, between, dtype, rows):  # type: ignore[no-untyped-def]
     return *_losses(h, labels, reduction, dtype), h.new_empty((3, h.shape[0]), dtype=dtype)
 
 
@@ -286,35 +119,37 @@ def forward_with_guess(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     dtype: torch.dtype,
     rows: int,
     known: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, total weight, statistics; by the guess, the gradient of ``h`` and ``known`` columns of the logits'."""
-    _refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = loss_of(h, labels, reduction, ignore_index, cut)
+    refuse_other_labels(labels, wt.shape[1], ignore_index)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     first = h.new_empty((h.shape[0], known))
-    total_weight = _loss(statistics.new_zeros(h.shape[0]), how)[1]
+    total_weight = loss_and_weight(statistics.new_zeros(h.shape[0]), how)[1]
     tangents = tangents_of(how, guess)
     for a, b in spans(h.shape[0], rows):
-        logits = _logits(h[a:b], wt, bias).to(dtype)
+        logits, made = applied(how.between, logits_of(h[a:b], wt, bias), dtype)
         softmax = _aten._log_softmax(logits, 1, False)
-        statistics[:, a:b] = _statistics(logits, softmax, how.labels[a:b])
+        statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
         del logits
-        part = _gradient_rows(softmax, how, tangents, total_weight, a, b)
+        part = gradient_rows(softmax, how, tangents, total_weight, a, b)
         del softmax
-        part = part.to(h.dtype)
+        part = taken_back(how.between, part, made, h.dtype)
         torch.mm(part, wt.t(), out=hidden[a:b])
         first[a:b] = part[:, :known]
-        del part
-    loss, total_weight = _loss(statistics[TARGET], how)
+        del part, made
+    loss, total_weight = loss_and_weight(statistics[TARGET], how)
     return loss, total_weight, statistics, hidden, first
 
 
 @forward_with_guess.register_fake
-def _(h, wt, bias, labels, guess, reduction, ignore_index, cut, dtype, rows, known):  # type: ignore[no-untyped-def]
+def _(h, wt, bias, labels, guess, reduction, ignore_index, cut, class_weights, between, dtype, rows, known):  # type: ignore[no-untyped-def]
     statistics = h.new_empty((3, h.shape[0]), dtype=dtype)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     return *_losses(h, labels, reduction, dtype), statistics, hidden, h.new_empty((h.shape[0], known))
@@ -329,33 +164,35 @@ def forward_that_keeps(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     dtype: torch.dtype,
     rows: int,
     smoothed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, total weight, and the log-softmax, or the logits where these have another type (definition 4).
+    """Loss, total weight, and the log-softmax, or the logits where these are not what it reads (definition 4).
 
     The last are the sums of definition 6, none where labels are not smoothed.
     """
-    _refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = loss_of(h, labels, reduction, ignore_index, cut)
-    kept = _logits(h, wt, bias)
+    refuse_other_labels(labels, wt.shape[1], ignore_index)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    kept = logits_of(h, wt, bias)
     target = torch.empty(h.shape[0], dtype=dtype, device=h.device)
     sums = torch.empty(h.shape[0] if smoothed else 0, dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
-        softmax = _aten._log_softmax(kept[a:b].to(dtype), 1, False)
-        target[a:b] = _targets(softmax, how.labels[a:b])
+        softmax = _aten._log_softmax(applied(between, kept[a:b], dtype)[0], 1, False)
+        target[a:b] = targets_of(softmax, how.labels[a:b])
         if smoothed:
             sums[a:b] = torch.sum(softmax, [1])
-        if kept.dtype == dtype:
+        if kept.dtype == dtype and not between:
             kept[a:b] = softmax
         del softmax
-    loss, total_weight = _loss(target, how)
+    loss, total_weight = loss_and_weight(target, how)
     return loss, total_weight, kept, read(sums, cut).contiguous() if smoothed else sums
 
 
 @forward_that_keeps.register_fake
-def _(h, wt, bias, labels, reduction, ignore_index, cut, dtype, rows, smoothed):  # type: ignore[no-untyped-def]
+def _(h, wt, bias, labels, reduction, ignore_index, cut, class_weights, between, dtype, rows, smoothed):  # type: ignore[no-untyped-def]
     sums = h.new_empty((labels.shape[0] if smoothed else 0,), dtype=dtype)
     return *_losses(h, labels, reduction, dtype), h.new_empty((h.shape[0], wt.shape[1])), sums
 
@@ -373,6 +210,8 @@ def backward_over_kept(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     dtype: torch.dtype,
     rows: int,
     trains: bool,
@@ -383,13 +222,19 @@ def backward_over_kept(
     """
     if in_backward() and keeps_graph():
         kept = kept.clone()
-    how = loss_of(h, labels, reduction, ignore_index, cut)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
     tangents = tangents_of(how, tangent)
     numbers = None if numbers is None else spread(numbers, cut, h.shape[0], 0.0)
     for a, b in spans(h.shape[0], rows):
-        softmax = kept[a:b] if kept.dtype == dtype else _aten._log_softmax(kept[a:b].to(dtype), 1, False)
-        kept[a:b] = _gradient_rows(softmax, how, tangents, total_weight, a, b, numbers)
+        softmax, made = kept[a:b], list[Tensor]()
+        if kept.dtype != dtype or between:
+            logits, made = applied(between, kept[a:b], dtype)
+            softmax = _aten._log_softmax(logits, 1, False)
+            del logits
+        part = gradient_rows(softmax, how, tangents, total_weight, a, b, numbers)
         del softmax
+        kept[a:b] = taken_back(between, part, made, kept.dtype)
+        del part, made
     hidden = torch.mm(kept, wt.t())
     if not trains:
         return hidden, h.new_empty((0,)), h.new_empty((0,))
@@ -398,7 +243,8 @@ def backward_over_kept(
 
 
 @backward_over_kept.register_fake
-def _(kept, h, wt, bias, labels, tangent, total_weight, numbers, reduction, ignore_index, cut, dtype, rows, trains):  # type: ignore[no-untyped-def]
+def _(kept, h, wt, bias, *others):  # type: ignore[no-untyped-def]
+    trains = others[-1]
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     if not trains:
         return hidden, h.new_empty((0,)), h.new_empty((0,))
@@ -416,12 +262,14 @@ def backward_by_rows(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     dtype: torch.dtype,
     rows: int,
 ) -> Tensor:
     """The gradient of ``h`` (definition 1)."""
-    how = loss_of(h, labels, reduction, ignore_index, cut)
-    return _hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    return hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::backward_in_sums", mutates_args=())
@@ -435,24 +283,27 @@ def backward_in_sums(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     dtype: torch.dtype,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``h``, of the weight (V x D) and of the bias, the last two by definition 7."""
-    how = loss_of(h, labels, reduction, ignore_index, cut)
+    """The gradients of ``h``, of the weight (V x D) and of the bias, the last two by definition 9."""
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
     tangents = tangents_of(how, tangent)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     weight = torch.zeros((wt.shape[1], h.shape[1]), dtype=dtype, device=h.device)
     sums = torch.zeros((0 if bias is None else wt.shape[1],), dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
-        softmax = _softmax_rows(h[a:b], wt, bias, dtype)
-        part = _gradient_rows(softmax, how, tangents, total_weight, a, b).to(h.dtype)
+        softmax, made = softmax_rows(h[a:b], wt, bias, how, dtype)
+        part = gradient_rows(softmax, how, tangents, total_weight, a, b)
         del softmax
+        part = taken_back(between, part, made, h.dtype)
         torch.mm(part, wt.t(), out=hidden[a:b])
         sum_of_rows(weight, part, h[a:b])
         if bias is not None:
             sums.add_(torch.sum(part, [0]))
-        del part
+        del part, made
     return hidden, weight.to(h.dtype), sums.to(h.dtype)
 
 
@@ -474,14 +325,16 @@ def settle_guess(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     dtype: torch.dtype,
     rows: int,
 ) -> Tensor:
     """The gradient of ``h``: ``hidden`` if the guess was right, else made anew (definition 5)."""
     if torch.equal(guess, tangent):
         return hidden.clone()
-    how = loss_of(h, labels, reduction, ignore_index, cut)
-    return _hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    return hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
 
 
 @backward_by_rows.register_fake
@@ -506,11 +359,13 @@ def backward_by_columns(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight (V x D) and bias (definition 3)."""
-    how = loss_of(h, labels, reduction, ignore_index, cut)
-    return _gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, None, columns)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    return gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, None, columns)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::backward_by_other_columns", mutates_args=())
@@ -527,12 +382,14 @@ def backward_by_other_columns(
     reduction: int,
     ignore_index: int,
     cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The same where the first columns of the logits' gradient are known if the guess was right."""
     first = known if torch.equal(guess, tangent) else None
-    how = loss_of(h, labels, reduction, ignore_index, cut)
-    return _gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, first, columns)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    return gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, first, columns)
 
 
 def _two(h: Tensor, wt: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

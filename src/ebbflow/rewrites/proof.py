@@ -163,11 +163,18 @@ class _Proof:
     def _head_of(self, given: dict[str, Any], node: fx.Node) -> Head:
         """The head whose operands and constants these are."""
         for head in self.heads:
-            operands = {"h": head.h, "wt": head.wt, "bias": head.bias, "labels": head.labels}
+            operands = {
+                "h": head.h,
+                "wt": head.wt,
+                "bias": head.bias,
+                "labels": head.labels,
+                "class_weights": head.class_weights,
+            }
             constants = {
                 "reduction": head.reduction,
                 "ignore_index": head.ignore_index,
                 "cut": list(head.sizes.cut),
+                "between": head.sizes.between,
                 "dtype": head.sizes.softmax,
                 "smoothed": head.smoothing is not None,
             }

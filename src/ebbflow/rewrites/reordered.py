@@ -17,8 +17,8 @@ from ebbflow.capture.joint import Captured
 from ebbflow.cost.room import free_bytes
 from ebbflow.rewrites.head_facts import HeadSizes, weight_of_made_up
 from ebbflow.rewrites.head_forms import REORDERED, summed_forms_of
-from ebbflow.rewrites.head_kernels import sum_of_rows
 from ebbflow.rewrites.head_rule import HeadRule, head_at
+from ebbflow.rewrites.head_slices import sum_of_rows
 from ebbflow.rewrites.heads import worthwhile_heads
 from ebbflow.rewrites.spans import spans
 from ebbflow.step.rewrite import Rewrite
