@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import ebbflow
-from ebbflow.cost.call import call_with
+from ebbflow.capture.rules import layouts
+from ebbflow.cost.call import Call, call_with
 from ebbflow.cost.room import NoRoom, Room, arguments_for, within
 from ebbflow.errors import BudgetError, PlanFileError, PlanMismatch, UsageError
 from ebbflow.rewrites import choices, facts
-from head_models import CLASSES, FORMS, LEFT, Tower, arguments
+from ebbflow.torch_seams import fake_tensors
+from head_models import CLASSES, FORMS, LEFT, TOKENS, Tower, arguments
 
 SHARE = {"returned": 0.93, "bfloat16, cut and cast, returned": 0.93, "bfloat16, capped and returned": 0.93}
 """Of the least budget that the captured step has; logits that are returned stay."""
@@ -98,6 +100,31 @@ def test_each_form_trains_as_eager(form: str, kind: str, monkeypatch: pytest.Mon
     assert plan is not None
     assert plan.rewritten is not None
     assert plan.rewritten.rewrites[0].form == kind
+
+
+def test_nothing_larger_than_the_budget_is_tried_out_while_the_step_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The numbers of smoothed labels are added as an expanded column, whose layout torch is not trusted with."""
+    roomy = ebbflow.plan(FORMS["smoothed"](), arguments(), budget=below("smoothed"), progress=None)
+    budget = int(1.02 * roomy.smallest_bytes)
+    largest: list[int] = []
+    honest = layouts.run_alone
+
+    def run_alone(call: Call) -> Any:
+        result = honest(call)
+        largest.append(sum(each.extent * each.dtype.itemsize for each in call.outputs))
+        return result
+
+    monkeypatch.setattr(layouts, "_measured", {})
+    monkeypatch.setattr(layouts, "run_alone", run_alone)
+    model = FORMS["smoothed"]()
+    resident = sum(each.nbytes for each in model.parameters())
+    monkeypatch.setattr(fake_tensors, "_remembered", {})
+    ebbflow.fit(model, budget, progress=None)
+    loss_of(model(*arguments())).backward()
+    assert TOKENS * CLASSES * 4 > budget - resident - TOKENS * CLASSES * 4
+    assert all(each < TOKENS * CLASSES * 4 for each in largest)
 
 
 def test_graphs_that_are_retained() -> None:

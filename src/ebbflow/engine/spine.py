@@ -166,7 +166,10 @@ def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Roo
         above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
         free = model.budget.resolve(resident + above) - resident
     lenders = list(tensors_in([call.module, call.args, call.kwargs, step.hidden_inputs]))
-    strict = step.captured is not None and may_be_rewritten(step.captured, model.rewrites)
+    if step.captured is None:  # an op that has no room may be one that is rewritten, and is in no plan otherwise
+        strict = bool(model.rewrites) and model.budget.share is None
+    else:
+        strict = may_be_rewritten(step.captured, model.rewrites)
     return Room(free, lenders, strict=strict)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ebbflow.rewrites.head_cuts import clear_unread, spread
 from ebbflow.rewrites.head_facts import HeadSizes, columns_of_logits_hold, logits_by_slices, rows_of_logits_hold
-from ebbflow.rewrites.head_kernels import loss_of, tangents_of
+from ebbflow.rewrites.head_slices import loss_of, tangents_of
 from ebbflow.rewrites.replaced import Sample
 
 __all__ = ["head_sample"]
@@ -32,7 +32,8 @@ def head_sample(sizes: HeadSizes, given: Mapping[str, Any], kind: str) -> Sample
     """
     names = list(given)
     if kind == "backward_over_kept":
-        return _over_kept(sizes, names) if sizes.dtype == sizes.softmax else None
+        plain = sizes.dtype == sizes.softmax and not sizes.between  # else what is kept are logits
+        return _over_kept(sizes, names) if plain else None
     if kind in ("forward_that_keeps", "settle_guess"):  # one has no slices of a product, the other no product
         return None
     axis = "columns" if "columns" in given else "rows"
@@ -66,10 +67,10 @@ def _over_kept(sizes: HeadSizes, names: Sequence[str]) -> Sample:
 def _gradient(own: Mapping[str, Any]) -> Tensor:
     """Of the logits, in the memory of that of the log-probabilities."""
     kept, cut, dtype = own["kept"], own["cut"], own["dtype"]
-    how = loss_of(own["h"], own["labels"], own["reduction"], own["ignore_index"], cut)
-    gradient = _aten.nll_loss_backward(
-        tangents_of(how, own["tangent"]), kept, how.labels, None, how.reduction, how.ignore_index, own["total_weight"]
-    )
+    settings = (own["reduction"], own["ignore_index"], cut, own["class_weights"], own["between"])
+    how = loss_of(own["h"], own["labels"], *settings)
+    last = (how.class_weights, how.reduction, how.ignore_index, own["total_weight"])
+    gradient = _aten.nll_loss_backward(tangents_of(how, own["tangent"]), kept, how.labels, *last)
     if own["numbers"] is not None:
         numbers = spread(own["numbers"], cut, kept.shape[0], 0.0).unsqueeze(1)
         torch.add(numbers.expand(gradient.shape), gradient, out=gradient)
