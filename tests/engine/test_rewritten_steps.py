@@ -233,7 +233,7 @@ def test_a_given_plan_runs_rewritten() -> None:
 def test_a_given_plan_of_another_step_or_on_other_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_below(FORMS["plain"]())
     with pytest.raises(PlanMismatch, match="no linear layer with a cross-entropy"):
-        ebbflow.fit(LEFT["capped"][0](), plan, progress=None)(*arguments())
+        ebbflow.fit(LEFT["bent otherwise"][0](), plan, progress=None)(*arguments())
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), None))
     with pytest.raises(PlanMismatch, match="bits of the whole"):
         ebbflow.fit(FORMS["plain"](), plan, progress=None)(*arguments())
@@ -375,7 +375,7 @@ def test_verify_holds_a_rewritten_plan_against_the_captured_step_and_eager() -> 
     captured = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
     assert seen.baseline_above_bytes == captured.timeline.above_bytes
     with pytest.raises(PlanMismatch, match="no linear layer with a cross-entropy"):
-        ebbflow.verify(LEFT["capped"][0](), arguments(), plan=plan)
+        ebbflow.verify(LEFT["bent otherwise"][0](), arguments(), plan=plan)
 
 
 # -- together with the rest ---------------------------------------------------------------------------------------

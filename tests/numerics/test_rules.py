@@ -365,6 +365,18 @@ sine.register_autograd(
 )
 
 
+@case("smoothed labels of weighted classes")
+def _() -> Case:
+    def body(m: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for part in m.parts:
+            x = torch.tanh(part(x))
+        return F.cross_entropy(x, labels, weight=m.weights, label_smoothing=0.1)
+
+    torch.manual_seed(0)
+    labels = torch.randint(0, 32, (64,)).index_fill(0, torch.arange(0, 64, 5), -100)
+    return Written(body, *(linear() for _ in range(4)), weights=torch.rand(32)), (rows(), labels)
+
+
 @case("labels that are bytes")
 def _() -> Case:
     def body(m: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -163,9 +163,9 @@ def wrong(function: Callable[..., Any], take: Callable[[Any], torch.Tensor]) -> 
 
 
 WRONG: dict[str, tuple[str, Callable[[Any], torch.Tensor], str]] = {
-    "the loss": ("_loss", lambda result: result[0], "forward_by_rows"),
-    "hidden states": ("_hidden_gradient", lambda result: result, "backward_by_rows"),
-    "the weight": ("_gradients_by_columns", lambda result: result[0], "backward_by_columns"),
+    "the loss": ("loss_and_weight", lambda result: result[0], "forward_by_rows"),
+    "hidden states": ("hidden_gradient", lambda result: result, "backward_by_rows"),
+    "the weight": ("gradients_by_columns", lambda result: result[0], "backward_by_columns"),
 }
 
 

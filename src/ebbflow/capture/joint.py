@@ -20,6 +20,7 @@ from torch import fx
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.rules.copy_back import insert_copy_back
+from ebbflow.capture.rules.counted_weights import count_as_eager
 from ebbflow.capture.rules.gradient_copies import copy_gradients, copy_positions, uncopied
 from ebbflow.capture.rules.masked_outputs import drop_masked_outputs
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
@@ -415,6 +416,7 @@ def read_joint(
     drop_ignored_reads(graph)
     drop_masked_outputs(graph)
     fill_uninitialised(graph)
+    count_as_eager(graph)
     copy_gradients(graph, forward_output_count)
     joint = _read(graph, forward_output_count, name, granularity_bytes, context, target)
     program = joint.program

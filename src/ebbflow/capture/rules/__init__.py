@@ -7,6 +7,6 @@ Rules come in four kinds, by when they act (``trace`` opens or calls each):
 2. Dynamo's graph is rewritten before AOTAutograd sees it: ``checks``, ``recurrent`` (the backend of
    ``trace.compile_step``).
 3. The joint graph is rewritten before it is read: ``uninitialised``, ``batch_norm``, ``copy_back``,
-   ``gradient_copies`` (``joint.read_joint`` and what calls it).
+   ``gradient_copies``, ``counted_weights`` (``joint.read_joint`` and what calls it).
 4. What single ops may do, such as run again or draw random numbers, is no rule but a trait (``capture.traits``).
 """
