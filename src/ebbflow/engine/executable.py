@@ -37,8 +37,8 @@ from ebbflow.errors import BudgetExceeded
 from ebbflow.faults import users_level
 from ebbflow.inside.second_pass import likes_in
 from ebbflow.inside.updates import PREFIX, updates_in
+from ebbflow.lower.compared import Holding, held_ops, with_holding
 from ebbflow.lower.fingerprints import Fingerprints, with_fingerprints
-from ebbflow.lower.held import Holding, held_ops, with_holding
 from ebbflow.lower.lowering import Lowered, lower
 from ebbflow.lower.proof import prove
 from ebbflow.measurement.peak import StepGauge
@@ -114,7 +114,7 @@ class Executable:
         phase: definitions 1 to 5.
         proving: number of the flight that is being proven, or ``None``.
         verified_buffers: how many came back with their bits in the proven step.
-        rewrites_held: how many ops of rewrites were checked by what in it (``lower.held``).
+        rewrites_held: how many ops of rewrites were checked by what in it (``lower.compared``).
         measured_above_bytes: of the measured step; ``None`` before.
         reserved: what the card's allocator held in it; ``None`` before, and on CPU.
         traffic: what moved in the last step that ended, on CUDA in the last one that was measured; ``None`` before, and

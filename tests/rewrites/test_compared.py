@@ -13,7 +13,7 @@ from torch import nn
 import ebbflow
 from ebbflow._api.estimate import capture_program
 from ebbflow.errors import VerificationError
-from ebbflow.lower.held import How
+from ebbflow.lower.compared import How
 from ebbflow.rewrites import head_facts, head_kernels
 from ebbflow.rewrites.choices import Choice
 from ebbflow.rewrites.head_rule import HeadRule
