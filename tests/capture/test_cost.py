@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ebbflow.cost import attach
 from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call, TensorSpec
 from ebbflow.cost.profile import Cost, profile_calls
+from ebbflow.cost.room import Room, arguments_for, within
 from ebbflow.errors import CaptureError
 from ebbflow.files import keep
 from ebbflow.step.provenance import Costs
@@ -91,9 +94,50 @@ def test_the_amount_of_measuring_does_not_depend_on_the_clock(monkeypatch: pytes
 
     quiet = runs()
     ticks = iter(range(10**9))
-    for clock in ("thread_time", "perf_counter"):
+    for clock in ("thread_time", "process_time", "perf_counter"):
         monkeypatch.setattr(f"ebbflow.cost.profile.time.{clock}", lambda: next(ticks) * 3600.0)
     assert runs() == quiet
+
+
+def test_short_calls_are_timed_in_rounds_so_that_what_disturbs_one_has_gone_by_another() -> None:
+    order: list[str] = []
+
+    def named(name: str) -> Call:
+        def target(x: torch.Tensor) -> torch.Tensor:
+            order.append(name)
+            begin = time.thread_time()
+            while order.count("b") < 4 and time.thread_time() < begin + 2e-3:  # until the other one has had its turn
+                pass
+            return x.neg()
+
+        return replace(call(ATEN.neg.default, spec(64)), target=target, signature=name)
+
+    torch.set_num_threads(2)
+    costs = profile_calls([named("a"), named("b")], "cpu")
+    assert costs["a"].seconds < 1e-3
+    turns = [name for name, _ in groupby(order)]
+    assert turns[:4] == ["a", "b", "a", "b"]
+    assert len(turns) == 10
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_time_in_which_no_thread_has_a_core_is_not_an_ops(threads: int) -> None:
+    def target(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(5e-3)
+        return x.neg()
+
+    torch.set_num_threads(threads)
+    (cost,) = profile_calls([replace(call(ATEN.neg.default, spec(64)), target=target)], "cpu").values()
+    assert 0 < cost.seconds < 4e-3
+
+
+def test_a_guess_is_right_where_it_is_tried_out_whatever_room_there_is() -> None:
+    numbers = call(ATEN.add.Tensor, spec(), spec())
+    lenders = [torch.full((8,), value) for value in (2.0, 3.0)]
+    for room in (Room(), Room(0, lenders)):
+        with within(room):
+            (guess, tangent), _ = arguments_for(numbers)
+        assert torch.equal(guess, tangent)
 
 
 def test_no_more_than_so_many_calls_are_timed_and_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:

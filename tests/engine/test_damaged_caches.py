@@ -94,7 +94,7 @@ DEFECTS: dict[str, Callable[[Path], None]] = {
     "no seal": lambda path: path.write_text(json.dumps({**(files.kept(path) or {})})),
     "a flipped digit": a_flipped_digit,
     "a list": lambda path: seal(path, {}) or path.write_text("[]"),
-    "without keys": lambda path: seal(path, {"schema": "ebbflow-costs/3"}),
+    "without keys": lambda path: seal(path, {"schema": "ebbflow-costs/4"}),
     "a directory": a_directory,
     "a loop of links": a_loop,
     "unreadable": lambda path: path.chmod(0),

@@ -19,7 +19,7 @@ from ebbflow.files import cache_directory, keep, kept
 __all__ = ["CostCache", "device_context", "product_precisions"]
 
 _EXACT = "ieee"
-_SCHEMA = "ebbflow-costs/3"
+_SCHEMA = "ebbflow-costs/4"
 _MOST_BYTES, _MOST_SECONDS = 2**50, 1e6  # of one op: a pebibyte, eleven days
 
 

@@ -9,6 +9,9 @@
    Where another program may have a plan (*strict*), it is not tried out.
 3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
    neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
+4. What is made up is the same for all tensors of one shape and type, so a guess of ours (``rewrites.head_kernels``) is
+   right where it is tried out, as it is in nearly every step. Hence single numbers never borrow: what they would find
+   differs, and they take next to nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ __all__ = ["NoRoom", "Room", "arguments_for", "free_bytes", "within"]
 
 SMALL_PART = 16
 """Of the room, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
+_SINGLE_BYTES = 512
+"""What counts as single numbers for definition 4: the least that a card's allocator takes for anything."""
 _WRITTEN = ("kept",)
 """What ops of rewrites call an argument that they write over."""
 _PIVOTS = ("pivots", "LU_pivots")
@@ -90,7 +95,7 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
     borrowed: dict[int, torch.Tensor] = {}
     if needs > room.free_bytes / SMALL_PART:
         lent = _arguments_that_borrow(call)
-        able = [position for position, spec in enumerate(specs) if position in lent and _is_of_numbers(spec)]
+        able = [position for position, spec in enumerate(specs) if position in lent and _may_borrow(spec)]
         borrowed = _borrowed(specs, able, room.lenders)
         needs -= sum(_bytes(specs[position]) for position in borrowed)
         unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
@@ -132,8 +137,9 @@ def _arguments_that_borrow(call: Call) -> set[int]:
     return found
 
 
-def _is_of_numbers(spec: TensorSpec) -> bool:
-    return spec.dtype.is_floating_point or spec.dtype.is_complex
+def _may_borrow(spec: TensorSpec) -> bool:
+    """By definitions 3 and 4."""
+    return (spec.dtype.is_floating_point or spec.dtype.is_complex) and _bytes(spec) > _SINGLE_BYTES
 
 
 def _borrowed(
@@ -187,7 +193,7 @@ def _vector(spec: TensorSpec) -> torch.Tensor:
 
 
 def _drawing(device: str) -> torch.Generator:
-    """A generator of our own: other threads draw from torch's meanwhile."""
+    """A generator of our own, which starts as every one does: other threads draw from torch's meanwhile."""
     return torch.Generator(device)
 
 
