@@ -5,7 +5,7 @@ What a message says is in the error's attributes too, so that nobody has to take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class BudgetError(EbbflowError, ValueError):
         floor_bytes: a proven lower bound on budgets of schedules with first runs and boundary as captured, bytes.
         smallest_bytes: the least budget for which a schedule was found, bytes; only this one is workable.
         resident_bytes: bytes that are resident at the step's start, whatever the plan, and the allocator's reserve.
+        resident_parts: what these are made of, bytes by kind in words, such as ``"weights"``.
         pinned_by: the op that pins the floor, with its source line.
     """
 
@@ -84,6 +85,7 @@ class BudgetError(EbbflowError, ValueError):
         smallest_bytes: int,
         resident_bytes: int,
         pinned_by: str,
+        resident_parts: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
@@ -91,10 +93,11 @@ class BudgetError(EbbflowError, ValueError):
         self.smallest_bytes = smallest_bytes
         self.resident_bytes = resident_bytes
         self.pinned_by = pinned_by
+        self.resident_parts = dict(resident_parts or {})
 
     def told_as(self, message: str) -> BudgetError:
         """The same refusal in other words."""
-        facts = ("budget_bytes", "floor_bytes", "smallest_bytes", "resident_bytes", "pinned_by")
+        facts = ("budget_bytes", "floor_bytes", "smallest_bytes", "resident_bytes", "pinned_by", "resident_parts")
         return BudgetError(message, **{name: getattr(self, name) for name in facts})
 
 

@@ -83,6 +83,7 @@ GOLDEN = """\
 doctor for tiny: the step is one graph
   step       11 ops (7 forward, 4 backward), 13 buffers
   peak       3.04 KiB unplanned: 100 B resident, 2.94 KiB above
+  resident   whatever the plan: 90 B (90 bytes) weights, 10 B (10 bytes) optimizer state
   smallest   2.45 KiB, 80.65 % of the peak: the least budget for which a plan was found
   floor      2.45 KiB, 80.65 % of the peak: no plan with first runs and boundary as captured has a budget below; pinned by mm_1 (aten.mm.default) at net.py:7
   counted    what the ops of the graph make; not parameters, inputs and optimizer, of which the graph says nothing

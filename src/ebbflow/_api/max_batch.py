@@ -31,6 +31,7 @@ from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.narration import aloud, interruption_noted, narrated
+from ebbflow.planning.held import parts_of
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.signals import raised_by_a_handler
 from ebbflow.step.machine import Machine, is_elsewhere
@@ -324,6 +325,7 @@ class _Search:
             floor_bytes=plan.floor_bytes,
             smallest_bytes=plan.smallest_bytes,
             resident_bytes=plan.resident_bytes,
+            resident_parts=parts_of(plan.resident_parts, plan.resident_bytes),
             pinned_by=str(plan.program.ops[plan.floor_op]),
         )
 

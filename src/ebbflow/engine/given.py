@@ -9,6 +9,7 @@ from dataclasses import replace
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured_form
 from ebbflow.errors import BudgetError, PlanMismatch
+from ebbflow.planning.held import held_before, parts_of
 from ebbflow.rewrites.choices import Finish, choice_of, itself
 from ebbflow.step.legality import check
 from ebbflow.step.machine import is_elsewhere
@@ -49,7 +50,14 @@ def program_of(plan: Plan, captured: Captured, program: Program, device: str, fi
     return choice.captured.program
 
 
-def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], resident: int, reserve: int) -> Plan:
+def given_plan_here(
+    plan: Plan,
+    program: Program,
+    context: Mapping[str, str],
+    resident: int,
+    reserve: int,
+    resident_parts: Mapping[str, int],
+) -> Plan:
     """The user's plan, if it is of this program and fits.
 
     Args:
@@ -58,6 +66,7 @@ def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], re
         context: of the device at hand.
         resident: bytes at the step's start.
         reserve: bytes kept free for what the proof remembers.
+        resident_parts: what is resident, bytes by kind.
 
     Raises:
         PlanMismatch: if it is of another program, machine or torch build.
@@ -81,15 +90,17 @@ def given_plan_here(plan: Plan, program: Program, context: Mapping[str, str], re
         )
     moved = replace(plan, resident_bytes=resident, reserve_bytes=reserve)
     if moved.predicted_peak_bytes + reserve > plan.budget_bytes:
+        parts = parts_of(resident_parts, resident, reserve)
         raise BudgetError(
             f"the given plan needs {moved.predicted_peak_bytes + reserve} bytes here, its budget is "
-            f"{plan.budget_bytes}: more is resident ({resident} bytes) than when it was made; "
-            "plan anew with fit(model, budget=...)",
+            f"{plan.budget_bytes}: more is resident ({resident} bytes) than when it was made. {held_before(parts)}. "
+            "Plan anew with fit(model, budget=...)",
             budget_bytes=plan.budget_bytes,
             floor_bytes=plan.floor_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
             smallest_bytes=plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
-            resident_bytes=resident,
+            resident_bytes=resident + reserve,
             pinned_by=str(plan.program.ops[plan.floor_op]),
+            resident_parts=parts,
         )
     return moved
 

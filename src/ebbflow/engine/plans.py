@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ebbflow.capture.joint import Captured
@@ -24,6 +24,7 @@ from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.flights import flights_of
 from ebbflow.engine.given import given_plan_here, program_of, start_here
+from ebbflow.engine.held import GRADIENTS_TO_COME, STATE, held_by_kind, without_flights
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.offloaded import offload_hint
 from ebbflow.engine.reserve import reserve_bytes
@@ -76,7 +77,7 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
 
 
 def plan_for(
-    model: FittedModel, step: Step, captured: Captured, program: Program, now: Circumstances
+    model: FittedModel, step: Step, captured: Captured, program: Program, now: Circumstances, arguments: object
 ) -> tuple[Plan, bool]:
     """The plan for a captured step with costs, and whether it will do only until more is known (definition 2).
 
@@ -88,20 +89,18 @@ def plan_for(
         captured: the step where the model's parameters have gradients or not.
         program: of ``captured``, with costs.
         now: what surrounds the call.
+        arguments: of the call.
     """
     reserve = reserve_bytes(program, now.device, verify=model.verify)
-    resident = resident_bytes(step, now)
-    if model.optimizer is not None:
-        away = model.offloaded
-        resident += future_state_bytes(model.optimizer) if away is None else away.resident_to_come_bytes
-    if model.gradients_stay:
-        resident += gradients_to_come(now.module, model.optimizer, ALLOCATOR_GRANULARITY_BYTES[now.device])
+    to_come = _to_come(model, now)
+    resident = resident_bytes(step, now) + sum(to_come.values())
+    held = held_by_kind(step, now, arguments, model.optimizer, to_come=to_come, resident_bytes=resident)
     if model.given_plan is not None:
         here = program_of(model.given_plan, captured, program, now.device, _finish(model, now))
-        return _given(model, model.given_plan, here, now, resident, reserve), False
+        return _given(model, model.given_plan, here, now, resident, reserve, held), False
     guess = _waits_for_a_loss(model, step, now)
     end = most_of(_ends_of(model, now), program)
-    options = _options(model, step, now, guess=guess)
+    options = replace(_options(model, step, now, guess=guess), resident_parts=held)
     retained = model.between.retained(now.slot)
     if model.rewrites:
         options = replace(
@@ -126,6 +125,18 @@ def plan_for(
             raise  # here, with no frame more than it has
         return other
     return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
+
+
+def _to_come(model: FittedModel, now: Circumstances) -> dict[str, int]:
+    """What a budget has to hold that is not there yet, by kind."""
+    found: dict[str, int] = {}
+    if model.optimizer is not None:
+        away = model.offloaded
+        found[STATE] = future_state_bytes(model.optimizer) if away is None else away.resident_to_come_bytes
+    if model.gradients_stay:
+        granularity = ALLOCATOR_GRANULARITY_BYTES[now.device]
+        found[GRADIENTS_TO_COME] = gradients_to_come(now.module, model.optimizer, granularity)
+    return found
 
 
 def _unknown_here(alternatives: Sequence[Alternative]) -> Iterator[str]:
@@ -157,7 +168,15 @@ def resident_bytes(step: Step, now: Circumstances) -> int:
 # -- a plan that the user gave ------------------------------------------------------------------------------
 
 
-def _given(model: FittedModel, plan: Plan, program: Program, now: Circumstances, resident: int, reserve: int) -> Plan:
+def _given(
+    model: FittedModel,
+    plan: Plan,
+    program: Program,
+    now: Circumstances,
+    resident: int,
+    reserve: int,
+    held: Mapping[str, int],
+) -> Plan:
     """``plan``, if it is for this step and holds here.
 
     Raises:
@@ -171,10 +190,10 @@ def _given(model: FittedModel, plan: Plan, program: Program, now: Circumstances,
             "somebody else's",
             remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
         )
-    given = given_plan_here(plan, program, device_context(now.device), resident, reserve)
+    given = given_plan_here(plan, program, device_context(now.device), resident, reserve, held)
     end = most_of(_ends_of(model, now), program)
     if end.needed_bytes(program, resident) > given.budget_bytes:
-        raise end.error(program, resident, given.budget_bytes)
+        raise end.error(program, resident, given.budget_bytes, resident_parts=held)
     return given
 
 
@@ -295,7 +314,11 @@ def _instead(wanted: _Wanted, between: Between | None, error: BudgetError, *, gu
     alone = replace(
         wanted,
         resident_bytes=wanted.resident_bytes - now.flying_bytes,
-        options=replace(wanted.options, planner="least_memory"),
+        options=replace(
+            wanted.options,
+            planner="least_memory",
+            resident_parts=without_flights(wanted.options.resident_parts, now.flying_bytes),
+        ),
     )
     return alone.plan(between), True
 

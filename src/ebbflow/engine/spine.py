@@ -149,7 +149,7 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
         captured = inside.looked(captured)
     with within(_room(model, step, call, now)):
         program = _cost(model, captured if inside is None else inside.inside(captured), now)
-        plan, provisional = _plan(model, step, captured, program, now)
+        plan, provisional = _plan(model, step, captured, program, now, call)
     model.options.progress(Progress("lowering the plan and proving its graphs"))
     executable = _lower_and_prove(step, captured, plan, inside)
     executable.provisional = provisional
@@ -207,11 +207,11 @@ def _cost(model: FittedModel, captured: Captured, now: Circumstances) -> Program
 
 
 def _plan(
-    model: FittedModel, step: Step, captured: Captured, program: Program, now: Circumstances
+    model: FittedModel, step: Step, captured: Captured, program: Program, now: Circumstances, call: Call
 ) -> tuple[Plan, bool]:
     """A schedule within the budget, with what is resident now; and whether it will do only until more is known."""
     with own_faults():
-        return plan_for(model, step, captured, program, now)
+        return plan_for(model, step, captured, program, now, (call.args, call.kwargs))
 
 
 def _lower_and_prove(step: Step, captured: Captured, plan: Plan, inside: Inside | None) -> Executable:

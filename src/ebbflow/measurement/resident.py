@@ -122,7 +122,11 @@ def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
 
 
 def resident_parts(
-    model: torch.nn.Module, arguments: object, state: Iterable[object], granularity_bytes: int = 1
+    model: torch.nn.Module,
+    arguments: object,
+    state: Iterable[object],
+    granularity_bytes: int = 1,
+    device: str | None = None,
 ) -> dict[str, int]:
     """The same bytes of a model, a call's arguments and an optimizer's state by kind, each storage in the first kind.
 
@@ -131,6 +135,7 @@ def resident_parts(
         arguments: of one call.
         state: tensors of the optimizer.
         granularity_bytes: as for :func:`resident_bytes`.
+        device: ``"cuda"`` where only what a card holds counts.
     """
     parameters = [each for each in model.parameters() if not is_away(each)]
     kinds: dict[str, Iterable[torch.Tensor]] = {
@@ -145,6 +150,8 @@ def resident_parts(
     seen: set[int] = set()
     for kind, tensors in kinds.items():
         for tensor in tensors:
+            if device == "cuda" and tensor.device.type != device:
+                continue
             if (key := storage_key(tensor)) not in seen:
                 seen.add(key)
                 size = tensor.untyped_storage().nbytes()

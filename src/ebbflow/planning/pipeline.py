@@ -16,6 +16,7 @@ from ebbflow.planners.narration import interruption_noted
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.alternatives import Alternative, best_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
+from ebbflow.planning.held import held_before, parts_of
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
 from ebbflow.step.legality import check
@@ -184,7 +185,7 @@ def _best_plan(
     if budget_bytes < end_needs:
         plan_bytes = held + _smallest(problem, options, smallest_told(options.progress, None, budget_of))[0]
         if plan_bytes <= end_needs:  # else any plan that is known is too large already
-            raise end.error(program, resident_bytes, budget_bytes, takes_shares=options.takes_shares)
+            raise _end_error(end, program, resident_bytes, budget_bytes, options)
     known, planned = _known(problem, options)
     smallest: Schedule | None = None
     if known is not None:
@@ -217,7 +218,7 @@ def _best_plan(
             interrupted=interrupt.interrupted,
         )
     if budget_bytes < end_needs:  # a planner has found a smaller plan than were known
-        raise end.error(program, resident_bytes, budget_bytes, takes_shares=options.takes_shares)
+        raise _end_error(end, program, resident_bytes, budget_bytes, options)
     # A planner may get below what the search for the smallest reached.
     smallest_above = min(smallest_above, simulate(program, answer.schedule, options.machine).above_bytes)
     if options.cache is not None and known is None:
@@ -364,6 +365,18 @@ def _moving_to(tiers: tuple[str, ...]) -> str:
     return f", whatever it moves to {' and '.join(tiers)}," if tiers else ""
 
 
+def _end_error(
+    end: StepEnd, program: Program, resident_bytes: int, budget_bytes: int, options: PlanningOptions
+) -> BudgetError:
+    return end.error(
+        program,
+        resident_bytes,
+        budget_bytes,
+        resident_parts=options.resident_parts,
+        takes_shares=options.takes_shares,
+    )
+
+
 def _budget_error(
     program: Program,
     budget: int,
@@ -379,6 +392,7 @@ def _budget_error(
     interrupted: bool,
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
+    parts = parts_of(options.resident_parts, resident - reserve, reserve)
     if budget >= smallest:
         text = (
             f"planner {options.planner!r} found no schedule within the budget of {format_allowed(budget)} "
@@ -389,8 +403,8 @@ def _budget_error(
             f"a budget of {format_allowed(budget)} ({budget} bytes) is too small: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
             f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
-            f"{format_bytes(resident)} are resident before the step starts, what is kept in reserve included; "
-            f"no schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
+            f"{held_before(parts)}. "
+            f"No schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
             f"which is pinned by {pin}. "
             f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}, "
             "or give the step smaller inputs"
@@ -405,4 +419,5 @@ def _budget_error(
         smallest_bytes=smallest,
         resident_bytes=resident,
         pinned_by=pin,
+        resident_parts=parts,
     )

@@ -12,10 +12,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ebbflow.errors import BudgetError
+from ebbflow.planning.held import held_before, parts_of
 from ebbflow.step.program import Program, analysis
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
@@ -62,21 +63,29 @@ class StepEnd:
         return allowed
 
     def error(
-        self, program: Program, resident_bytes: int, budget_bytes: int, *, takes_shares: bool = True
+        self,
+        program: Program,
+        resident_bytes: int,
+        budget_bytes: int,
+        *,
+        resident_parts: Mapping[str, int],
+        takes_shares: bool = True,
     ) -> BudgetError:
         """Why ``budget_bytes`` are too few for a step's end, which needs more than its plan."""
+        parts = parts_of(resident_parts, resident_bytes)
         needed = self.needed_bytes(program, resident_bytes)
         unplanned = self.unplanned_bytes(program, resident_bytes)
         return BudgetError(
             f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what}, take "
             f"{format_bytes(self.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes, "
-            f"{share_of_unplanned(needed, unplanned)}) are taken at its end, whatever the plan. "
+            f"{share_of_unplanned(needed, unplanned)}) are taken at its end, whatever the plan. {held_before(parts)}. "
             f"Ask for {budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}, or {self.remedy}",
             budget_bytes=budget_bytes,
             floor_bytes=needed,
             smallest_bytes=needed,
             resident_bytes=resident_bytes,
             pinned_by=self.what,
+            resident_parts=parts,
         )
 
 

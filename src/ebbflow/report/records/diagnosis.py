@@ -21,6 +21,7 @@ from typing import Any
 
 from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor_parts import floor_parts
+from ebbflow.planning.held import parts_of
 from ebbflow.report.records.advice import SCALAR_BYTES, Advice, advise
 from ebbflow.report.records.profile import Kind, LayerType, kinds_at, layer_types_at
 from ebbflow.report.records.rewriting import Rewriting
@@ -33,6 +34,8 @@ from ebbflow.step.unplanned import unplanned_schedule
 __all__ = ["Break", "BufferGroup", "Findings", "FloorPin", "OpGroup", "Peak", "Place", "break_of", "find", "place_of"]
 
 _NOT_OPAQUE = ("aten", "prims", "graph")  # "graph": a node of a published graph file
+LITTLE = 0.1
+"""Of the unplanned peak: planning that takes off less is hardly worth its time."""
 _COLLECTIVES = ("_c10d_functional", "c10d", "c10d_functional")
 
 
@@ -159,6 +162,7 @@ class Findings:
         forward_ops: how many of them run before the boundary.
         buffers: number of buffers.
         resident_bytes: bytes resident at the step's start.
+        resident_parts: what these are made of, bytes by kind; empty where nothing is known of them.
         reserve_bytes: bytes that a budget has to leave for the proof of the first step.
         baseline_peak_bytes: peak of the unplanned step, resident part included.
         floor_bytes: no plan with first runs and boundary as captured gets below this; resident part and reserve
@@ -191,6 +195,7 @@ class Findings:
     forward_ops: int
     buffers: int
     resident_bytes: int
+    resident_parts: Mapping[str, int]
     reserve_bytes: int
     baseline_peak_bytes: int
     floor_bytes: int
@@ -215,6 +220,17 @@ class Findings:
     overhead: float | None = None
     rewrites: tuple[Rewriting, ...] = ()
     rewritten: tuple[str, ...] = ()
+
+    @property
+    def gain_bytes(self) -> int:
+        """What planning can take off the unplanned peak at most: to a plan that was found, or to a rewrite's floor."""
+        floors = [each.floor_bytes for each in self.rewrites if each.floor_bytes is not None and not each.why_not]
+        return max(self.baseline_peak_bytes - min([self.smallest_bytes, *floors]), 0)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether what is fixed decides the step: planning takes next to nothing off its peak."""
+        return self.gain_bytes < LITTLE * self.baseline_peak_bytes
 
     def advice_beside(self, rewrites: tuple[Rewriting, ...]) -> Iterable[Advice]:
         """The advice less what ``rewrites`` do of themselves."""
@@ -254,6 +270,7 @@ def find(
         forward_ops=program.boundary,
         buffers=len(program.buffers),
         resident_bytes=plan.resident_bytes,
+        resident_parts={} if resident is None else parts_of(resident, plan.resident_bytes),
         reserve_bytes=plan.reserve_bytes,
         baseline_peak_bytes=plan.baseline_peak_bytes,
         floor_bytes=plan.floor_bytes,

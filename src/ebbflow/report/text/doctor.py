@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from ebbflow.planners.base import AS_CAPTURED
+from ebbflow.planning.held import held_in_words, parts_of
 from ebbflow.report.records.diagnosis import Break, Findings, OpGroup, Place
 from ebbflow.report.text.plan import counted_of, origins_of, room_of
 from ebbflow.units import format_allowed, format_bytes, format_count, format_percent, format_seconds, format_share
@@ -59,6 +60,7 @@ def _facts(found: Findings) -> list[str]:
             f"{format_bytes(peak)} unplanned: {format_bytes(found.resident_bytes)} resident, "
             f"{format_bytes(peak - found.resident_bytes)} above",
         ),
+        *_resident(found),
         _fact(
             "smallest",
             f"{_with_share(found, found.smallest_bytes)}: the least budget for which a plan was found",
@@ -74,6 +76,7 @@ def _facts(found: Findings) -> list[str]:
         share = format_percent(found.budget_bytes / peak if peak else 0.0)
         lines.append(_fact("budget", f"{format_allowed(found.budget_bytes)}, {share} of the peak: {verdict}"))
         lines += [_fact("rewritten", each) for each in found.rewritten]
+    lines += _little(found)
     source = found.provenance
     lines.append(_fact("counted", counted_of(source)))
     if source.offloaded:
@@ -100,6 +103,27 @@ def _facts(found: Findings) -> list[str]:
     elif found.tangent_bytes:
         lines.append(_fact("loss", "inside the step: the backward starts from scalars"))
     return lines
+
+
+def _resident(found: Findings) -> list[str]:
+    """What every budget holds before the step."""
+    if not found.resident_parts:
+        return []
+    return [_fact("resident", f"whatever the plan: {held_in_words(found.resident_parts)}")]
+
+
+def _little(found: Findings) -> list[str]:
+    """That planning gains next to nothing, and why, where that is so."""
+    if not found.is_small:
+        return []
+    peak = found.baseline_peak_bytes
+    kept = parts_of({"resident": found.resident_bytes}, found.resident_bytes, found.reserve_bytes)
+    floor = {f"of {words}" if words.startswith("what") else words: size for words, size in found.floor.parts.items()}
+    most = f"{format_bytes(found.gain_bytes)} at most, {format_percent(found.gain_bytes / peak if peak else 0.0)}"
+    return [
+        _fact("gain", f"{most} of the peak: the rest is there under any plan"),
+        _fact("", held_in_words({**kept, **floor})),
+    ]
 
 
 def _with_share(found: Findings, part: int) -> str:
