@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from ebbflow.clipping import Clipping, clipping_of
 from ebbflow.errors import UsageError
@@ -34,6 +34,7 @@ __all__ = [
     "REWRITES",
     "STEPS",
     "Options",
+    "Rewrites",
     "no_optimizer",
     "require_flag",
     "require_gradients",
@@ -41,8 +42,10 @@ __all__ = [
 ]
 
 GRADIENTS = ("loss", "all")
-REWRITES = ("exact", "in-place", "all", "reordered", "none")
-_RULES = {
+Rewrites = Literal["exact", "in-place", "all", "reordered", "none"]
+"""What may take the place of parts of a step (:attr:`Options.rewrites`)."""
+REWRITES: tuple[Rewrites, ...] = get_args(Rewrites)
+_RULES: dict[Rewrites, tuple[str, ...]] = {
     "exact": ("linear-cross-entropy",),
     "in-place": ("linear-cross-entropy", "in-place"),
     "all": ("linear-cross-entropy", "feed-forward", "in-place"),
@@ -84,7 +87,7 @@ class Options:
     tiers: str | Sequence[str] | None = None
     """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
     preferred one first; ``None`` moves nothing."""
-    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None
+    rewrites: Rewrites | None = None
     """What may take the place of parts of the step. ``"exact"``, also meant by ``None``: what gives the same bits in
     less memory, where the budget asks for it; ``"in-place"``: that, and elementwise ops that write over what dies;
     ``"all"``: both, and feed-forward layers in slices; ``"reordered"``: as ``"exact"``, and a head's weight may have a
@@ -217,6 +220,7 @@ class Options:
             gradients=case.gradients if self.gradients is None else self.gradients,
             step=case.step if self.step is None else self.step,
             max_norm=case.max_norm if self.max_norm is None else self.max_norm,
+            scaler=case.scaler if self.scaler is None else self.scaler,
         )
 
     def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:

@@ -24,7 +24,7 @@ from ebbflow.units import Budget
 if TYPE_CHECKING:
     import torch
 
-    from ebbflow.options import AnyOptimizer
+    from ebbflow.options import AnyOptimizer, Rewrites
 
 __all__ = ["doctor", "examine"]
 
@@ -43,10 +43,11 @@ def doctor(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None,
+    rewrites: Rewrites | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -72,6 +73,7 @@ def doctor(
         offload_optimizer: as for :func:`ebbflow.plan`.
         step: as for :func:`ebbflow.plan`.
         max_norm: as for :func:`ebbflow.plan`.
+        scaler: as for :func:`ebbflow.plan`.
         gradients: as for :func:`ebbflow.plan`.
         effort: local-search moves of the plan within the budget.
         time_limit: seconds for that plan.
@@ -99,6 +101,7 @@ def doctor(
         offload_optimizer=offload_optimizer,
         step=step,
         max_norm=max_norm,
+        scaler=scaler,
         gradients=gradients,
         effort=effort,
         time_limit=time_limit,

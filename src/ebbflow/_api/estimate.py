@@ -61,7 +61,7 @@ from ebbflow.transfers.links import machine_with_tiers
 from ebbflow.units import Budget, format_bytes
 
 if TYPE_CHECKING:
-    from ebbflow.options import AnyOptimizer
+    from ebbflow.options import AnyOptimizer, Rewrites
 
 __all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
 
@@ -78,7 +78,7 @@ def plan(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None,
+    rewrites: Rewrites | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
@@ -170,10 +170,11 @@ def sweep(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: AnyOptimizer | None = None,
-    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None,
+    rewrites: Rewrites | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     gradients: Literal["loss", "all"] = "loss",
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -201,6 +202,7 @@ def sweep(
         offload_optimizer: as for :func:`plan`.
         step: as for :func:`plan`.
         max_norm: as for :func:`plan`.
+        scaler: as for :func:`plan`.
         gradients: as for :func:`plan`.
         effort: local-search moves per plan.
         time_limit: seconds per plan.
@@ -229,6 +231,7 @@ def sweep(
         offload_optimizer=offload_optimizer,
         step=step,
         max_norm=max_norm,
+        scaler=scaler,
         loss=loss,
         machine=machine,
         tiers=tiers,

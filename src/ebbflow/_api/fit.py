@@ -33,7 +33,7 @@ from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.reserved import too_large_for_the_card
 from ebbflow.measurement.resident import device_of
 from ebbflow.names import with_known_keywords
-from ebbflow.options import Options, require_gradients
+from ebbflow.options import Options, Rewrites, require_gradients
 from ebbflow.planners import Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.narration import aloud
@@ -68,7 +68,7 @@ def fit(
     seed: int = 0,
     start: Plan | None = None,
     tiers: str | Sequence[str] | None = None,
-    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None,
+    rewrites: Rewrites | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] = "outside",
     max_norm: float | Clipping | None = None,

@@ -26,7 +26,7 @@ from ebbflow.case import Case
 from ebbflow.clipping import Clipping
 from ebbflow.errors import BudgetError, UsageError
 from ebbflow.names import with_known_keywords
-from ebbflow.options import Options
+from ebbflow.options import Options, Rewrites
 from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planners.bounds.floor import floor_bytes
@@ -92,10 +92,11 @@ def max_batch(
     tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
-    rewrites: Literal["exact", "in-place", "all", "reordered", "none"] | None = None,
+    rewrites: Rewrites | None = None,
     offload_optimizer: bool = False,
     step: Literal["outside", "inside"] | None = None,
     max_norm: float | Clipping | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     gradients: Literal["loss", "all"] | None = None,
     effort: int = DEFAULT_EFFORT,
     time_limit: float | None = None,
@@ -123,6 +124,7 @@ def max_batch(
         offload_optimizer: as for :func:`ebbflow.plan`.
         step: where the optimizer steps, as for :func:`ebbflow.plan`; ``None`` is what each case says.
         max_norm: to what norm gradients are clipped in the step, likewise.
+        scaler: that scales losses, likewise.
         gradients: which outputs take gradients, as for :func:`ebbflow.fit`; ``None`` is what each case says.
         effort: local-search moves of the answer's plan.
         time_limit: seconds per plan.
@@ -166,6 +168,7 @@ def max_batch(
         offload_optimizer=offload_optimizer,
         step=step,
         max_norm=max_norm,
+        scaler=scaler,
         gradients=gradients,
         effort=effort,
         time_limit=time_limit,

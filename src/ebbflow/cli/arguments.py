@@ -30,12 +30,14 @@ __all__ = [
     "Layers",
     "Length",
     "MachineName",
+    "MaxNorm",
     "OffloadOptimizer",
     "OptimizerName",
     "PlanFile",
     "PlannerName",
     "ReportFile",
     "Rewrites",
+    "Scaled",
     "Seed",
     "Size",
     "StepPlace",
@@ -143,6 +145,18 @@ StepPlace = Annotated[
         help="where --optimizer steps: outside, after the backward, or inside of it, gradient by gradient; default: "
         "the case's own",
         autocompletion=_beginning(lambda: STEPS),
+    ),
+]
+MaxNorm = Annotated[
+    float | None,
+    typer.Option(
+        help="with --step inside: to what norm gradients are clipped before they are applied; default: the case's own"
+    ),
+]
+Scaled = Annotated[
+    bool,
+    typer.Option(
+        "--scaler", help="with --step inside: a GradScaler scales the loss, so that updates wait for finite gradients"
     ),
 ]
 Gradients = Annotated[

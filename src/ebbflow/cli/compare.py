@@ -23,10 +23,12 @@ from ebbflow.cli.arguments import (
     Layers,
     Length,
     MachineName,
+    MaxNorm,
     OffloadOptimizer,
     OptimizerName,
     ReportFile,
     Rewrites,
+    Scaled,
     Seed,
     Size,
     StepPlace,
@@ -74,6 +76,8 @@ def compare(
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
     step: StepPlace = None,
+    max_norm: MaxNorm = None,
+    scaler: Scaled = False,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = 60.0,
@@ -100,6 +104,7 @@ def compare(
         rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
         step=step,  # type: ignore[arg-type]  # checked by Options
+        max_norm=max_norm,
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
@@ -114,7 +119,7 @@ def compare(
         raise UsageError(f"--run cannot run on {machine}, which is not this machine; leave --machine or --run out")
     if run and asked.inside:
         raise UsageError("--run runs the step without its optimizer; leave --run or --step inside out")
-    check_request(case, size, asked, run=run or None)
+    check_request(case, size, asked, run=run or None, scaler=scaler or None)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -125,7 +130,7 @@ def compare(
 
     names = _names(planners, moving=bool(asked.tiers))
     with ProgressDisplay(sys.stderr) as display:
-        captured, loaded = captured_step(case, size, replace(asked, progress=display), display, sizes)
+        captured, loaded = captured_step(case, size, replace(asked, progress=display), display, sizes, scaled=scaler)
         stop = _Stop()
         outcomes = _planned(captured, parsed, names, replace(asked, progress=None), display, stop)
         rows = [row_of(captured.program.name, outcome) for outcome in outcomes]

@@ -22,10 +22,12 @@ from ebbflow.cli.arguments import (
     Layers,
     Length,
     MachineName,
+    MaxNorm,
     OffloadOptimizer,
     OptimizerName,
     PlannerName,
     Rewrites,
+    Scaled,
     Seed,
     Size,
     StepPlace,
@@ -62,6 +64,8 @@ def doctor(
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
     step: StepPlace = None,
+    max_norm: MaxNorm = None,
+    scaler: Scaled = False,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = None,
@@ -83,13 +87,14 @@ def doctor(
         rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
         step=step,  # type: ignore[arg-type]  # checked by Options
+        max_norm=max_norm,
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
         seed=seed,
     )
     limit = None if budget is None else Budget.parse(budget)
-    check_request(case, size, asked)
+    check_request(case, size, asked, scaler=scaler or None)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -102,7 +107,7 @@ def doctor(
     with ProgressDisplay(sys.stderr) as display:
         options = replace(asked, progress=display)
         try:
-            captured, _ = captured_step(case, size, options, display, sizes)
+            captured, _ = captured_step(case, size, options, display, sizes, scaled=scaler)
             found = examine(captured, limit, PlanningOptions.of(options), top)
         except CaptureError as error:
             found = break_of(error)

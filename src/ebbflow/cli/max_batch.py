@@ -20,10 +20,12 @@ from ebbflow.cli.arguments import (
     Layers,
     Length,
     MachineName,
+    MaxNorm,
     OffloadOptimizer,
     OptimizerName,
     PlannerName,
     Rewrites,
+    Scaled,
     Seed,
     StepPlace,
     Tiers,
@@ -72,6 +74,8 @@ def max_batch(
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
     step: StepPlace = None,
+    max_norm: MaxNorm = None,
+    scaler: Scaled = False,
     gradients: Gradients = None,
     effort: Effort = DEFAULT_EFFORT,
     time_limit: TimeLimit = None,
@@ -95,6 +99,7 @@ def max_batch(
         rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
         step=step,  # type: ignore[arg-type]  # checked by Options
+        max_norm=max_norm,
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
@@ -110,6 +115,8 @@ def max_batch(
         )
 
     import_large("numpy", "torch")
+    import torch
+
     import ebbflow
     from ebbflow.case import Case
     from ebbflow.report.text.plan import write_plan
@@ -135,6 +142,8 @@ def max_batch(
             rewrites=asked.rewrites,
             offload_optimizer=offload_optimizer,
             step=asked.step,
+            max_norm=asked.max_norm,
+            scaler=torch.amp.GradScaler("cpu") if scaler else None,
             gradients=asked.gradients,
             effort=asked.effort,
             time_limit=asked.time_limit,

@@ -18,11 +18,13 @@ from ebbflow.cli.arguments import (
     Layers,
     Length,
     MachineName,
+    MaxNorm,
     OffloadOptimizer,
     OptimizerName,
     PlannerName,
     ReportFile,
     Rewrites,
+    Scaled,
     Seed,
     Size,
     StepPlace,
@@ -57,6 +59,8 @@ def plan(
     rewrites: Rewrites = None,
     offload_optimizer: OffloadOptimizer = False,
     step: StepPlace = None,
+    max_norm: MaxNorm = None,
+    scaler: Scaled = False,
     gradients: Gradients = None,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
     report: ReportFile = None,
@@ -79,13 +83,14 @@ def plan(
         rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
         offload_optimizer=offloading(offload_optimizer, tiers),
         step=step,  # type: ignore[arg-type]  # checked by Options
+        max_norm=max_norm,
         gradients=gradients,  # type: ignore[arg-type]  # checked by Options
         effort=effort,
         time_limit=time_limit,
         seed=seed,
     )
     limit = Budget.parse(budget)
-    check_request(case, size, asked)
+    check_request(case, size, asked, scaler=scaler or None)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -96,7 +101,7 @@ def plan(
 
     with ProgressDisplay(sys.stderr) as display, KeepBest(display, time_limit) as keeper:
         options = replace(asked, time_limit=None, interrupt=keeper.interrupt, progress=keeper.tell)
-        captured, _ = captured_step(case, size, options, display, sizes)
+        captured, _ = captured_step(case, size, options, display, sizes, scaled=scaler)
         display.stage("planning")
         made = captured.plan(limit, PlanningOptions.of(options))
     if keeper.interrupt.interrupted:

@@ -39,6 +39,7 @@ def check_request(case: str, size: int | None, options: Options, **given: object
             "--rewrites": options.rewrites,
             "--offload-optimizer": options.offload_optimizer or None,
             "--step": options.step,
+            "--max-norm": options.max_norm,
             "--gradients": options.gradients,
         }
         refuse_for_graphs(case, {**mine, **{f"--{name}": value for name, value in given.items()}})
@@ -50,6 +51,8 @@ def captured_step(
     options: Options,
     display: ProgressDisplay,
     sizes: Mapping[str, int] | None = None,
+    *,
+    scaled: bool = False,
 ) -> tuple[AheadStep, Case | None]:
     """The step that ``text`` names with what it needs to be planned, and the case if it is no graph file.
 
@@ -58,6 +61,7 @@ def captured_step(
         size: of ``--size``.
         options: checked already.
         display: told what is done.
+        scaled: whether a scaler scales the loss.
         sizes: others of a model of the zoo, as :func:`ebbflow.zoo.build` takes them.
 
     Raises:
@@ -65,6 +69,8 @@ def captured_step(
         CaptureError: if the case is not one graph.
     """
     from dataclasses import replace
+
+    from torch.amp.grad_scaler import GradScaler
 
     from ebbflow._api.estimate import AheadStep, capture_ahead
     from ebbflow.case import Case
@@ -74,6 +80,8 @@ def captured_step(
     if not isinstance(loaded, Case):
         return AheadStep(loaded, 0, 0), None
     asked = options.for_case(loaded)
+    if scaled and asked.scaler is None:
+        asked = replace(asked, scaler=GradScaler("cpu"))
     case = replace(loaded, optimizer=asked.optimizer_of(loaded.model), gradients=asked.gradients)
     if asked.offload_optimizer and case.optimizer is None:
         refuse_to_offload_nothing(text)
