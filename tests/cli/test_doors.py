@@ -1,0 +1,115 @@
+"""What a step may be asked to do comes through every door that plans: clipping, a scaler, and sums in another order."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ebbflow
+from ebbflow.case import Case
+from ebbflow.cli import app
+from ebbflow.zoo import mlp_chain
+from head_models import FORMS, arguments
+
+CASE = """
+import sys
+sys.path.insert(0, {tests!r})
+from ebbflow.case import Case
+from head_models import FORMS, arguments
+
+
+def tower(batch: int = 8) -> Case:
+    return Case(FORMS["plain"](), tuple(each.repeat(batch // 8 or 1, 1)[:batch] for each in arguments()))
+"""
+CHAIN = ("zoo:mlp_chain", "--size", 8, "--layers", 6)
+INSIDE = ("--optimizer", "adamw", "--step", "inside")
+LITTLE = ("--effort", 50)
+
+
+def run(*given: object) -> Any:
+    result = CliRunner().invoke(app, [str(each) for each in given])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+DOORS: dict[str, Callable[..., Any]] = {
+    "plan": lambda case, **asked: ebbflow.plan(case.model, case.args, budget="100%", optimizer=adamw, **asked),
+    "sweep": lambda case, **asked: ebbflow.sweep(case.model, case.args, budgets=["100%"], optimizer=adamw, **asked)[0],
+    "max_batch": lambda case, **asked: (
+        ebbflow.max_batch(functools.partial(mlp_chain, layers=6), budget="2MiB", optimizer=adamw, **asked).plan
+    ),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_functions_take_a_norm_and_a_scaler(door: str) -> None:
+    case = mlp_chain(8, layers=6)
+    asked: dict[str, Any] = {"step": "inside", "effort": 50, "progress": None}
+    for more in ({"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
+        plan = DOORS[door](case, **asked, **more)
+        assert any("settle" in op.name or "look" in op.name for op in plan.program.ops)
+    assert not any("settle" in op.name for op in DOORS[door](case, **asked).program.ops)
+
+
+def test_findings_and_cases_take_them_too() -> None:
+    case = mlp_chain(8, layers=6)
+    scaler = torch.amp.GradScaler("cpu")
+    asked: dict[str, Any] = {"step": "inside", "effort": 50, "progress": None}
+    plain, scaled = (
+        ebbflow.doctor(case.model, case.args, optimizer=adamw, **asked, **more) for more in ({}, {"scaler": scaler})
+    )
+    assert scaled.floor_bytes >= plain.floor_bytes
+
+    def make(batch: int) -> Case:
+        made = mlp_chain(batch, layers=6)
+        return Case(made.model, made.args, optimizer=adamw(made.model), step="inside", scaler=scaler)
+
+    found = ebbflow.max_batch(make, budget="2MiB", effort=50, progress=None)
+    assert any("settle" in op.name for op in found.plan.program.ops)
+
+
+@pytest.mark.parametrize("more", [("--max-norm", 1), ("--scaler",), ("--max-norm", 1, "--scaler")])
+def test_commands_take_them(more: tuple[object, ...]) -> None:
+    run("plan", *CHAIN, "--budget", "100%", *INSIDE, *more, *LITTLE)
+    run("doctor", *CHAIN, *INSIDE, *more, *LITTLE)
+    run("compare", *CHAIN, "--budgets", "100%", "--planners", "auto", *INSIDE, *more, *LITTLE)
+    run("max-batch", "zoo:mlp_chain", "--layers", 6, "--budget", "2MiB", *INSIDE, *more, *LITTLE)
+
+
+@pytest.mark.parametrize("more", [("--max-norm", 1), ("--scaler",)])
+def test_commands_say_that_they_need_the_optimizer_inside(more: tuple[object, ...]) -> None:
+    result = CliRunner().invoke(app, [str(each) for each in ("plan", *CHAIN, "--budget", "100%", *more)])
+    assert result.exit_code != 0
+    assert 'step="inside"' in str(result.exception) + result.output
+
+
+@pytest.fixture
+def tower(tmp_path: Path) -> str:
+    path = tmp_path / "towers.py"
+    path.write_text(CASE.format(tests=str(Path(__file__).parents[1])))
+    return f"{path}:tower"
+
+
+def test_reordered_sums_come_through_every_door(tower: str) -> None:
+    rewrites = ("--rewrites", "reordered", *LITTLE)
+    plan = json.loads(run("plan", tower, "--budget", "40%", *rewrites, "--json").stdout.strip().splitlines()[-1])
+    rows = json.loads(run("compare", tower, "--budgets", "40%", "--planners", "auto", *rewrites, "--json").stdout)
+    assert plan["smallest_bytes"] <= plan["budget_bytes"]
+    assert rows[0]["predicted_peak_bytes"] <= rows[0]["budget_bytes"]
+    assert "summed" in run("doctor", tower, *rewrites).stdout
+    run("max-batch", tower, "--budget", "4MiB", *rewrites)
+    plans = ebbflow.sweep(
+        FORMS["plain"](), arguments(), budgets=["40%", "70%"], rewrites="reordered", effort=50, progress=None
+    )
+    assert plans[0].overhead >= plans[1].overhead
