@@ -102,7 +102,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     with without_memory():
         made = asked.build()
     budget = asked.budget_bytes or machine.usable_bytes
-    ways = {"as captured": (None, None), "rewrites": ("exact", None), "rewrites, host": ("exact", "host")}
+    ways = {"as captured": ("none", None), "rewrites": ("exact", None), "rewrites, host": ("exact", "host")}
     for way, (rewrites, tiers) in ways.items():
         options = Options(optimizer=asked.optimizer, machine=machine, tiers=tiers, rewrites=rewrites, progress=None)
         begin = time.process_time()
