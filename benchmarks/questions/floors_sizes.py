@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow.rewrites import head_kernels
+from ebbflow.rewrites import head_kernels, head_slices
 from ebbflow.rewrites.head_facts import HeadSizes, column_facts, row_facts, softmax_facts
 from harness.record import Row, at_least, at_most
 
@@ -79,18 +79,19 @@ def _eager(c: dict[str, Any]) -> list[Tensor]:
 
 def _forms(c: dict[str, Any]) -> Iterator[tuple[str, list[Tensor]]]:
     operands = (c["h"], c["wt"], c["bias"], c["labels"])
-    last = (*c["how"], torch.float32, c["rows"])
-    loss, weight, kept = _ops.forward_that_keeps(*operands, *last)
-    yield "kept", [loss, weight, *_ops.backward_over_kept(kept, *operands, c["tangent"], weight, *last, True)]
+    how: tuple[Any, ...] = (*c["how"], [], None, "")  # no cut, no class weights, nothing between product and softmax
+    last = (*how, torch.float32, c["rows"])
+    loss, weight, kept, _ = _ops.forward_that_keeps(*operands, *last, False)
+    yield "kept", [loss, weight, *_ops.backward_over_kept(kept, *operands, c["tangent"], weight, None, *last, True)]
     loss, weight, statistics = _ops.forward_by_rows(*operands, *last)
     hidden = _ops.backward_by_rows(*operands, c["tangent"], weight, *last)
-    rest = (*operands, statistics, c["tangent"], weight, *c["how"], c["columns"])
+    rest = (*operands, statistics, c["tangent"], weight, *how, c["columns"])
     yield "rows", [loss, weight, hidden, *_ops.backward_by_columns(*rest)]
     guess = torch.tensor(1.0)
-    known = head_kernels.known_columns(c["wt"].shape[1], 0.5, c["columns"])
+    known = head_slices.known_columns(c["wt"].shape[1], 0.5, c["columns"])
     loss, weight, statistics, hidden, first = _ops.forward_with_guess(*operands, guess, *last, known)
     hidden = _ops.settle_guess(hidden, guess, *operands, c["tangent"], weight, *last)
-    rest = (*operands, statistics, c["tangent"], weight, *c["how"], c["columns"])
+    rest = (*operands, statistics, c["tangent"], weight, *how, c["columns"])
     yield "guessed", [loss, weight, hidden, *_ops.backward_by_other_columns(first, guess, *rest)]
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ebbflow._api.fit import unfit as unfit
     from ebbflow._api.max_batch import BatchPlan as BatchPlan
     from ebbflow._api.max_batch import max_batch as max_batch
+    from ebbflow._api.repeatable import repeatable as repeatable
     from ebbflow._api.verify import Verification as Verification
     from ebbflow._api.verify import verify as verify
     from ebbflow.case import Case as Case
@@ -57,6 +58,7 @@ _HOMES = {
     "plan": "ebbflow._api.estimate",
     "plan_of": "ebbflow._api.fit",
     "plot_frontier": "ebbflow.report.plots.frontier",
+    "repeatable": "ebbflow._api.repeatable",
     "set_budget": "ebbflow._api.fit",
     "set_optimizer": "ebbflow._api.fit",
     "step_of": "ebbflow._api.fit",

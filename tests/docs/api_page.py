@@ -24,7 +24,7 @@ WIDTH = 110
 
 TRAINING = (
     *("fit", "set_budget", "set_optimizer", "no_update", "total_norm", "unfit"),
-    *("plan_of", "step_of", "calls_of", "measure"),
+    *("plan_of", "step_of", "calls_of", "measure", "repeatable"),
 )
 AHEAD = ("plan", "sweep", "max_batch", "plot_frontier", "doctor", "verify")
 RECORDS = ("Budget", "Case", "Clipping", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")

@@ -7,7 +7,16 @@ from torch import fx
 
 from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
 
-__all__ = ["COLLECTIVES", "draws_random", "generator_state_bytes", "has_effect", "is_rerunnable", "keeps_storage"]
+__all__ = [
+    "COLLECTIVES",
+    "declare_repeatable",
+    "draws_random",
+    "generator_state_bytes",
+    "has_effect",
+    "is_opaque",
+    "is_rerunnable",
+    "keeps_storage",
+]
 
 # Arguments that make an op tagged as seeded draw nothing: attention with dropout probability 0 carries the tag too.
 _PROBABILITY_ARGUMENTS = ("dropout_p", "dropout", "p")
@@ -57,6 +66,36 @@ COLLECTIVES = frozenset({"_c10d_functional", "_dtensor", "c10d", "c10d_functiona
 _EFFECTS = COLLECTIVES | {"ebbflow"}  # namespaces of ops
 _WRITES = frozenset({"ebbflow_rewrites::backward_over_kept"})
 """Ops that write over an argument which nobody else reads. Autograd is not told: it would refuse a second backward."""
+
+
+# Namespaces of ops that torch itself defines, and the beginning of our own.
+_TORCHS = frozenset(
+    {
+        *("aten", "prims", "prim", "inductor", "inductor_prims", "rngprims", "profiler", "torch_attn"),
+        *("mkl", "mkldnn", "mkldnn_prepacked", "onednn", "quantized", "quantized_decomposed", "sparse"),
+    }
+)
+_OURS = "ebbflow"
+
+_repeatable: set[str] = set()
+"""Names of other libraries' ops that somebody has declared to be functions of their arguments, ``namespace::name``."""
+
+
+def declare_repeatable(name: str) -> None:
+    """Let the op of this name, ``namespace::name``, run again."""
+    _repeatable.add(name)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether the call is of an op of another library, of which nobody has said that it gives the same bits again.
+
+    A schema says what an op writes, not that it draws no random numbers of its own or counts its calls.
+    """
+    overload = _overload(node)
+    if overload is None:
+        return str(node.target).startswith("triton_kernel_wrapper")
+    known = overload.namespace in _TORCHS or overload.namespace.startswith(_OURS)
+    return not known and schema_of(overload).name not in _repeatable
 
 
 def keeps_storage(node: fx.Node) -> bool:
@@ -116,7 +155,7 @@ def is_rerunnable(node: fx.Node, target: str | None = None) -> bool:
 
     ``target`` is a device type, ``None`` the device of the node's value.
     """
-    if has_effect(node):
+    if has_effect(node) or is_opaque(node):
         return False
     if not _runs_on_cuda(node, target) or torch.are_deterministic_algorithms_enabled():
         return True

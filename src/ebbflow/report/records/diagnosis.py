@@ -400,6 +400,11 @@ def _why_once(op: Op) -> str:
             "it sums with atomics, so that the last bits may differ; torch.use_deterministic_algorithms(True) makes "
             "it repeatable"
         )
+    if _namespace(op) not in _NOT_OPAQUE and not op.target.split(".")[0].startswith("ebbflow"):
+        return (
+            "nobody can look into it: it may have an effect, draw random numbers or count; ebbflow.repeatable(op) says "
+            "that it gives the same bits again"
+        )
     return "it has an effect besides its results"
 
 
