@@ -9,6 +9,7 @@ import torch
 
 from ebbflow.capture.traits import declare_repeatable
 from ebbflow.errors import UsageError
+from ebbflow.names import with_known_keywords
 
 __all__ = ["repeatable"]
 
@@ -16,6 +17,7 @@ OpT = TypeVar("OpT")
 _NAME = re.compile(r"(\w+)(?:::|\.)(\w+)")
 
 
+@with_known_keywords
 def repeatable(op: OpT) -> OpT:
     """Declare that an op of another library gives the same bits whenever it is given the same; returns ``op``.
 
