@@ -101,7 +101,7 @@ def test_state_that_is_to_come_gradients_and_what_was_returned_are_told_apart() 
         ebbflow.set_budget(model, 9000)
         error = refused(lambda: model(X))
         parts = without_reserve(error)
-        returned = {"what earlier calls returned, and constants": 4} if kept else {}
+        returned = {"batches of data loaders, what earlier calls returned, and constants": 4} if kept else {}
         gradients = {"gradients of earlier steps": accumulated} if accumulated else {}
         assert parts == {**KINDS, "optimizer state": STATE, **gradients, **returned}
         ebbflow.set_budget(model, "1MiB")

@@ -199,3 +199,49 @@ def test_bad_input_is_refused_where_it_is_given() -> None:
         MemoryBudget("1GiB", optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
     with pytest.raises(UsageError, match="bugdet"):
         MemoryBudget("1GiB", bugdet=3)
+
+
+class Seen(hf.TrainerCallback):
+    """Counts, by Python's own list of objects, the tensors that live where a step begins and did not before."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.before: set[int] = set()
+        self.bytes: list[int] = []
+
+    def _living(self) -> dict[int, int]:
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+        real = [
+            each for each in tensors if each.device.type == "cpu" and not isinstance(each, torch._subclasses.FakeTensor)
+        ]
+        return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in real}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        own = {each.untyped_storage().data_ptr() for each in self.model.parameters()}
+        self.before = self._living().keys() - own
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        gc.collect()
+        self.bytes.append(sum(size for key, size in self._living().items() if key not in self.before))
+
+
+AHEAD: dict[str, dict[str, Any]] = {
+    "accumulated": {"gradient_accumulation_steps": 3},
+    "labels kept back": {"label_smoothing_factor": 0.1},
+    "both": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("way", AHEAD)
+def test_the_batches_that_a_trainer_holds_are_resident(way: str, tmp_path: Path) -> None:
+    model, budget = tiny(), MemoryBudget("100%", progress=None, effort=100)
+    seen = Seen(model)
+    trained(tmp_path, budget, seen, model=model, data=Tokens(48), max_steps=1, **AHEAD[way])
+    assert budget.plan is not None
+    batch = 2 * 4 * 24 * 8
+    state = 2 * sum(each.nbytes for each in model.parameters())
+    ahead = AHEAD[way].get("gradient_accumulation_steps", 1) + 1
+    (there,) = seen.bytes
+    assert there >= sum(each.nbytes for each in model.parameters()) + ahead * batch, "the oracle sees the batches"
+    scalars = 256
+    assert budget.plan.resident_bytes >= there + state - scalars

@@ -29,6 +29,7 @@ from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.step import Step
 from ebbflow.errors import PlanMismatch, UsageError
 from ebbflow.faults import users_level
+from ebbflow.measurement.batches import watch_batches
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.reserved import too_large_for_the_card
 from ebbflow.measurement.resident import device_of
@@ -205,6 +206,7 @@ def fit(
     )
     set_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)
+    watch_batches(calls_of_fitted)
     return model
 
 

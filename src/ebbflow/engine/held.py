@@ -20,7 +20,7 @@ GRADIENTS_TO_COME = "gradients that will stay"
 _FLIGHTS = "kept by forwards whose backward has not come"
 _BUCKETS = "buckets of DistributedDataParallel"
 _HIDDEN = "tensors that the step reads from elsewhere"
-_LEFT = "what earlier calls returned, and constants"
+_LEFT = "batches of data loaders, what earlier calls returned, and constants"
 
 
 def held_by_kind(
@@ -34,8 +34,8 @@ def held_by_kind(
 ) -> dict[str, int]:
     """What ``resident_bytes`` are made of; what is left out is of no kind that is known.
 
-    On a CPU the rest is what still lives of what fitted models have returned: nothing else is counted there. On a card
-    it may be anybody's.
+    On a CPU the rest is what still lives of what fitted models have returned and data loaders have given: nothing else
+    is counted there. On a card it may be anybody's.
 
     Args:
         step: that is to run.

@@ -1,11 +1,15 @@
-"""What still lives of what fitted models have returned, on CPU, where the allocator keeps no total.
+"""What lives beside model and arguments and is known all the same, on CPU, where the allocator keeps no total.
 
-``out = model(x); out["loss"].backward()`` in a loop keeps ``out`` alive through the next forward; so do logged losses,
-hidden states and outputs of a validation that somebody collects. They are resident for every later step of any fitted
-model, and so are constants that captures hold. Nothing is kept alive here.
+1. *What fitted models have returned*: ``out = model(x); out["loss"].backward()`` in a loop keeps ``out`` alive through
+   the next forward; so do logged losses, hidden states and outputs of a validation that somebody collects. Constants
+   that captures hold count with them.
+2. *What data loaders have given* (``batches``): a label that only a loss outside reads, the batches that a trainer
+   fetches before it accumulates, the one that accelerate fetches ahead.
 
-Every call asks, and thousands of losses may be collected: so each question looks again at a few only, and takes the
-others as alive. Too much may be counted that way, never too little; :func:`forget_dead` looks at all.
+They are resident for every later step of any fitted model, each storage once. Nothing is kept alive here.
+
+Every call asks, and thousands of losses may be collected: so each question looks again at a few of each kind only, and
+takes the others as alive. Too much may be counted that way, never too little; :func:`forget_dead` looks at all.
 """
 
 from __future__ import annotations
@@ -17,13 +21,40 @@ import torch
 
 from ebbflow.torch_seams.storages import StorageWatch, has_memory
 
-__all__ = ["forget_all", "forget_dead", "leave", "left_bytes", "watches_of"]
+__all__ = ["forget_all", "forget_dead", "give", "leave", "left_bytes", "watches_of"]
 
 LOOKED_AT = 32  # of what is left, the longest not looked at, per question
 
 _lock = threading.Lock()
-_watches: dict[int, StorageWatch] = {}  # looked at longest ago comes first
-_total_bytes = 0
+
+
+class _Left:
+    """Watches of one kind."""
+
+    def __init__(self) -> None:
+        self.watches: dict[int, StorageWatch] = {}  # looked at longest ago comes first
+        self.total_bytes = 0
+
+    def add(self, watch: StorageWatch) -> None:
+        self.watches[watch.key] = watch
+        self.total_bytes += watch.bytes
+
+    def look(self, count: int) -> None:
+        """Forget the dead among the first ``count``."""
+        for key in [key for key, _ in zip(self.watches, range(count), strict=False)]:
+            watch = self.watches.pop(key)
+            if watch.alive:
+                self.watches[key] = watch
+            else:
+                self.total_bytes -= watch.bytes
+
+    def bytes_without(self, counted: Iterable[Mapping[int, int]]) -> int:
+        shared = {key for each in counted for key in self.watches.keys() & each.keys()}
+        return self.total_bytes - sum(self.watches[key].bytes for key in shared)
+
+
+_returned, _given = _Left(), _Left()
+_KINDS = (_returned, _given)
 
 
 def watches_of(tensors: Iterable[torch.Tensor]) -> list[StorageWatch]:
@@ -33,44 +64,40 @@ def watches_of(tensors: Iterable[torch.Tensor]) -> list[StorageWatch]:
 
 def leave(watches: Iterable[StorageWatch]) -> None:
     """``watches`` are of what lives on: a step that has ended returned it, or a call without gradients."""
-    global _total_bytes
-    alive = [each for each in watches if each.alive]
-    with _lock:
-        for each in alive:
-            if each.key not in _watches:
-                _watches[each.key] = each
-                _total_bytes += each.bytes
+    _add(watches, _returned)
+
+
+def give(watches: Iterable[StorageWatch]) -> None:
+    """``watches`` are of what a data loader gives."""
+    _add(watches, _given)
 
 
 def left_bytes(*counted: Mapping[int, int]) -> int:
     """Bytes of what is left, without the storages whose keys are in ``counted``."""
-    if not _watches:
-        return 0
     with _lock:
-        _look(LOOKED_AT)
-        shared = {key for each in counted for key in _watches.keys() & each.keys()}
-        return _total_bytes - sum(_watches[key].bytes for key in shared)
+        for kind in _KINDS:
+            kind.look(LOOKED_AT)
+        return sum(kind.bytes_without(counted) for kind in _KINDS if kind.watches)
 
 
 def forget_dead() -> None:
     """Look at all that is left."""
     with _lock:
-        _look(len(_watches))
+        for kind in _KINDS:
+            kind.look(len(kind.watches))
 
 
 def forget_all() -> None:
     """Count nothing of what lives now: for tests, each of which begins as a process does."""
-    global _total_bytes
     with _lock:
-        _watches.clear()
-        _total_bytes = 0
+        for kind in _KINDS:
+            kind.watches.clear()
+            kind.total_bytes = 0
 
 
-def _look(count: int) -> None:
-    global _total_bytes
-    for key in [key for key, _ in zip(_watches, range(count), strict=False)]:
-        watch = _watches.pop(key)
-        if watch.alive:
-            _watches[key] = watch
-        else:
-            _total_bytes -= watch.bytes
+def _add(watches: Iterable[StorageWatch], kind: _Left) -> None:
+    alive = [each for each in watches if each.alive]
+    with _lock:
+        for each in alive:
+            if not any(each.key in known.watches for known in _KINDS):
+                kind.add(each)

@@ -170,7 +170,8 @@ def start_bytes(
     """Bytes allocated right now that a step has to count.
 
     On CUDA that is all that the allocator has handed out. On CPU it is what the model and its optimizer reach, what
-    still lives of what fitted models have returned (``leftovers``), and ``others``, each storage once.
+    still lives of what fitted models have returned and data loaders have given (``leftovers``), and ``others``, each
+    storage once.
 
     Args:
         own: bytes of the model's storages by key.
