@@ -24,6 +24,7 @@ RAISED_IN_CAPTURE = "Raised while the step was captured"
 _HERE = Path(__file__).parent
 _OURS = f"{_HERE}/"
 _MODELS = (f"{_HERE / 'zoo'}/", f"{_HERE / 'demo'}/")
+_COMPILER = "/torch/_dynamo/convert_frame.py"  # where it begins with a frame
 _STANDARD = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _PACKAGES = {"highspy", "numba", "numpy", "ortools", "platformdirs", "sympy", "torch"}  # models are in none of them
 
@@ -35,12 +36,17 @@ def is_own(error: BaseException) -> bool:
 
 
 def innermost(error: BaseException) -> tuple[str, int] | None:
-    """File and line of the innermost frame that ``error`` passed and that is ours or the user's."""
+    """File and line of the innermost frame that ``error`` passed and that is ours or the user's.
+
+    What called torch's compiler has no part in what goes wrong in it; what the compiler calls has.
+    """
     found: tuple[str, int] | None = None
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if _is_ours(file) or not _is_called(file):
+        if file.endswith(_COMPILER):
+            found = None
+        elif _is_ours(file) or not _is_called(file):
             found = file, trace.tb_lineno
         trace = trace.tb_next
     return found

@@ -14,7 +14,7 @@ import torch
 from ebbflow.torch_seams.context_variables import STAYS_SET
 from ebbflow.torch_seams.tracing import PYTHON_DRAWS
 
-__all__ = ["known_break"]
+__all__ = ["is_only_in_traces", "known_break"]
 
 _DRAW_OUTSIDE = (
     "Draw it before the call and give it to the forward as a tensor, so that one plan serves all values "
@@ -37,6 +37,55 @@ class _Break:
 _COUNTS_BATCHES = (
     "A batch norm with momentum=None reads how many batches it has seen, a number in a tensor.",
     "Give it a number (momentum=0.1)",
+)
+_CLASS_METHODS = _Break(
+    r"Too many positional arguments|failed to bind arguments|___check_obj_id\(.*\.(forward|setup_context|backward)\b",
+    "A method of the torch.autograd.Function is a class method, which torch's compiler takes for a static one, or it "
+    "is given more arguments than it takes.",
+    "Make forward, setup_context and backward static methods (@staticmethod)",
+    line=r"\.apply\(",
+)
+_OF_FUNCTIONS = (
+    _CLASS_METHODS,
+    _Break(
+        r"lift_tracked_freevar|torch\.autograd\.backward|\.backward\(",
+        "The backward of a torch.autograd.Function adds up gradients in tensors (.backward()), which does not become "
+        "part of one graph.",
+        "Have the gradients returned: torch.autograd.grad(outputs, inputs, gradient), of all that takes one; give it "
+        "the parameters as arguments of apply",
+        line=r"(?s), in backward\b.*backward\(",
+    ),
+    _Break(
+        r"autograd\.functional|argument of type",
+        "torch.autograd.functional does not become part of one graph.",
+        "Call torch.func.vjp, torch.func.jvp or torch.autograd.grad, which do",
+        line=r"functional\.\w+\(",
+    ),
+    _Break(
+        r"custom jvp",
+        "A torch.autograd.Function has a forward derivative of its own (jvp), with which torch's compiler takes none. "
+        "A training step has no use for it.",
+        "Apply a subclass without it in the planned model (class Plain(TheFunction): "
+        "jvp = torch.autograd.Function.jvp)",
+        line=r"\.apply\(",
+    ),
+    _Break(
+        r"mark_dirty input not returned",
+        "A torch.autograd.Function marks an argument as changed (mark_dirty) and returns it by another name.",
+        "Return the argument itself: x.mul_(2), ctx.mark_dirty(x), return x",
+    ),
+    _Break(
+        r"hasattr",
+        "It gives the apply of a torch.autograd.Function to torch.vmap itself.",
+        "Give it a function that calls apply: torch.vmap(lambda *rows: TheFunction.apply(*rows))",
+        line=r"vmap\(.*\.apply\b",
+    ),
+    _Break(
+        r"Unsafe side effect|setattr\(\) on unsupported type",
+        "A torch.autograd.Function, or a function that is given to another one of torch's (a checkpoint, vmap), "
+        "changes a list, an attribute or another object of Python.",
+        "Let it compute tensors and return them, and do the rest outside of the forward",
+    ),
 )
 _BREAKS = (
     _Break(
@@ -139,6 +188,7 @@ _BREAKS = (
         "Take it off (accelerate.hooks.remove_hook_from_module); of several, make one ModelHook that does what they do",
         line=r"wrapper\._compiled_fn\b",
     ),
+    *_OF_FUNCTIONS,
     _Break(
         r"autograd\.grad|torch\.autograd\.backward|\.backward\(",
         "It takes a gradient inside of the forward in a way that does not become part of one graph.",
@@ -175,6 +225,11 @@ def known_break(said: str, line: str, module: torch.nn.Module) -> tuple[str, str
     if re.search(r"[Dd]ata-dependent|Could not guard|item\(\)", said) and any(map(_counts_batches, module.modules())):
         return _COUNTS_BATCHES
     return None
+
+
+def is_only_in_traces(said: str, line: str) -> bool:
+    """Whether what a trace would raise at ``line`` is no error of the model's: eager's call may well be right."""
+    return re.search(_CLASS_METHODS.words, said) is not None and re.search(_CLASS_METHODS.line, line) is not None
 
 
 def _counts_batches(module: torch.nn.Module) -> bool:

@@ -28,7 +28,7 @@ __all__ = ["ours_inside", "refusal", "users_line"]
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
-_USER_CODE = re.compile(r"from user code:|User Stack \(most recent call last\):")
+_USER_CODE = re.compile(r"from user code:|User Stack \(most recent call last\):|User stack trace:")
 
 # Told apart by name, so that this module needs none of torch's private ones.
 _DATA_DEPENDENT = {

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
+from ebbflow.capture.known_breaks import is_only_in_traces
 from ebbflow.capture.loss import loss_only, marks_in_graphs, settle_roles
 from ebbflow.capture.numbers import Numbers, numbers_apart
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
@@ -39,6 +40,7 @@ from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.aot import joint_graph_settings, kinds_of_several_tensors, two_graph_backend
 from ebbflow.torch_seams.checks import checks_as
+from ebbflow.torch_seams.compiler_faults import told_with_its_lines
 from ebbflow.torch_seams.dynamo import (
     capture_error_type,
     forget_compiled,
@@ -264,12 +266,15 @@ def translated_errors(
             raise ours from ours.__cause__
         packed = packed_sequence_refusal((args, kwargs), str(error))
         theirs = None if packed else raised_by_the_model(error)
-        if theirs is not None:
+        if theirs is not None and not is_only_in_traces(str(theirs), users_line(error)):
             theirs.add_note(f"{RAISED_IN_CAPTURE}: {users_line(error)}")
             raise theirs from None
         found = refusal(error, module, packed)
         raise found from found.__cause__ or error
     except Exception as error:
+        bare = told_with_its_lines(error)
+        if bare is not None:
+            raise refusal(bare, module) from error
         without_the_compilers_words(error)
         raise
 
