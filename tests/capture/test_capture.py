@@ -124,7 +124,7 @@ def prints(m: Body_, x: torch.Tensor) -> torch.Tensor:
 
 
 def branches(m: Body_, x: torch.Tensor) -> torch.Tensor:
-    if x.sum() > 0:
+    if m.linear(x).sum() > 0:
         return m.linear(x).sum()
     return m.linear(x).mean()
 

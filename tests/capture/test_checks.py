@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbflow
-from eager_steps import assert_trains_as_eager
+from eager_steps import assert_trains_as_eager, history
 from ebbflow.errors import CaptureError
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
@@ -162,8 +162,26 @@ def of_a_local_class(m: Any, x: torch.Tensor) -> None:
         raise Local("large")
 
 
-@pytest.mark.parametrize("check", [caught, says_more, two_arguments, of_a_result, of_a_local_class])
-def test_a_branch_that_is_more_than_a_check_is_refused(check: Callable[[Any, torch.Tensor], None]) -> None:
+@pytest.mark.parametrize("check", [caught, says_more, two_arguments])
+def test_a_branch_that_is_more_than_a_check_is_taken_as_eager_takes_it(
+    check: Callable[[Any, torch.Tensor], None],
+) -> None:
+    model = assert_trains_as_eager(Model(check), lambda: (X,))
+    expected = outcome(Model(check), LARGE)
+    if check is says_more:  # what it says is in no graph
+        with pytest.raises(CaptureError, match="print"):
+            model(LARGE)
+    elif check is two_arguments:
+        assert outcome(model, LARGE) == expected
+    else:
+        assert isinstance(outcome(model, LARGE)[0], float)
+        assert model.limit == 1.0
+    history(model, lambda: (X,), 1)
+    assert not ebbflow.calls_of(model).unplanned
+
+
+@pytest.mark.parametrize("check", [of_a_result, of_a_local_class])
+def test_a_branch_on_what_the_step_computes_is_refused(check: Callable[[Any, torch.Tensor], None]) -> None:
     model = ebbflow.fit(Model(check), "1GiB")
     with pytest.raises(CaptureError) as refused:
         model(X)

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import ebbflow
 from ebbflow.capture.loss import loss_is_outside
 from ebbflow.capture.offline import capture
-from ebbflow.errors import CaptureError
 
 X, Y = torch.randn(1, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([1])
 Body = Callable[["Model", torch.Tensor, torch.Tensor], Any]
@@ -95,35 +94,3 @@ def test_outputs_without_a_loss_train_as_in_eager() -> None:
             (F.cross_entropy(found["logits"], Y) + (found["value"] - 1).square()).backward()
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             assert (mine.grad is None and theirs.grad is None) or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
-
-
-class Through(torch.autograd.Function):
-    """Hands gradients on, and none where none came, as the node of ``DistributedDataParallel`` does."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return gradients
-
-
-def test_an_output_beside_the_loss_may_pass_a_node_from_which_no_gradient_comes() -> None:
-    def body(m: Model, h: torch.Tensor, y: torch.Tensor) -> Any:
-        return {"loss": ce(m, h, y), "logits": m.logits(h)}
-
-    model, alone = ebbflow.fit(Model(body), "1GiB", progress=None), Model(body)
-    alone.load_state_dict(model.state_dict())
-    for each in (model, alone):
-        out = each(X, Y)
-        loss, _ = Through.apply(out["loss"], out["logits"])  # type: ignore[misc]
-        loss.backward()
-    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad)
-    out = model(X, Y)
-    loss, logits = Through.apply(out["loss"], out["logits"])  # type: ignore[misc]
-    with pytest.raises(CaptureError, match='gradients="all"'):
-        (loss + logits.sum()).backward()

@@ -18,7 +18,7 @@ from torch import nn
 
 import ebbflow
 from ebbflow.engine import spine
-from ebbflow.engine.reasons import CHANGED, FIRST
+from ebbflow.engine.reasons import CHANGED, FIRST, OTHER_WAY
 from ebbflow.errors import BudgetError
 from ebbflow.planners import Progress, narration
 from ebbflow.units import format_bytes
@@ -245,6 +245,22 @@ def test_what_the_step_depends_on_has_changed(reasons: list[str]) -> None:
     made.inside = False
     backward(made)
     assert reasons[1] == CHANGED
+
+
+def test_values_of_inputs_go_another_way(reasons: list[str]) -> None:
+    class Asking(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sum() * (2 if x.isnan().any() else 3)
+
+    made = ebbflow.fit(Asking(4, 4), "1GiB")
+    for x in (torch.ones(2, 4), torch.full((2, 4), torch.nan), torch.ones(2, 4)):
+        made(x).backward()
+        made.zero_grad()
+    asked = "'return super().forward(x).sum() * (2 if x.isnan().any() else 3)' (test_narration.py:"
+    assert reasons[0] == FIRST
+    assert asked in reasons[1]
+    assert reasons[1].startswith(OTHER_WAY.partition("{")[0])
+    assert len(reasons) == 2
 
 
 def test_another_forward_in_flight(reasons: list[str]) -> None:

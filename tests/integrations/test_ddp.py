@@ -117,36 +117,6 @@ def buckets_beside_gradients() -> list[int]:
     return found
 
 
-def sharded_state(*, fitted: bool) -> dict[str, Any]:
-    """What is left of a training whose optimizer keeps a part of its state in each process."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit when it is imported
-
-    net = Net()
-    wrapper = DistributedDataParallel(net)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
-    torch.manual_seed(3)
-    found: dict[str, Any] = {}
-    if fitted:
-        found["at once"] = refused(lambda: ebbflow.fit(net, "80%", optimizer=optimizer)(torch.randn(4, 48)), UsageError)
-        ebbflow.unfit(net)
-        net.load_state_dict(Net().state_dict())
-        torch.manual_seed(3)
-    for step in range(STEPS):
-        if fitted and step == 1:
-            ebbflow.fit(net, "80%", optimizer=optimizer, progress=None)
-        wrapper(torch.randn(256, 48)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found["bits"] = [each.tolist() for each in net.state_dict().values()]
-    if fitted:
-        plan, own = ebbflow.plan_of(net), optimizer.optim.state.values()
-        assert plan is not None
-        found["planned"] = ebbflow.calls_of(net).planned
-        found["counted"] = plan.resident_parts["optimizer state"]
-        found["kept"] = sum(each.nbytes for state in own for each in state.values())
-    return found
-
-
 def in_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -157,7 +127,6 @@ def in_process(rank: int, folder: str) -> None:
     wrapper = DistributedDataParallel(Net())
     found["wrapper"] = refused(lambda: ebbflow.fit(wrapper, "80%"), UsageError)
     talking = ebbflow.fit(Talking(), "80%", progress=None)
-    found["sharded"] = {"eager": sharded_state(fitted=False), "fitted": sharded_state(fitted=True)}
     found["talking"] = refused(lambda: talking(torch.randn(4, 8)), CaptureError)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -205,18 +174,6 @@ def test_the_wrapper_and_what_talks_inside_are_refused_by_name(pair: list[dict[s
         assert "ebbflow.fit(model.module, ...)" in rank["wrapper"]
         assert "all_reduce_coalesced" in rank["talking"]
         assert "agreed on between processes" in rank["talking"]
-
-
-def test_an_optimizer_that_shares_its_state_out_is_told_after_its_first_step(pair: list[dict[str, Any]]) -> None:
-    for rank in pair:
-        eager, fitted = rank["sharded"]["eager"], rank["sharded"]["fitted"]
-        assert "the state of ZeroRedundancyOptimizer cannot be foreseen" in fitted["at once"]
-        assert "run one optimizer step before fit, or leave optimizer= out" in fitted["at once"]
-        assert fitted["bits"] == eager["bits"]
-        assert fitted["planned"] == STEPS - 1
-        assert fitted["counted"] == fitted["kept"] > 0
-    total = 2 * sum(each.numel() * each.element_size() for each in Net().parameters())
-    assert all(rank["sharded"]["fitted"]["kept"] < total for rank in pair), "each has a part"
 
 
 def test_data_parallel_over_devices_is_refused() -> None:

@@ -187,11 +187,17 @@ def uninitialised(m: Any, x: torch.Tensor) -> Any:
     return torch.empty(3).sum() > 0
 
 
-@pytest.mark.parametrize("condition", [of_data, drawn, overwritten, uninitialised])
+@pytest.mark.parametrize("condition", [of_data, overwritten])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_branch_on_inputs_is_taken(condition: Callable[..., Any], sign: int) -> None:
+    assert_trains_as_eager(Model(lambda m, x: ways(m, x, compiled=condition(m, x))), lambda: (sign * X.abs() * 9,))
+
+
+@pytest.mark.parametrize("condition", [drawn, uninitialised])
 def test_a_branch_on_anything_else_is_refused(condition: Callable[..., Any]) -> None:
-    model = ebbflow.fit(Model(lambda m, x: ways(m, x, compiled=True) if condition(m, x) else x.sum()), "1GiB")
+    model = ebbflow.fit(Model(lambda m, x: ways(m, x, compiled=True) if condition(m, x) else m.one(x).sum()), "1GiB")
     state = torch.get_rng_state()
-    with pytest.raises(CaptureError):
+    with pytest.raises(CaptureError, match="branch"):
         model(X)
     assert torch.equal(state, torch.get_rng_state())
 

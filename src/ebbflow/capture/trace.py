@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,7 @@ from ebbflow.torch_seams.dynamo import (
 from ebbflow.torch_seams.eager_answers import Answers, answered
 from ebbflow.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
 from ebbflow.torch_seams.graphs import data_dependent_guard_type
+from ebbflow.torch_seams.input_branches import Question, branches_on_inputs
 from ebbflow.torch_seams.known_branches import Condition, known_branches
 from ebbflow.torch_seams.stance import not_exporting
 from ebbflow.torch_seams.tracing import corrected_tracing
@@ -59,13 +61,28 @@ from ebbflow.torch_seams.versions import require_supported_torch
 
 __all__ = [
     "Partitioner",
+    "Taken",
     "capture_settings",
     "compile_step",
     "forget_step",
     "forward_of",
+    "inputs_by_name",
     "translated_errors",
     "without_model",
 ]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a capture took for granted besides torch's own guards.
+
+    Attributes:
+        conditions: on its sizes, of branches on numbers.
+        questions: to its inputs, of branches on values.
+    """
+
+    conditions: Sequence[Condition] = ()
+    questions: Sequence[Question] = ()
 
 
 class Partitioner(Protocol):
@@ -114,6 +131,11 @@ _backends: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = w
 def _template(module: Any, forward: Any, args: Any, kwargs: Any, every_output: bool) -> Any:
     outputs = forward(module, *args, **kwargs)
     return (outputs, []) if every_output else loss_only(outputs)
+
+
+def inputs_by_name(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a step has its inputs, by the names of the function that is captured."""
+    return {"module": module, "args": args, "kwargs": kwargs}
 
 
 def _fresh_step() -> Callable[..., Any]:
@@ -238,10 +260,10 @@ def translated_errors(
     answers: Answers,
     here: bool = True,
     cuda: tuple[int, int] | None = None,
-) -> Iterator[list[Condition]]:
+) -> Iterator[Taken]:
     """Turn Dynamo's errors into ours or the user's own. Nothing of the user's is run for it.
 
-    Gives the conditions on its sizes under which the step is what is captured, besides torch's own guards.
+    Gives what is found on the way that has to be so wherever the step is what is captured.
 
     Args:
         module: whose call is captured.
@@ -258,8 +280,15 @@ def translated_errors(
         Exception: the user's own, unchanged, where the model itself raises.
     """
     try:
-        with quiet_log(), capture_settings(here, cuda), answered(answers), known_branches() as conditions:
-            yield conditions
+        # What only raises is a check rather than a question: the settings' way with branches comes before that.
+        with (
+            quiet_log(),
+            branches_on_inputs(inputs_by_name(module, args, kwargs)) as questions,
+            capture_settings(here, cuda),
+            answered(answers),
+            known_branches() as conditions,
+        ):
+            yield Taken(conditions, questions)
     except (capture_error_type(), *_data_dependent()) as error:
         ours = ours_inside(error)
         if ours is not None:

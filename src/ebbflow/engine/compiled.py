@@ -5,8 +5,9 @@
 2. A *symbolic* capture has the sizes that change as symbols and serves many shapes. Its joint graph is written out at
    each shape's sizes (``symbolic.sizes``), and from there on all is as for a capture of its own: read, planned,
    lowered, proven and verified, with nothing symbolic left.
-3. What torch guards are the conditions under which a capture is the step. A call that breaks one is
-   :class:`StaleCapture`, and nothing has run; another capture has to serve it.
+3. What torch guards are the conditions under which a capture is the step, and so is what a call answers to the
+   questions of its branches (``torch_seams.input_branches``). A call that breaks one is :class:`StaleCapture`, and
+   nothing has run; another capture has to serve it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from ebbflow.capture.first_calls import after_first_calls
 from ebbflow.capture.joint import Captured, accumulating, read_joint
 from ebbflow.capture.numbers import Numbers
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
-from ebbflow.capture.trace import capture_settings, compile_step, forget_step, translated_errors
+from ebbflow.capture.trace import (
+    Taken,
+    capture_settings,
+    compile_step,
+    forget_step,
+    inputs_by_name,
+    translated_errors,
+)
 from ebbflow.cost.cache import device_context
 from ebbflow.engine.executor import NothingToTrain, Unplanned, departing, run_backward, run_forward, run_nothing
 from ebbflow.engine.flights import Flight
@@ -37,7 +45,7 @@ from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.aot import boxed
 from ebbflow.torch_seams.dynamo import sizes_as_symbols
 from ebbflow.torch_seams.eager_answers import Answers
-from ebbflow.torch_seams.known_branches import Condition
+from ebbflow.torch_seams.input_branches import Question, other_answer
 from ebbflow.torch_seams.stance import NotCompiled, OwnStance
 from ebbflow.torch_seams.trees import tree_leaves
 
@@ -109,7 +117,7 @@ class Capture:
         self._numbers = numbers or Numbers()
         self._changing = changing
         self._stance = OwnStance()
-        self._conditions: Sequence[Condition] = ()
+        self._taken = Taken()
         self._begin()
 
     def _begin(self) -> None:
@@ -141,6 +149,8 @@ class Capture:
             if not self.made:
                 outputs, detached = self._first(call, arguments)
             else:
+                if (other := self.other_answer(call)) is not None:
+                    raise StaleCapture(f"values of its inputs are others than when its step was captured: {other}")
                 outputs, detached = self._guarded(arguments, flight)
         if not flight.ran:
             raise InternalError("the planned step did not run: this torch build bypassed the compiled function")
@@ -154,7 +164,7 @@ class Capture:
             try:
                 errors = translated_errors(call.module, call.args, call.kwargs, answers=self.answers)
                 marked, noticed = self._marked((call.args, call.kwargs)), self._numbers.noticed()
-                with signals_wait(), errors as self._conditions, marked, noticed:
+                with signals_wait(), errors as self._taken, marked, noticed:
                     try:
                         self._stance.compiling(self._compiled, *arguments)
                     except (Unplanned, NothingToTrain):
@@ -184,8 +194,15 @@ class Capture:
                 raise
             raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
 
+    def other_answer(self, call: Call) -> Question | None:
+        """What the values of its inputs make ``call`` answer otherwise than when this was captured, if anything."""
+        return other_answer(self._taken.questions, inputs_by_name(call.module, call.args, call.kwargs))
+
     def changed_for(self, call: Call) -> str:
         """What is another than when this was captured, for a call that it has just not served; may be empty."""
+        other = self.other_answer(call)
+        if other is not None:
+            return str(other)
         why = self._stance.why_not_compiled(self._compiled, *_arguments(call))
         return why.replace("module.", "self.", 1)
 
@@ -205,8 +222,9 @@ class Capture:
                 self._captured = self._read(self._joint)
             return self._captured
         names = [node.name for node in self._joint.graph.find_nodes(op="placeholder")]
+        by_name = {names[i]: size for i, size in sizes.items()}
         with signals_wait(), capture_settings(here=True):
-            return self._read(at_sizes(self._joint, {names[i]: size for i, size in sizes.items()}, self._conditions))
+            return self._read(at_sizes(self._joint, by_name, self._taken.conditions))
 
     def accumulating(self, captured: Captured, positions: frozenset[int]) -> Captured:
         """``captured`` where these primals have gradients already (``capture.joint``)."""

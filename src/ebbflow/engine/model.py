@@ -47,6 +47,7 @@ from ebbflow.step.plan import Plan
 from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.data_parallel import bucket_bytes
 from ebbflow.torch_seams.eager_answers import Answers
+from ebbflow.torch_seams.input_branches import Question
 from ebbflow.torch_seams.storages import walk
 from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget, format_bytes, format_count
@@ -190,8 +191,9 @@ class FittedModel:
         yield from reversed(known.copy())
         refuse_movers(call.module)
         self.options.progress(Progress(f"capturing the step of {self.plain_class.__name__}"))
-        if self.given_plan is None and not any(step.capture.symbolic for step in known):
-            shared = self._kinds.capture_for(now.modes, call.args, call.kwargs, self._capture)
+        shares = any(step.capture.symbolic and step.capture.other_answer(call) is None for step in known)
+        if self.given_plan is None and not shares:
+            shared = self._kinds.capture_for(now.modes, call, self._capture)
             if shared is not None:
                 yield Step(shared, verify=self.verify, tiers=self.tiers)
                 self._kinds.failed(shared)
@@ -201,6 +203,11 @@ class FittedModel:
     def knows(self, now: Circumstances) -> bool:
         """Whether a call with the key of this one was captured before."""
         return now.key in self._steps
+
+    def answered_otherwise(self, call: Call, now: Circumstances) -> Question | None:
+        """What a call answers otherwise than those of its key that were captured; ``None`` if one went the same way."""
+        others = [step.capture.other_answer(call) for step in self._steps.get(now.key, ())]
+        return others[-1] if others and None not in others else None
 
     def retains(self, now: Circumstances) -> bool:
         """Whether a backward of a call like this is known to retain its graph."""

@@ -13,12 +13,13 @@ for in this order, and where a loss is known now that was not, what is resident 
 from __future__ import annotations
 
 from ebbflow.engine.circumstances import Circumstances
+from ebbflow.engine.compiled import Call
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.plans import is_guess, resident_bytes
 from ebbflow.engine.step import Step
 from ebbflow.units import format_bytes
 
-__all__ = ["CHANGED", "FIRST", "reason_of"]
+__all__ = ["CHANGED", "FIRST", "OTHER_WAY", "reason_of"]
 
 FIRST = "this takes a while, once for each shape of inputs"
 CHANGED = (
@@ -26,10 +27,15 @@ CHANGED = (
     "a hook)"
 )
 
+OTHER_WAY = "captured for another way through the model, which asks for values of its inputs: {}, and is not here"
 
-def reason_of(model: FittedModel, step: Step, now: Circumstances) -> str:
-    """Why a call of ``step`` has no plan that holds."""
+
+def reason_of(model: FittedModel, step: Step, call: Call, now: Circumstances) -> str:
+    """Why ``call``, of ``step``, has no plan that holds."""
     if step.captured is None:
+        other = model.answered_otherwise(call, now)
+        if other is not None:
+            return OTHER_WAY.format(other)
         return CHANGED if model.knows(now) and not step.capture.made else FIRST
     return f"planned again, since {_news(model, step, now)}"
 

@@ -5,18 +5,19 @@
    so many of them, so whoever has few shapes pays for none (docs/adr/0020).
 3. The dimensions in which those differ become symbols. A later shape that differs in others, or in which one of
    them is 0 or 1 (which torch takes as numbers), has a capture of its own.
-4. A kind whose symbolic capture did not serve :data:`MOST_FAILURES` of its shapes gets none any more.
+4. Calls that answer the questions of a capture otherwise (``torch_seams.input_branches``) have another, of
+   :data:`MOST_SHARED` at the most.
+5. A kind whose symbolic captures did not serve :data:`MOST_FAILURES` of its shapes gets none any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from ebbflow.engine.compiled import Capture
+from ebbflow.engine.compiled import Call, Capture
 from ebbflow.engine.key import part_of, with_sizes
 from ebbflow.torch_seams.trees import tree_flatten
 
@@ -24,6 +25,7 @@ __all__ = ["Kinds"]
 
 OWN_CAPTURES = 4
 MOST_FAILURES = 2
+MOST_SHARED = 4
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -31,7 +33,7 @@ Shapes = tuple[tuple[int, ...], ...]
 @dataclass
 class _Kind:
     seen: list[Shapes] = field(default_factory=list[Shapes])
-    shared: Capture | None = None
+    shared: list[Capture] = field(default_factory=list[Capture])
     changing: tuple[tuple[int, ...], ...] = ()
     failures: int = 0
 
@@ -43,17 +45,16 @@ class Kinds:
         self._kinds: dict[object, _Kind] = {}
 
     def capture_for(
-        self, rest: object, args: Any, kwargs: Any, capture: Callable[[str, tuple[tuple[int, ...], ...]], Capture]
+        self, rest: object, call: Call, capture: Callable[[str, tuple[tuple[int, ...], ...]], Capture]
     ) -> Capture | None:
         """The symbolic capture for a call that was not captured yet; ``None`` if it is to have its own.
 
         Args:
             rest: what its step depends on besides its arguments.
-            args: positional arguments.
-            kwargs: keyword arguments.
+            call: that is to be captured.
             capture: from a device and the dimensions that are symbols to a new capture.
         """
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten((call.args, call.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(not each.is_contiguous() for each in tensors):
             return None
@@ -61,22 +62,29 @@ class Kinds:
         shapes = tuple(tuple(each.shape) for each in tensors)
         if kind.failures >= MOST_FAILURES:
             return None
-        if kind.shared is None:
+        if not kind.shared:
             if shapes not in kind.seen:
                 kind.seen.append(shapes)
             if len(kind.seen) <= OWN_CAPTURES:
                 return None
             kind.changing = _changing(kind.seen)
-            kind.shared = capture(tensors[0].device.type, kind.changing) if _serves(kind, shapes) else None
-        return kind.shared if _serves(kind, shapes) else None
+        if not _serves(kind, shapes):
+            return None
+        alike = next((each for each in kind.shared if each.other_answer(call) is None), None)
+        if alike is None and len(kind.shared) < MOST_SHARED:
+            alike = capture(tensors[0].device.type, kind.changing)
+            kind.shared.append(alike)
+        return alike
 
     def failed(self, shared: Capture) -> None:
-        """``shared`` did not serve a call (definition 4)."""
+        """``shared`` did not serve a call (definition 5)."""
         for kind in self._kinds.values():
-            if kind.shared is shared:
+            if shared in kind.shared:
                 kind.failures += 1
-                if kind.failures >= MOST_FAILURES or not shared.made:
-                    kind.shared = None
+                if kind.failures >= MOST_FAILURES:
+                    kind.shared.clear()
+                elif not shared.made:
+                    kind.shared.remove(shared)
 
 
 def _part_of(leaf: object) -> object:

@@ -123,7 +123,7 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
     """``call`` under a plan of ``step`` that holds, or under a new one."""
     if (executable := holding(model, step, now)) is not None:
         return _run(model, step, executable, call, now)
-    why = reason_of(model, step, now)
+    why = reason_of(model, step, call, now)
     if step.captured is not None:
         model.options.progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
     with narrated(model.options.progress, why):

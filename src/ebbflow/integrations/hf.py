@@ -9,8 +9,6 @@
    an exception, of which the trainer tells no callback, is fitted anew.
 5. TRL's trainers (told by their arguments) compute their loss from log-probabilities that the model returns beside a
    loss which they do not use: gradients go through all outputs. Their fused head is an op (``fused_head``).
-6. In several processes with DistributedDataParallel each fits the module inside of the trainer's wrapper and plans for
-   itself.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from ebbflow.units import Budget
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.training_args import ParallelMode
 except ImportError as error:
     raise ImportError("ebbflow.integrations.hf needs transformers: pip install 'ebbflow[hf]'") from error
 
@@ -164,11 +161,6 @@ def _checkpoint_again(model: Any, args: TrainingArguments) -> None:
     )
 
 
-def _has_replicas(args: TrainingArguments) -> bool:
-    """Whether each process has the whole model and batches of its own (DistributedDataParallel; definition 6)."""
-    return args.parallel_mode is ParallelMode.DISTRIBUTED and getattr(args, "parallelism_config", None) is None
-
-
 def _is_of_trl(args: TrainingArguments) -> bool:
     """Definition 5."""
     return any(each.__module__.partition(".")[0] == "trl" for each in type(args).__mro__)
@@ -192,9 +184,7 @@ def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:
             args, "activation_offloading", False
         ),
         f"{args.n_gpu} devices in one process: torch's DataParallel copies the model at every step": args.n_gpu > 1,
-        f"{args.world_size} processes that share the work on one batch: plans are not agreed on between them": (
-            args.world_size > 1 and not _has_replicas(args)
-        ),
+        f"{args.world_size} processes: plans are not agreed on between them yet": args.world_size > 1,
     }
     for reason, there in reasons.items():
         if there:

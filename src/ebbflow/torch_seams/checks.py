@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow.torch_seams.known_branches import codes_that_branch, tables_of_codes
+from ebbflow.torch_seams.conditions import codes_that_branch, tables_of_codes
 from ebbflow.torch_seams.patches import Attribute, Item, patched, wrapped
 from ebbflow.torch_seams.tracing import only_withs
 

@@ -1,4 +1,4 @@
-"""The canaries of ``eager_answers``, ``known_branches``, ``checks`` and ``context_variables``: what decides a way."""
+"""Of ``eager_answers``, ``conditions``, ``known_branches``, ``input_branches``, ``checks``, ``context_variables``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from ebbflow.torch_seams import checks, context_variables, dynamo, eager_answers, known_branches
+from ebbflow.torch_seams import checks, context_variables, dynamo, eager_answers, input_branches, known_branches
 from ebbflow.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -57,6 +57,26 @@ def branches_on_numbers_are_taken() -> None:
     (symbol,) = conditions[0].symbols
     holds = [conditions[0].holds({symbol: _integer(size)}) for size in (2, 5)]
     expect(holds == [False, True], f"a condition holds for {holds}")
+
+
+@canary
+def branches_on_inputs_are_taken() -> None:
+    """A branch on values of arguments is taken, told with where it is from, and answered again for other arguments."""
+
+    def branch(args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        full = bool(args[0].all())
+        return args[0] * 2 if full and args[0].sum().item() > 3 else args[0]
+
+    step = torch.compile(branch, backend="eager", fullgraph=True, dynamic=False)
+    given = {"args": (torch.ones(5),)}
+    with input_branches.branches_on_inputs(given) as asked:
+        expect(step(given["args"]).tolist() == [2.0] * 5, "a branch goes the other way")
+    dynamo.forget_compiled(step)
+    expect([each.answer for each in asked] == [True, True], f"what was asked is {asked}")
+    expect(input_branches.other_answer(asked, given) is None, "the same arguments answer otherwise")
+    for position, other in enumerate((torch.tensor([1.0, 0, 1, 1, 1]), torch.ones(2))):
+        found = input_branches.other_answer(asked, {"args": (other,)})
+        expect(found is asked[position], f"{other} answers {found} otherwise")
 
 
 def _integer(value: int) -> object:

@@ -1,0 +1,145 @@
+"""What branches on tensors have in common: where Dynamo meets them, what they are computed from, and their truth."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import operator
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ebbflow.signals import raised_by_a_handler
+from ebbflow.torch_seams.fake_tensors import without_modes
+from ebbflow.torch_seams.storages import storage_key
+
+__all__ = [
+    "changes",
+    "codes_that_branch",
+    "decided",
+    "is_torchs",
+    "storages_of",
+    "tables_of_codes",
+    "truth_of",
+    "written_by",
+    "written_to",
+]
+
+_MODULES = ("torch", "_operator", "math", "builtins")
+
+
+def tables_of_codes() -> Iterator[tuple[type, list[Any]]]:
+    """Dynamo's translators of code, each with a copy of its table: per code of Python's instructions what traces it."""
+    from torch._dynamo import symbolic_convert
+
+    for kind in (symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator):
+        for each in (kind, *kind.__subclasses__()):
+            yield each, list(each.dispatch_table)
+
+
+@functools.cache
+def codes_that_branch() -> list[str | None]:
+    """Per code of Python's instructions its name, if it asks for the truth of a value."""
+    import dis
+
+    names: list[str | None] = [None] * 256
+    for name, code in dis.opmap.items():
+        if code < 256 and ("IF_TRUE" in name or "IF_FALSE" in name or name == "UNARY_NOT"):
+            names[code] = name
+    return names
+
+
+def decided(tx: Any, instruction: Any, name: str, outcome: bool) -> bool:
+    """Put ``outcome`` in the place of the value that the instruction ``name`` asks for.
+
+    True if the instruction is done with that: ``a or b`` has the tensor for its value, which stays on the stack.
+    """
+    from torch._dynamo.variables import ConstantVariable
+
+    if not name.endswith("OR_POP"):
+        tx.stack[-1] = ConstantVariable.create(outcome)
+        return False
+    if outcome is ("TRUE" in name):
+        tx.jump(instruction)
+    else:
+        tx.pop()
+    return True
+
+
+def is_torchs(node: fx.Node) -> bool:
+    """Whether a call is of a function of torch's or Python's, and of none that leaves memory as it was."""
+    if "empty" in str(getattr(node.target, "__name__", node.target)):
+        return False
+    if node.op == "call_method":
+        return True
+    plain = isinstance(node.target, types.FunctionType | types.BuiltinFunctionType | type)
+    home = str(getattr(node.target, "__module__", None) or "torch")
+    return node.op == "call_function" and plain and home.split(".")[0] in _MODULES
+
+
+def changes(node: fx.Node) -> bool:
+    """Whether a call may write to an argument."""
+    name = str(getattr(node.target, "__name__", node.target))
+    plain = name.strip("_")
+    if node.target is operator.setitem or "out" in node.kwargs or plain == "setitem":
+        return True
+    if (plain.startswith("i") and hasattr(operator, plain[1:])) or _is_in_place(node):  # iadd
+        return True
+    return name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Whether a function is told so, as ``torch.nn.functional.relu(x, inplace=True)`` is."""
+    if not isinstance(node.target, types.FunctionType):
+        return bool(node.kwargs.get("inplace"))
+    names = list(inspect.signature(node.target).parameters)
+    at = names.index("inplace") if "inplace" in names else len(node.args)
+    return bool(node.kwargs.get("inplace", at < len(node.args) and node.args[at]))
+
+
+def written_to(root: fx.Node, used: Iterable[fx.Node]) -> bool:
+    """Whether something has been written to the memory of these nodes by the time that ``root`` is computed."""
+    ours = storages_of(used)
+    before = itertools.takewhile(lambda node: node is not root, root.graph.nodes)
+    return any(not ours.isdisjoint(written_by(node)) for node in before if changes(node))
+
+
+def written_by(node: fx.Node) -> set[int]:
+    """The memory that a call of :func:`changes` writes to: of its first argument, and of what is given as ``out``."""
+    targets: list[fx.Node] = []
+    fx.map_arg([node.args[:1], node.kwargs.get("out")], targets.append)
+    return storages_of(targets)
+
+
+def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """The memory of what nodes give that are tensors."""
+    values = (node.meta.get("example_value") for node in nodes)
+    return {storage_key(value) for value in values if isinstance(value, torch.Tensor)}
+
+
+def truth_of(graph: fx.GraphModule, inputs: Iterable[Any]) -> bool | None:
+    """The truth of what ``graph`` gives; ``None`` if it draws random numbers, or cannot be computed here."""
+    before = _random_states()
+    try:
+        with without_modes(), torch.no_grad():
+            outcome = bool(fx.Interpreter(graph).run(*inputs))
+    except Exception as error:
+        if raised_by_a_handler(error):
+            raise
+        return None
+    finally:
+        drawn = [not torch.equal(old, new) for old, new in zip(before, _random_states(), strict=True)]
+        torch.set_rng_state(before[0])
+        for index, state in enumerate(before[1:]):
+            torch.cuda.set_rng_state(state, index)
+    return None if any(drawn) else outcome
+
+
+def _random_states() -> list[torch.Tensor]:
+    with without_modes():
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return [torch.get_rng_state(), *cuda]

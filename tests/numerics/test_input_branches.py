@@ -1,0 +1,286 @@
+"""A model that looks at the values of its inputs goes eager's way, call by call, and every way is planned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.engine import compiled
+from ebbflow.errors import CaptureError
+from ebbflow.torch_seams.patches import open_patches
+
+Body = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MASKS = ([1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 1])
+
+
+class Model(nn.Module):
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.linear, self.body = nn.Linear(8, 8), body
+        self.register_buffer("flag", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.body(self, self.linear(x), x, mask).sum()
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every capture that has come to a joint graph."""
+    found: list[Any] = []
+    made = compiled.Capture.partition
+
+    def partition(self: Any, *args: Any) -> Any:
+        graphs = made(self, *args)
+        found.append(self)
+        return graphs
+
+    monkeypatch.setattr(compiled.Capture, "partition", partition)
+    return found
+
+
+def trains_as_eager(body: Body, masks: Iterator[torch.Tensor] | None = None) -> nn.Module:
+    """Train eager and fitted side by side on calls that go several ways; what comes of it is equal in every bit."""
+    torch.manual_seed(0)
+    eager = Model(body)
+    fitted = ebbflow.fit(copy.deepcopy(eager), "1GiB", progress=None)
+    given = masks or (torch.tensor(each) for each in MASKS)
+    for count, mask in enumerate(given, start=1):
+        x = torch.randn(len(mask), 8)
+        found = []
+        for model in (eager, fitted):
+            model.zero_grad()
+            loss = model(x, mask.clone())
+            loss.backward()
+            found.append([loss.detach(), *(each.grad for each in model.parameters()), *model.buffers()])
+        assert all(map(torch.equal, *found)), f"call {count} of {body.__name__}"
+        assert ebbflow.calls_of(fitted).planned == count
+    assert not ebbflow.calls_of(fitted).unplanned
+    return fitted
+
+
+# -- ways of asking ------------------------------------------------------------------------------------------------
+
+
+def plain(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    if mask.all():
+        return y * 2
+    return y * mask[:, None]
+
+
+def negated(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    if not mask.bool().all():
+        return y * mask[:, None]
+    return y * 2
+
+
+def both(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if mask.all() and mask.sum() > 3 else y * mask[:, None]
+
+
+def either(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if (mask == 0).any() or (x > 100).any() else y * 3
+
+
+def kept(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    padded = (mask == 0).any() or (x > 100).any()
+    return y * 2 if padded else y * 3
+
+
+def nested(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    if mask.any():
+        return y * 2 if mask.all() else y * mask[:, None]
+    return y * 5
+
+
+def repeated(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    count = 0
+    while (mask > count).all():
+        count += 1
+    return y * (count + 1)
+
+
+def each_one(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    for row in range(mask.shape[0]):
+        if mask[row]:
+            y = y * 2
+    return y
+
+
+def item_truth(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    full = mask.bool().all().item()
+    return y * 2 if full else y * mask[:, None]
+
+
+def item_number(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if mask.sum().item() > 3 else y * mask[:, None]
+
+
+def item_fraction(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if mask.float().mean().item() == 1.0 else y * mask[:, None]
+
+
+def as_bool(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    full = bool(mask.all())
+    return y * 2 if full else y * mask[:, None]
+
+
+def as_int(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if int(mask.sum()) == 4 else y * mask[:, None]
+
+
+def difference(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if int(mask.max()) - int(mask.min()) == 0 else y * 3
+
+
+def listed(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if sum(mask.tolist()) == 4 else y * 3
+
+
+def contained(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if 0 in mask else y * 3
+
+
+def chained(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if 0 < mask.min() <= 1 else y * 3
+
+
+def written(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    """What is asked is written by the step itself, in memory of its own."""
+    wide = mask.float().expand(2, -1).clone()
+    wide[0, mask == 0] = 7.0
+    wide.mul_(2)
+    return y * 2 if (wide > 10).any() else y * 3
+
+
+def written_by_a_function(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    low = mask.float() - 0.5
+    nn.functional.relu(low, True)
+    return y * 2 if (low < 0).any() else y * (2 + mask.sum())
+
+
+def of_a_buffer(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    """Set by a step for the steps after it."""
+    if m.flag:
+        return y * 2
+    m.flag.copy_(mask.all())
+    return y * 3
+
+
+def and_a_check(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    if mask.max() > 1:
+        raise ValueError("no mask")
+    return y * 2 if mask.all() else y * 3
+
+
+WAYS = (
+    plain, negated, both, either, kept, nested, repeated, each_one, item_truth, item_number, item_fraction, as_bool,
+    as_int, difference, listed, contained, chained, written, written_by_a_function,
+    of_a_buffer, and_a_check,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", WAYS, ids=lambda body: body.__name__)
+def test_every_way_is_eagers(body: Body, captures: list[Any]) -> None:
+    trains_as_eager(body)
+    assert len(captures) == (1 if body is written_by_a_function else 3 if body in (nested, each_one) else 2)
+    assert open_patches() == 0
+
+
+def test_a_check_raises_as_eager_does(captures: list[Any]) -> None:
+    fitted = trains_as_eager(and_a_check)
+    before = len(captures)
+    with pytest.raises(ValueError, match="no mask"):
+        fitted(torch.randn(4, 8), torch.tensor([1, 2, 1, 1]))
+    assert len(captures) == before
+
+
+def test_lengths_share_a_capture_for_each_way(captures: list[Any]) -> None:
+    lengths = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 7, 8]
+
+    def masks() -> Iterator[torch.Tensor]:
+        for length in lengths:
+            for full in (True, False):
+                mask = torch.ones(length, dtype=torch.int64)
+                mask[1] = int(full)
+                yield mask
+
+    trains_as_eager(plain, masks())
+    shared = [each for each in captures if each.symbolic]
+    assert len(shared) == 2
+    assert len(captures) == 8 + 2  # four lengths of their own, each both ways
+
+
+# -- what is no question of the inputs -----------------------------------------------------------------------------
+
+
+def of_features(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if (y > 0).all() else y * 3
+
+
+def of_weights(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if (m.linear.weight > 0).all() else y * 3
+
+
+def drawn(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y * 2 if torch.rand(()) < mask.sum() else y * 3
+
+
+def of_written_input(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    mask.mul_(0)
+    return y * 2 if mask.all() else y * 3
+
+
+def as_a_size(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    return y[: mask.sum().item()]
+
+
+@pytest.mark.parametrize(
+    "body", [of_features, of_weights, drawn, of_written_input, as_a_size], ids=lambda body: body.__name__
+)
+def test_other_questions_are_refused_at_their_line(body: Body) -> None:
+    model = ebbflow.fit(Model(body), "1GiB", progress=None)
+    mask = torch.ones(4, dtype=torch.int64)
+    state = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=r"test_input_branches\.py"):
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), mask)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert mask.tolist() == [1] * 4
+    assert open_patches() == 0
+
+
+# -- Hugging Face's masks ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_mask_that_masks_nothing_is_left_out_as_in_eager(autocast: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    eager = transformers.LlamaForCausalLM(config)
+    fitted = ebbflow.fit(copy.deepcopy(eager), "90%", progress=None)
+    for padded in (False, True, False):
+        ids = torch.randint(0, 64, (2, 16))
+        mask = torch.ones_like(ids)
+        mask[1, 12:] = int(not padded)
+        found = []
+        for model in (eager, fitted):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+            loss.backward()
+            found.append([loss.detach(), *(each.grad for each in model.parameters())])
+        assert all(map(torch.equal, *found)), f"padded: {padded}"
+    assert ebbflow.calls_of(fitted).planned == 3
