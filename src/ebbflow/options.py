@@ -52,7 +52,10 @@ _RULES: dict[Rewrites, tuple[str, ...]] = {
     "reordered": ("linear-cross-entropy", "reordered-cross-entropy"),
     "none": (),
 }
-"""Of ``rewrites``, by their names (``rewrites.choices``)."""
+"""Of ``rewrites``, by their names (``rewrites.choices``): those that are tried first."""
+_FURTHER: tuple[str, ...] = ("feed-forward", "in-place")
+_WITH_FURTHER: tuple[Rewrites, ...] = ("exact", "reordered")
+"""Those of ``rewrites`` with which these are tried where the first ones give no plan, or a dear one."""
 SECOND_PASS = "second-pass"
 """The one that is used whatever is asked for, where updates wait for all gradients."""
 STEPS = ("outside", "inside")
@@ -201,10 +204,16 @@ class Options:
         return self.rewrites != "none"
 
     @property
-    def rewrite_rules(self) -> tuple[str, ...]:
-        """The names of the rules by which that is done."""
+    def first_rules(self) -> tuple[str, ...]:
+        """The names of the rules that are tried wherever the step does not fit as it is."""
         waits = (SECOND_PASS,) if self.clipping is not None or self.scaler is not None else ()
         return (*_RULES[self.rewrites or "exact"], *waits)
+
+    @property
+    def rewrite_rules(self) -> tuple[str, ...]:
+        """The names of all rules by which parts of the step may be replaced."""
+        further = _FURTHER if (self.rewrites or "exact") in _WITH_FURTHER else ()
+        return (*self.first_rules, *further)
 
     @property
     def every_output(self) -> bool:

@@ -413,10 +413,10 @@ def capture_ahead(
 def _alternatives(
     joint: Captured, program: Program, device: str, options: Options, finish: Finish
 ) -> Sequence[Alternative]:
-    rules = options.rewrite_rules
+    rules, first = options.rewrite_rules, options.first_rules
     if is_elsewhere(options.target):
-        return alternatives_elsewhere(joint, program, rules=rules, finish=finish)
-    return alternatives_here(joint, program, device, rules=rules, finish=finish)
+        return alternatives_elsewhere(joint, program, rules=rules, first=first, finish=finish)
+    return alternatives_here(joint, program, device, rules=rules, first=first, finish=finish)
 
 
 def _classes_in(model: torch.nn.Module) -> dict[str, str]:

@@ -197,6 +197,7 @@ def fit(
         every_output=options.every_output,
         start=start,
         rewrites=options.rewrite_rules,
+        first_rewrites=options.first_rules,
         tiers=opened,
         offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
         inside=Inside(optimizer, options.clipping, options.scaler)

@@ -75,6 +75,7 @@ class FittedModel:
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
         rewrites: names of the rules by which parts of its steps may be replaced by what has the same bits.
+        first_rewrites: of these, those that are tried before the others; all if ``None``.
         tiers: by name, those that plans may move buffers to.
         offloaded: where the optimizer's state is in a step, if not in place.
         gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
@@ -98,6 +99,7 @@ class FittedModel:
     every_output: bool
     start: Plan | None = None
     rewrites: tuple[str, ...] = ()
+    first_rewrites: tuple[str, ...] | None = None
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
     offloaded: Offloaded | None = None
     gradients_stay: bool = False

@@ -111,6 +111,7 @@ def plan_for(
                 now.device,
                 retained=retained is not None,
                 rules=model.rewrites,
+                first=model.first_rewrites,
                 finish=_finish(model, now),
             ),
         )

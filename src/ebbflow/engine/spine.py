@@ -169,7 +169,7 @@ def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Roo
     if step.captured is None:  # an op that has no room may be one that is rewritten, and is in no plan otherwise
         strict = bool(model.rewrites) and model.budget.share is None
     else:
-        strict = may_be_rewritten(step.captured, model.rewrites)
+        strict = above > free and may_be_rewritten(step.captured, model.rewrites)
     return Room(free, lenders, strict=strict)
 
 

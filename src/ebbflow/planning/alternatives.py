@@ -8,6 +8,8 @@
 4. The best of them, with the free rewrites of what they leave, get their costs measured, and what they take for
    granted, and are planned in earnest: the best of each form first, since where the estimates of one form are wrong
    they are so for slices of any size. The plan of least predicted time wins.
+5. All this is done with the *first* alternatives. The *further* ones are looked at, likewise, where these have given no
+   plan, or a dear one: to look at them takes time before the first step.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ __all__ = ["Alternative", "Alternatives", "Costed", "best_of"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
+_DEAR = 0.05
+"""Overhead from which on the further alternatives are looked at: a twentieth of a step is soon more than the seconds
+that this takes once."""
 _MOST_TRIED = 3
 """Alternatives that are planned in earnest and fit."""
 _MOST_REFUSED = 2
@@ -61,6 +66,7 @@ class Alternative:
         costed: gives it in earnest, less what it can do without and does not hold; ``None`` where something that it
             takes for granted does not hold, or nobody knows.
         free: whether nothing in it takes time.
+        further: by definition 5.
         refined: the same with free rewrites of what it leaves; empty where there are none.
         why_not: says why ``costed`` would give ``None``; empty where it would not.
     """
@@ -69,6 +75,7 @@ class Alternative:
     estimated: Program
     costed: Callable[[], Costed | None] = field(repr=False)
     free: bool = False
+    further: bool = False
     refined: Callable[[], Sequence[Alternative]] = field(default=tuple, repr=False)
     why_not: Callable[[], str] = field(default=str, repr=False)
 
@@ -77,15 +84,30 @@ class Alternatives(Sequence[Alternative]):
     """Those of one program, made when they are first looked at: where the program fits as it is, nobody does.
 
     Args:
-        make: them.
+        make: the first ones (definition 5).
+        make_further: the further ones.
     """
 
-    def __init__(self, make: Callable[[], Iterable[Alternative]]) -> None:
-        self._make = make
+    def __init__(
+        self,
+        make: Callable[[], Iterable[Alternative]],
+        make_further: Callable[[], Iterable[Alternative]] = tuple,
+    ) -> None:
+        self._make, self._make_further = make, make_further
+
+    @cached_property
+    def first(self) -> list[Alternative]:
+        """By definition 5."""
+        return list(self._make())
+
+    @cached_property
+    def further(self) -> list[Alternative]:
+        """By definition 5."""
+        return [replace(each, further=True) for each in self._make_further()]
 
     @cached_property
     def _made(self) -> list[Alternative]:
-        return list(self._make())
+        return [*self.first, *self.further]
 
     def __bool__(self) -> bool:
         """Whether there may be any."""
@@ -129,24 +151,10 @@ def best_of(
     """
     tries = _Tries(program, plan_one)
     captured = Alternative((), program, lambda: Costed((), program), free=True)
-    if unplanned_bytes(program) <= above_budget_bytes:
-        free = [captured]
-    else:
-        free = [*(each for each in alternatives if each.free), captured]
-    for each in free if len(free) == 1 else _ranked(program, free, above_budget_bytes, links):
-        if tries.plan(each):
-            break
-    best = tries.best
-    if best is not None and (best.overhead <= _ENOUGH or interrupted()):
-        return best
-    others = [*_that_may_fit([each for each in alternatives if not each.free], above_budget_bytes, links)]
-    tried = 0
-    for each in _of_each_form(_ranked(program, others, above_budget_bytes, links)):
-        if tries.best is not None and each.estimated.seconds >= tries.best.step_seconds:
-            continue
-        tried += any(map(tries.plan, _with_free(each, program, above_budget_bytes, links)))
-        if tried == _MOST_TRIED or (tries.best is not None and interrupted()):
-            break
+    search = _Search(program, above_budget_bytes, links, interrupted, tries)
+    search.look(_first(alternatives), captured)
+    if tries.best is None or (tries.best.overhead > _DEAR and not interrupted()):
+        search.look(_further(alternatives), None)
     if tries.best is None:
         _try_the_smallest([captured, *alternatives], tries)
     if tries.best is not None:
@@ -154,6 +162,67 @@ def best_of(
     if captured.rewrites not in tries.tried:
         tries.plan(captured)
     raise min(tries.refusals, key=lambda each: each.smallest_bytes or 0)
+
+
+def _first(alternatives: Sequence[Alternative]) -> Callable[[], list[Alternative]]:
+    if isinstance(alternatives, Alternatives):
+        return lambda: alternatives.first
+    return lambda: [each for each in alternatives if not each.further]
+
+
+def _further(alternatives: Sequence[Alternative]) -> Callable[[], list[Alternative]]:
+    if isinstance(alternatives, Alternatives):
+        return lambda: alternatives.further
+    return lambda: [each for each in alternatives if each.further]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Definitions 1 to 4; the arguments are those of :func:`best_of`."""
+
+    program: Program
+    above_budget_bytes: int
+    links: Mapping[str, Link] | None
+    interrupted: Callable[[], bool]
+    tries: _Tries
+
+    def look(self, made: Callable[[], Sequence[Alternative]], captured: Alternative | None) -> None:
+        """At alternatives, and at the captured program beside them unless that has been tried.
+
+        Args:
+            made: gives them; not called where nobody has to look.
+            captured: the captured program.
+        """
+        if captured is not None and unplanned_bytes(self.program) <= self.above_budget_bytes:
+            free = [captured]
+        else:
+            free = [*(each for each in made() if each.free), *([] if captured is None else [captured])]
+        for each in free if len(free) == 1 else self._ranked(free):
+            if self.tries.plan(each):
+                break
+        if not self._is_enough():
+            self._look_at_others([each for each in made() if not each.free])
+
+    def _look_at_others(self, others: Sequence[Alternative]) -> None:
+        tried = 0
+        for each in _of_each_form(self._ranked([*_that_may_fit(others, self.above_budget_bytes, self.links)])):
+            if self.tries.best is not None and each.estimated.seconds >= self.tries.best.step_seconds:
+                continue
+            tried += any(map(self.tries.plan, self._with_free(each)))
+            if tried == _MOST_TRIED or (self.tries.best is not None and self.interrupted()):
+                break
+
+    def _is_enough(self) -> bool:
+        best = self.tries.best
+        return best is not None and (best.overhead <= _ENOUGH or self.interrupted())
+
+    def _with_free(self, each: Alternative) -> Sequence[Alternative]:
+        """``each`` with free rewrites besides, the best first; as it is where there are none."""
+        refined = each.refined()
+        return self._ranked(refined) if refined else [each]
+
+    def _ranked(self, alternatives: Sequence[Alternative]) -> list[Alternative]:
+        return _ranked(self.program, alternatives, self.above_budget_bytes, self.links)
 
 
 def _of_each_form(ranked: Sequence[Alternative]) -> list[Alternative]:
@@ -176,14 +245,6 @@ def _that_may_fit(
             yield each
         else:
             yield from each.refined()
-
-
-def _with_free(
-    each: Alternative, program: Program, above_budget_bytes: int, links: Mapping[str, Link] | None
-) -> list[Alternative]:
-    """``each`` with free rewrites besides, the best first; as it is where there are none."""
-    refined = each.refined()
-    return _ranked(program, refined, above_budget_bytes, links) if refined else [each]
 
 
 class _Tries:

@@ -2,7 +2,10 @@
 
 Rules compose: an alternative is one way of each of some rules (``rewrites.rule``). How many there are is the sum of
 the rules' ways and no product: the ways of free rules are tried alone, and with the best ways of the others; of the
-others, a later rule's last way, which lowers most, comes with every way of an earlier one.
+others, the last ways of later rules, which lower most, come with every way of an earlier one, each and all of them.
+
+Some rules are *further* ones: ways of theirs are looked at only where those of the others do not do
+(``planning.alternatives``).
 """
 
 from __future__ import annotations
@@ -257,6 +260,7 @@ def alternatives_here(
     device: str,
     *,
     rules: Collection[str],
+    first: Collection[str] | None = None,
     retained: bool = False,
     finish: Finish = itself,
 ) -> Alternatives:
@@ -267,6 +271,7 @@ def alternatives_here(
         program: its program with costs, finished.
         device: ``"cpu"`` or ``"cuda"``.
         rules: names of those that are used.
+        first: of these, those that are no further ones; all if ``None``.
         retained: whether its backwards retain their graph: then nothing that they keep may be written over.
         finish: done to the step after its rewrites.
     """
@@ -275,38 +280,66 @@ def alternatives_here(
         costed = partial(choice.costed, device, program)
         return Alternative(choice.rewrites, choice.estimated(program), costed, why_not=partial(choice.why_not, device))
 
-    def make() -> Iterator[Alternative]:
-        for each in _alternatives(captured, made, rules, finish):
+    def usable(found: Iterator[Alternative]) -> Iterator[Alternative]:
+        for each in found:
             if not (retained and any(one.form == KEPT for one in each.rewrites)):
                 yield each
 
-    return Alternatives(make)
+    return _in_rounds(captured, made, rules, first, finish, usable)
 
 
 def alternatives_elsewhere(
-    captured: Captured, program: Program, *, rules: Collection[str], finish: Finish = itself
+    captured: Captured,
+    program: Program,
+    *,
+    rules: Collection[str],
+    first: Collection[str] | None = None,
+    finish: Finish = itself,
 ) -> Alternatives:
     """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
 
     def made(choice: Choice) -> Alternative:
         return Alternative(choice.rewrites, choice.estimated(program), partial(choice.assumed, program))
 
-    return Alternatives(lambda: _alternatives(captured, made, rules, finish))
+    return _in_rounds(captured, made, rules, first, finish, iter)
 
 
-def _alternatives(
-    captured: Captured, made: Callable[[Choice], Alternative], rules: Collection[str], finish: Finish
-) -> Iterator[Alternative]:
+def _in_rounds(
+    captured: Captured,
+    made: Callable[[Choice], Alternative],
+    rules: Collection[str],
+    first: Collection[str] | None,
+    finish: Finish,
+    usable: Callable[[Iterator[Alternative]], Iterator[Alternative]],
+) -> Alternatives:
+    ways = _Ways(captured, finish)
+    known: dict[tuple[Rewrite, ...], Alternative] = {}
+
+    def once(choice: Choice) -> Alternative:
+        if choice.rewrites not in known:
+            known[choice.rewrites] = made(choice)
+        return known[choice.rewrites]
+
+    if first is None or set(first) == set(rules):
+        return Alternatives(lambda: usable(_alternatives(ways, once, rules)))
+    return Alternatives(
+        lambda: usable(_alternatives(ways, once, first)), lambda: usable(_alternatives(ways, once, rules))
+    )
+
+
+def _alternatives(ways: _Ways, made: Callable[[Choice], Alternative], rules: Collection[str]) -> Iterator[Alternative]:
     """Free ways first; then every way of each other rule, which can be had with the free ways of what it leaves."""
-    for choice in _choices(captured, rules, finish):
+    for choice in ways.choices(rules):
         if all(stage.rule.free for stage in choice.stages):
             yield replace(made(choice), free=True)
         else:
-            yield replace(made(choice), refined=partial(_refined, choice, made, rules))
+            yield replace(made(choice), refined=partial(_refined, ways, choice, made, rules))
 
 
-def _refined(choice: Choice, made: Callable[[Choice], Alternative], rules: Collection[str]) -> list[Alternative]:
-    return [made(each) for each in _with_free_ways(choice, rules)]
+def _refined(
+    ways: _Ways, choice: Choice, made: Callable[[Choice], Alternative], rules: Collection[str]
+) -> list[Alternative]:
+    return [made(each) for each in ways.with_free_ways(choice, rules)]
 
 
 def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:
@@ -327,7 +360,7 @@ def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> It
     """All facts that rewrites of ``captured`` rest on, in words, and whether they hold; those are kept for later."""
     seen: set[str] = set()
     costly = [rule.name for rule in RULES if rule.name in rules and not rule.free]  # the others take little to find out
-    for choice in _choices(captured, costly):
+    for choice in _Ways(captured, itself).choices(costly):
         for stage in choice.stages:
             for each in stage.rewrites:
                 for fact in stage.rule.facts(stage.before, each):
@@ -336,22 +369,53 @@ def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> It
                         yield f"{each.where or each.at}: {fact.says}", measured([fact], device)[fact.signature]
 
 
-def _choices(captured: Captured, rules: Collection[str], finish: Finish = itself) -> Iterator[Choice]:
-    """Free ways first, alone; then every way of each other rule, alone and with what comes later."""
-    nothing = Choice(captured, (), finish=finish)
-    yield from _with_free_ways(nothing, rules)
-    others = [rule for rule in RULES if rule.name in rules and not rule.free]
-    for index, rule in enumerate(others):
-        for way in rule.ways(captured):
-            choice = nothing.with_rewrites(rule, way)
-            yield choice
-            for later in others[index + 1 :]:
-                if ways := list(later.ways(choice.rewritten)):
-                    yield choice.with_rewrites(later, ways[-1])
+class _Ways:
+    """All choices of one step; each is made once, however often it is asked for.
 
+    Args:
+        captured: the step.
+        finish: of each choice.
+    """
 
-def _with_free_ways(choice: Choice, rules: Collection[str]) -> Iterator[Choice]:
-    for rule in RULES:
-        if rule.free and rule.name in rules:
-            for way in rule.ways(choice.rewritten):
-                yield choice.with_rewrites(rule, way)
+    def __init__(self, captured: Captured, finish: Finish) -> None:
+        self._nothing = Choice(captured, (), finish=finish)
+        self._known: dict[tuple[Rewrite, ...], Choice] = {}
+        self._ways: dict[tuple[str, tuple[Rewrite, ...]], list[tuple[Rewrite, ...]]] = {}
+
+    def choices(self, rules: Collection[str]) -> Iterator[Choice]:
+        """Free ways first, alone; then every way of each other rule, alone and with what comes later."""
+        yield from self.with_free_ways(self._nothing, rules)
+        others = [rule for rule in RULES if rule.name in rules and not rule.free]
+        for index, rule in enumerate(others):
+            for way in self._of(rule, self._nothing):
+                choice = self._with(self._nothing, rule, way)
+                yield choice
+                yield from self._with_later(choice, others[index + 1 :])
+
+    def with_free_ways(self, choice: Choice, rules: Collection[str]) -> Iterator[Choice]:
+        """``choice`` with each way of each free rule."""
+        for rule in RULES:
+            if rule.free and rule.name in rules:
+                for way in self._of(rule, choice):
+                    yield self._with(choice, rule, way)
+
+    def _with_later(self, choice: Choice, later: Sequence[Rule]) -> Iterator[Choice]:
+        """``choice`` with the last way of each of ``later``, and of all of them together."""
+        together, count = choice, 0
+        for rule in later:
+            if ways := self._of(rule, choice):
+                yield self._with(choice, rule, ways[-1])
+            if ways := self._of(rule, together):
+                together, count = self._with(together, rule, ways[-1]), count + 1
+        if count > 1:
+            yield together
+
+    def _of(self, rule: Rule, choice: Choice) -> list[tuple[Rewrite, ...]]:
+        key = rule.name, choice.rewrites
+        if key not in self._ways:
+            self._ways[key] = list(rule.ways(choice.rewritten))
+        return self._ways[key]
+
+    def _with(self, choice: Choice, rule: Rule, way: tuple[Rewrite, ...]) -> Choice:
+        made = choice.with_rewrites(rule, way)
+        return self._known.setdefault(made.rewrites, made)
