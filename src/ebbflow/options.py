@@ -48,12 +48,12 @@ REWRITES: tuple[Rewrites, ...] = get_args(Rewrites)
 _RULES: dict[Rewrites, tuple[str, ...]] = {
     "exact": ("linear-cross-entropy",),
     "in-place": ("linear-cross-entropy", "in-place"),
-    "all": ("linear-cross-entropy", "feed-forward", "in-place"),
+    "all": ("linear-cross-entropy", "feed-forward", "attention", "in-place"),
     "reordered": ("linear-cross-entropy", "reordered-cross-entropy"),
     "none": (),
 }
 """Of ``rewrites``, by their names (``rewrites.choices``): those that are tried first."""
-_FURTHER: tuple[str, ...] = ("feed-forward", "in-place")
+_FURTHER: tuple[str, ...] = ("feed-forward", "attention", "in-place")
 _WITH_FURTHER: tuple[Rewrites, ...] = ("exact", "reordered")
 """Those of ``rewrites`` with which these are tried where the first ones give no plan, or a dear one."""
 SECOND_PASS = "second-pass"

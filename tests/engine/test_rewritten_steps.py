@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ebbflow
+from ebbflow import options
 from ebbflow.capture.rules import layouts
 from ebbflow.cost.call import Call, call_with
 from ebbflow.cost.room import NoRoom, Room, arguments_for, within
@@ -23,6 +24,12 @@ from head_models import CLASSES, FORMS, LEFT, TOKENS, Tower, arguments
 
 SHARE = {"returned": 0.93, "bfloat16, cut and cast, returned": 0.93, "bfloat16, capped and returned": 0.93}
 """Of the least budget that the captured step has; logits that are returned stay."""
+
+
+@pytest.fixture
+def heads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other rewrite is tried where those of heads do not do."""
+    monkeypatch.setattr(options, "_FURTHER", ())
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
@@ -127,6 +134,7 @@ def test_nothing_larger_than_the_budget_is_tried_out_while_the_step_is_captured(
     assert all(each < TOKENS * CLASSES * 4 for each in largest)
 
 
+@pytest.mark.usefixtures("heads_alone")
 def test_graphs_that_are_retained() -> None:
     def twice(loss: torch.Tensor, i: int) -> None:
         loss.backward(retain_graph=True)
@@ -160,6 +168,7 @@ def test_a_budget_that_asks_for_nothing_gets_the_captured_step() -> None:
     assert plan.rewritten is None
 
 
+@pytest.mark.usefixtures("heads_alone")
 @pytest.mark.parametrize("form", LEFT)
 def test_what_only_looks_alike_is_planned_as_it_is(form: str) -> None:
     model = LEFT[form][0]()
@@ -187,10 +196,11 @@ def test_a_refusal_tells_the_least_budget_of_all_programs() -> None:
 # -- plans --------------------------------------------------------------------------------------------------------
 
 
-def plan_below(model: Tower, **options: Any) -> ebbflow.Plan:
-    return ebbflow.plan(model, arguments(), budget=below("plain"), progress=None, **options)
+def plan_below(model: Tower, **settings: Any) -> ebbflow.Plan:
+    return ebbflow.plan(model, arguments(), budget=below("plain"), progress=None, **settings)
 
 
+@pytest.mark.usefixtures("heads_alone")
 def test_a_plan_says_what_it_rewrites_and_keeps_it_in_its_file(tmp_path: Path) -> None:
     plan = plan_below(FORMS["plain"]())
     assert plan.rewritten is not None
@@ -230,6 +240,7 @@ def test_a_given_plan_runs_rewritten() -> None:
     assert all(map(torch.equal, history(model, once), expected))
 
 
+@pytest.mark.usefixtures("heads_alone")
 def test_a_given_plan_of_another_step_or_on_other_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_below(FORMS["plain"]())
     with pytest.raises(PlanMismatch, match="no linear layer with a cross-entropy"):
@@ -365,6 +376,7 @@ def test_a_head_that_holds_little_leaves_the_plan_as_it_was() -> None:
     assert plans[0].schedule == plans[1].schedule
 
 
+@pytest.mark.usefixtures("heads_alone")
 def test_verify_holds_a_rewritten_plan_against_the_captured_step_and_eager() -> None:
     plan = plan_below(FORMS["plain"]())
     assert plan.rewritten is not None

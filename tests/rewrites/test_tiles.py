@@ -24,7 +24,8 @@ from ebbflow.rewrites import choices
 from ebbflow.rewrites.choices import Choice, apply_proven
 from ebbflow.rewrites.proof import RewriteError
 from ebbflow.rewrites.tile_facts import tile_facts
-from ebbflow.rewrites.tile_proof import PARTS, prove_tiled
+from ebbflow.rewrites.tile_places import PARTS
+from ebbflow.rewrites.tile_proof import prove_tiled
 from ebbflow.rewrites.tile_rule import TileRule, left_regions
 from ebbflow.rewrites.tiled import Tiled
 from ebbflow.rewrites.tiles import tiles_of

@@ -19,6 +19,7 @@ from ebbflow.cost.attach import is_measured, with_measured_costs
 from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planning.alternatives import Alternative, Alternatives, Costed
+from ebbflow.rewrites.attention_rule import AttentionRule, left_attention
 from ebbflow.rewrites.facts import measured
 from ebbflow.rewrites.head_kernels import KEPT
 from ebbflow.rewrites.head_rule import HeadRule, left_heads
@@ -47,7 +48,14 @@ __all__ = [
     "measure_ahead",
 ]
 
-RULES: tuple[Rule, ...] = (HeadRule(), ReorderedHeadRule(), TileRule(), SecondPassRule(), InPlaceRule())
+RULES: tuple[Rule, ...] = (
+    HeadRule(),
+    ReorderedHeadRule(),
+    TileRule(),
+    AttentionRule(),
+    SecondPassRule(),
+    InPlaceRule(),
+)
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbflow calibrate CASE finds out ahead"
 """Why a rewrite is not used of which something is not known."""
@@ -352,7 +360,7 @@ def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:
 
 def left_of(captured: Captured, rules: Collection[str]) -> list[tuple[str, str]]:
     """Where something looks as if it could be rewritten by rules of these names, and why it is left."""
-    looks = {HeadRule.name: left_heads, TileRule.name: left_regions}
+    looks = {HeadRule.name: left_heads, TileRule.name: left_regions, AttentionRule.name: left_attention}
     return [(each.source, each.why) for name, left in looks.items() if name in rules for each in left(captured)]
 
 

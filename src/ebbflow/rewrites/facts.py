@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ebbflow.cost.cache import device_context, product_precisions
+from ebbflow.cost.call import TensorSpec
 from ebbflow.cost.room import free_bytes
 from ebbflow.files import cache_directory, keep, kept
 from ebbflow.torch_seams.fake_tensors import without_modes
 
-__all__ = ["Fact", "FactCache", "known_facts", "measured", "normal"]
+__all__ = ["Fact", "FactCache", "known_facts", "made_up", "measured", "normal"]
 
 _SCHEMA = "ebbflow-facts/1"
 _KNOWN: dict[str, dict[str, bool]] = {}  # per file, what this process has read or measured
@@ -126,3 +127,14 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -
         return torch.randn(shape, dtype=dtype, device=device, generator=drawing)
     made = torch.empty(shape, dtype=dtype, device=device)
     return made.normal_(generator=drawing)
+
+
+def made_up(spec: TensorSpec, seed: int) -> Tensor:
+    """What ``spec`` describes, of normal numbers; half of what is true or false is true, and integers are zero."""
+    if spec.dtype.is_floating_point:
+        vector = normal((spec.extent,), spec.dtype, spec.device, seed)
+    elif spec.dtype is torch.bool:
+        vector = normal((spec.extent,), torch.float32, spec.device, seed) > 0
+    else:
+        vector = torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
+    return vector.as_strided(spec.shape, spec.stride)

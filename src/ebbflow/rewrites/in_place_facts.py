@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ebbflow.cost.call import Call, TensorSpec
-from ebbflow.rewrites.facts import Fact, normal
+from ebbflow.rewrites.facts import Fact, made_up
 from ebbflow.rewrites.in_place import overwriting_form
 from ebbflow.torch_seams import trees as pytree
 
@@ -66,7 +66,7 @@ def _fewer_rows(call: Call) -> Call | None:
 def _holds(call: Call, operand: int) -> bool:
     form = overwriting_form(call.target)
     assert form is not None
-    tensors = iter([_made(spec, seed) for seed, spec in enumerate(_specs(call))])
+    tensors = iter([made_up(spec, seed) for seed, spec in enumerate(_specs(call))])
 
     def fill(value: object) -> object:
         return next(tensors) if isinstance(value, TensorSpec) else value
@@ -86,13 +86,3 @@ def _holds(call: Call, operand: int) -> bool:
 def _bits(tensor: Tensor) -> Tensor:
     """Its numbers as integers: a NaN is equal to itself."""
     return tensor.view(_BITS[tensor.element_size()])
-
-
-def _made(spec: TensorSpec, seed: int) -> Tensor:
-    if spec.dtype.is_floating_point:
-        vector = normal((spec.extent,), spec.dtype, spec.device, seed)
-    elif spec.dtype is torch.bool:
-        vector = normal((spec.extent,), torch.float32, spec.device, seed) > 0
-    else:
-        vector = torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
-    return vector.as_strided(spec.shape, spec.stride)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ebbflow.cost.call import TensorSpec
-from ebbflow.rewrites.facts import Fact, normal
+from ebbflow.rewrites.facts import Fact, made_up, normal
 from ebbflow.rewrites.spans import even_spans
 from ebbflow.rewrites.tiles import ROWS, Tile
 from ebbflow.rewrites.wide import PRODUCTS, is_elementwise, is_flip, is_sum_of_rows, seen_through
@@ -54,7 +54,7 @@ def _sum_fact(tile: Tile, part: fx.Node, size: int) -> Fact:
     needs = sum(spec.extent * spec.dtype.itemsize for spec in specs) + 3 * out.numel() * out.element_size()
 
     def holds() -> bool:
-        tensors = [_made(spec, seed) for seed, spec in enumerate(specs)]
+        tensors = [made_up(spec, seed) for seed, spec in enumerate(specs)]
 
         def call(*given: Tensor) -> Tensor:
             values = iter(given)
@@ -161,7 +161,3 @@ def _run(chain: list[fx.Node], values: Mapping[fx.Node, Tensor]) -> dict[fx.Node
 def _spec(node: fx.Node) -> TensorSpec:
     value = node.meta["val"]
     return TensorSpec(tuple(value.shape), tuple(value.stride()), value.dtype, value.device.type)
-
-
-def _made(spec: TensorSpec, seed: int) -> Tensor:
-    return normal((spec.extent,), spec.dtype, spec.device, seed).as_strided(spec.shape, spec.stride)

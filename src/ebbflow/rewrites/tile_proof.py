@@ -31,15 +31,14 @@ from ebbflow.capture.traits import draws_random, has_effect
 from ebbflow.rewrites.heads import SAME_ORDER
 from ebbflow.rewrites.proof import RewriteError
 from ebbflow.rewrites.replaced import Replaced, replaced_by
+from ebbflow.rewrites.tile_places import PARTS
 from ebbflow.rewrites.tiled import Tiled
 from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise
 from ebbflow.torch_seams.graphs import arguments_of
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["PARTS", "prove_tiled"]
+__all__ = ["prove_tiled"]
 
-PARTS = "ebbflow_tile"
-"""Key in a tile's meta: the names of the ops that it is."""
 _aten = torch.ops.aten
 
 

@@ -7,26 +7,23 @@ opening products run once more per call of the backward.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import fx
-
-from ebbflow.capture.joint import Captured, reread
+from ebbflow.capture.joint import Captured
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.heads import Left
 from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate
 from ebbflow.rewrites.spans import STEP, even_spans
+from ebbflow.rewrites.tile_costs import bytes_of, workspace_of
 from ebbflow.rewrites.tile_facts import tile_facts
-from ebbflow.rewrites.tile_proof import PARTS, prove_tiled
+from ebbflow.rewrites.tile_places import has_places, name_of, with_tiles
+from ebbflow.rewrites.tile_proof import prove_tiled
 from ebbflow.rewrites.tiles import ROWS, Tile, tiles_of
-from ebbflow.rewrites.wide import Region, find_regions, is_elementwise, is_flip, seen_through
+from ebbflow.rewrites.wide import Region, find_regions, is_elementwise, seen_through
 from ebbflow.step.program import Program
 from ebbflow.step.rewrite import Rewrite
-from ebbflow.torch_seams.graphs import arguments_of
-from ebbflow.torch_seams.trees import tree_leaves
 
 __all__ = ["TileRule", "left_regions"]
 
@@ -62,30 +59,14 @@ class TileRule:
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """All regions that ``rewrites`` name."""
-        graph = fx.Graph(owning_module=step.graph.owning_module)
-        nodes: dict[fx.Node, fx.Node] = {}
-        results = graph.graph_copy(step.graph, nodes)
-        graph.output(tuple(tree_leaves(results))).meta = dict(step.graph.output_node().meta)
-        regions = _by_name(step)
-        writer = _Writer(step, nodes)
-        for each in rewrites:
-            for tile in tiles_of(_at(regions, each)):
-                writer.write(tile, _size(tile, dict(each.settings)))
-        writer.erase()
-        graph.lint()
-        return reread(step, graph)
+        return with_tiles(step, _tiles(step, rewrites))
 
     def estimates(
         self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
     ) -> Mapping[str, Estimate]:
         """What the ops of a tile take, and reading again for each slice what is read whole."""
         seconds = {op.name: op.seconds for op in program.ops}
-        regions = _by_name(step)
-        found: dict[str, Estimate] = {}
-        for each in rewrites:
-            for tile in tiles_of(_at(regions, each)):
-                found[_name(tile)] = _estimate(tile, _size(tile, dict(each.settings)), seconds)
-        return found
+        return {name_of(tile): _estimate(tile, size, seconds) for tile, size in _tiles(step, rewrites)}
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """By ``rewrites.tile_proof``."""
@@ -99,7 +80,7 @@ def _worthwhile(step: Captured) -> list[Region]:
     """Those that may pin the step's floor, or what is found just above it."""
     regions = find_regions(step)[0]
     least = _least_bytes(step) if regions else 0.0
-    return [each for each in regions if each.bytes_at_once >= least and _has_places(step, each)]
+    return [each for each in regions if each.bytes_at_once >= least and has_places(step, tiles_of(each))]
 
 
 def _least_bytes(step: Captured) -> float:
@@ -116,13 +97,19 @@ def left_regions(step: Captured) -> list[Left]:
 
 
 def _by_name(step: Captured) -> dict[str, Region]:
-    return {each.at: each for each in find_regions(step)[0] if _has_places(step, each)}
+    return {each.at: each for each in find_regions(step)[0] if has_places(step, tiles_of(each))}
 
 
 def _at(regions: Mapping[str, Region], rewrite: Rewrite) -> Region:
     if (region := regions.get(rewrite.at)) is None:
         raise LookupError(f"it has no feed-forward layer at {rewrite.at}")
     return region
+
+
+def _tiles(step: Captured, rewrites: Sequence[Rewrite]) -> list[tuple[Tile, int]]:
+    """Those of ``rewrites``, with the sizes of their slices."""
+    regions = _by_name(step)
+    return [(tile, _size(tile, dict(each.settings))) for each in rewrites for tile in tiles_of(_at(regions, each))]
 
 
 def _region_at(step: Captured, rewrite: Rewrite) -> Region:
@@ -146,91 +133,6 @@ def _facts(region: Region, settings: Mapping[str, int]) -> list[Fact]:
     return [fact for tile in tiles_of(region) for fact in tile_facts(tile, _size(tile, settings))]
 
 
-# -- where they go --------------------------------------------------------------------------------------------------
-
-
-def _has_places(step: Captured, region: Region) -> bool:
-    order = {node: index for index, node in enumerate(step.graph.nodes)}
-    ops = frozenset(step.op_nodes)
-    return all(_place_of(tile, order, ops) is not None for tile in tiles_of(region))
-
-
-def _place_of(tile: Tile, order: Mapping[fx.Node, int], ops: frozenset[fx.Node]) -> fx.Node | None:
-    """Before this node of the captured graph goes the tile's call; ``None`` where some reader comes too early."""
-    latest = max((order[each] for given in tile.given for each in _makers(given, ops)), default=-1)
-    first = min(tile.results, key=order.__getitem__)
-    if latest < order[first]:
-        return first
-    if any(order[user] < latest for each in tile.results for user in each.users):
-        return None
-    return next(node for node, index in order.items() if index > latest)
-
-
-def _makers(node: fx.Node, ops: frozenset[fx.Node]) -> Iterator[fx.Node]:
-    """The ops and inputs of the step that ``node`` is a view of, and those that this view depends on."""
-    if node in ops or not node.all_input_nodes:
-        yield node
-    else:
-        for each in node.all_input_nodes:
-            yield from _makers(each, ops)
-
-
-def _name(tile: Tile) -> str:
-    return f"{tile.results[0].name}_tiled"
-
-
-class _Writer:
-    """Puts tiles into a copy of the joint graph.
-
-    Args:
-        step: whose graph it is.
-        nodes: from the step's nodes to the copy's.
-    """
-
-    def __init__(self, step: Captured, nodes: dict[fx.Node, fx.Node]) -> None:
-        self.nodes = nodes
-        self.order = {node: index for index, node in enumerate(step.graph.nodes)}
-        self.ops = frozenset(step.op_nodes)
-        self.replaced: set[fx.Node] = set()
-
-    def write(self, tile: Tile, size: int) -> None:
-        """One tile in the place of its parts."""
-        place = _place_of(tile, self.order, self.ops)
-        assert place is not None
-        for each in tile.given:
-            self._hoist(each, place)
-        graph = self.nodes[place].graph
-        args = (size, *(self.nodes[each] for each in tile.given))
-        with graph.inserting_before(self.nodes[place]):
-            node = graph.create_node("call_function", tile.target, args, name=_name(tile))
-        node.meta = dict(tile.results[0].meta)
-        node.meta["val"] = tuple(each.meta["val"] for each in tile.results)
-        node.meta[PARTS] = tuple(each.name for each in tile.parts)
-        for index, result in reversed([*enumerate(tile.results)]):
-            with graph.inserting_after(node):
-                made = graph.call_function(operator.getitem, (node, index))
-            made.meta = dict(result.meta)
-            self.nodes[result].replace_all_uses_with(made)
-        self.replaced.update(tile.parts)
-
-    def _hoist(self, node: fx.Node, place: fx.Node) -> None:
-        """Views that come after ``place`` and are read by its tile go before it."""
-        if self.order[node] < self.order[place]:
-            return
-        assert node not in self.ops
-        for each in node.all_input_nodes:
-            self._hoist(each, place)
-        self.nodes[place].prepend(self.nodes[node])
-
-    def erase(self) -> None:
-        """What nobody reads any more, views included."""
-        for node in reversed(self.order):
-            mine = self.nodes.get(node)
-            view = node.op == "call_function" and (is_flip(node) or seen_through(node) is not node)
-            if mine is not None and not mine.users and (view or node in self.replaced):
-                mine.graph.erase_node(mine)
-
-
 # -- what they take -------------------------------------------------------------------------------------------------
 
 
@@ -244,34 +146,13 @@ def _estimate(tile: Tile, size: int, seconds: Mapping[str, float]) -> Estimate:
     whole = {each for each, along in zip(tile.given, tile.cuts, strict=True) if along is None}
     takes = 0.0
     for part in tile.parts:  # a slice takes its share, or what reading takes that every slice reads whole
-        read = sum(_bytes(each) for each in whole.intersection(part.all_input_nodes))
+        read = sum(bytes_of(each) for each in whole.intersection(part.all_input_nodes))
         takes += max(seconds.get(part.name, 0.0), read * per_byte)
-    return Estimate(takes, _workspace(tile, share))
+    return Estimate(takes, workspace_of(tile, share))
 
 
 def _seconds_per_byte(tile: Tile, seconds: Mapping[str, float]) -> float:
     """How fast memory is read, by the elementwise ops; 0 where there are none."""
     chain = [each for each in tile.parts if is_elementwise(each)]
-    moved = sum(_bytes(each) + sum(map(_bytes, map(seen_through, each.all_input_nodes))) for each in chain)
+    moved = sum(bytes_of(each) + sum(map(bytes_of, map(seen_through, each.all_input_nodes))) for each in chain)
     return sum(seconds.get(each.name, 0.0) for each in chain) / moved if moved else 0.0
-
-
-def _workspace(tile: Tile, share: float) -> int:
-    """Of the longest slice: all that is there at once between its ops, each dropped after its last reader."""
-    last: dict[fx.Node, int] = {}
-    for index, part in enumerate(tile.parts):
-        for each in part.all_input_nodes:
-            last[seen_through(arguments_of(each)[0]) if is_flip(each) else seen_through(each)] = index
-    live: dict[fx.Node, int] = {}
-    most = 0
-    for index, part in enumerate(tile.parts):
-        live[part] = round(_bytes(part) * share) + 64
-        most = max(most, sum(live.values()))
-        for each in [each for each in live if last.get(each, -1) <= index and each not in tile.results]:
-            del live[each]
-    return most
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.element_size()

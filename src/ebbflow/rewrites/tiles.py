@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -24,6 +24,9 @@ from ebbflow.errors import InternalError
 from ebbflow.rewrites.tiled import Tiled
 from ebbflow.rewrites.wide import PRODUCTS, Region, is_elementwise, is_flip, is_sum_of_rows, seen_through
 from ebbflow.torch_seams.graphs import arguments_of
+
+if TYPE_CHECKING:
+    from ebbflow.rewrites.attention_calls import ByEntry
 
 __all__ = ["COLUMNS", "ROWS", "Tile", "tiles_of"]
 
@@ -35,7 +38,7 @@ class Tile:
     """Some results of a region.
 
     Attributes:
-        axis: ``ROWS`` or ``COLUMNS``.
+        axis: ``ROWS`` or ``COLUMNS``, or that of another rule.
         results: captured nodes, in order.
         parts: captured ops that it runs, in order, results among them.
         given: captured nodes that it reads.
@@ -48,7 +51,7 @@ class Tile:
     parts: tuple[fx.Node, ...]
     given: tuple[fx.Node, ...]
     cuts: tuple[int | None, ...]
-    target: Tiled
+    target: Tiled | ByEntry
 
 
 def tiles_of(region: Region) -> list[Tile]:

@@ -25,7 +25,16 @@ from ebbflow.torch_seams.aot import is_tangent
 from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise, schema_of
 from ebbflow.torch_seams.graphs import arguments_of
 
-__all__ = ["PRODUCTS", "Region", "find_regions", "is_elementwise", "is_flip", "is_sum_of_rows", "seen_through"]
+__all__ = [
+    "PRODUCTS",
+    "Region",
+    "after_tangents",
+    "find_regions",
+    "is_elementwise",
+    "is_flip",
+    "is_sum_of_rows",
+    "seen_through",
+]
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
@@ -114,7 +123,9 @@ def is_elementwise(node: fx.Node) -> bool:
         return False
     if target is _aten._to_copy.default:
         (source,) = node.all_input_nodes
-        return set(node.kwargs) <= {"dtype"} and source.meta["val"].device == node.meta["val"].device
+        strided = node.kwargs.get("layout") in (None, torch.strided)
+        plain = set(node.kwargs) <= {"dtype", "layout", "device"} and strided
+        return plain and source.meta["val"].device == node.meta["val"].device
     schema = schema_of(target)
     one = len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor" and not schema.is_mutable
     return one and is_pointwise(target)
@@ -138,7 +149,7 @@ def is_flip(node: fx.Node) -> bool:
 def find_regions(captured: Captured) -> tuple[list[Region], list[Left]]:
     """All regions of a step, and what is left as it is though it looks like one."""
     order = {node: index for index, node in enumerate(captured.graph.nodes)}
-    late = _after_tangents(captured.graph)
+    late = after_tangents(captured.graph)
     regions: list[Region] = []
     left: dict[str, Left] = {}
     seen: set[fx.Node] = set()
@@ -165,7 +176,8 @@ def _opens(node: fx.Node) -> bool:
     return node.meta["val"].shape[1] > rows.shape[1]
 
 
-def _after_tangents(graph: fx.Graph) -> frozenset[fx.Node]:
+def after_tangents(graph: fx.Graph) -> frozenset[fx.Node]:
+    """All nodes that depend on a tangent."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and is_tangent(node)

@@ -1,0 +1,194 @@
+"""All exact rewrites by default: where the budget asks for them, and nobody looks at them where it does not."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ebbflow
+from ebbflow._api.estimate import capture_program
+from ebbflow.errors import BudgetError
+from ebbflow.planning.alternatives import Alternative, Alternatives, Costed, best_of
+from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.rewrites import choices
+from ebbflow.step.program import Program
+from ebbflow.step.rewrite import Rewrite, Rewritten
+from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.units import Budget
+
+
+class Wide(nn.Module):
+    """Hidden values pin it; its head is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(F.gelu(self.up(x)))).square().mean()
+
+
+class Attends(nn.Module):
+    """Scores pin it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.inner(x).chunk(3, -1))
+        return (F.softmax(q @ k.mT / math.sqrt(8), dim=-1) @ v).square().mean()
+
+
+class Normalised(Attends):
+    """The same, in a form whose scores are read by a sum: only what dies can be written over."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.inner(x).chunk(3, -1))
+        weights = F.softmax(q @ k.mT / math.sqrt(8), dim=-1)
+        return (weights / weights.sum(-1, keepdim=True) @ v).square().mean()
+
+
+class Deep(nn.Sequential):
+    """Layers one after the other, of which much can be made again."""
+
+    def __init__(self) -> None:
+        super().__init__(*(layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"feed-forward": Wide, "attention": Attends, "in-place": Normalised}
+SHARE = {"feed-forward": 0.6, "attention": 0.4, "in-place": 0.98}
+
+
+def data(seed: int = 1) -> torch.Tensor:
+    return torch.randn(2, 192, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def smallest(model: nn.Module, **settings: str) -> int:
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.plan(model, (data(),), budget=1, progress=None, **settings)  # type: ignore[arg-type]
+    assert refused.value.smallest_bytes is not None
+    return refused.value.smallest_bytes
+
+
+def history(model: nn.Module) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(3):
+        loss = model(data(i))
+        loss.backward()
+        found += [loss.detach().clone(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        sgd.step()
+        sgd.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("rule", MODELS)
+def test_below_what_the_captured_step_needs_it_is_rewritten_unasked(rule: str) -> None:
+    model = MODELS[rule]()
+    expected = history(copy.deepcopy(model))
+    budget = int(SHARE[rule] * smallest(MODELS[rule](), rewrites="none"))
+    ebbflow.plan(MODELS[rule](), (data(),), budget=budget, progress=None)  # finds out where there is room
+    ebbflow.fit(model, budget, progress=None)
+    assert all(map(torch.equal, history(model), expected))
+    plan, step = ebbflow.plan_of(model), ebbflow.step_of(model)
+    assert plan is not None
+    assert plan.rewritten is not None
+    assert rule in {each.rule for each in plan.rewritten.rewrites}
+    assert step is not None
+    assert step.measured_above_bytes is not None
+    assert plan.resident_bytes + step.measured_above_bytes <= budget
+
+
+@pytest.mark.parametrize("rule", MODELS)
+def test_a_refusal_tells_the_least_budget_of_all_rewrites(rule: str) -> None:
+    least = smallest(MODELS[rule]())
+    assert least <= smallest(MODELS[rule](), rewrites="all")
+    assert least < smallest(MODELS[rule](), rewrites="none")
+    ebbflow.fit(model := MODELS[rule](), least, progress=None)(data()).backward()
+    assert ebbflow.calls_of(model).planned == 1
+
+
+@pytest.mark.parametrize("budget", ["200%", "100%"])
+def test_nobody_looks_at_them_where_the_step_fits(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> Iterator[tuple[Rewrite, ...]]:
+        pytest.fail("asked for ways")
+        yield ()
+
+    for rule in choices.RULES:
+        if rule.name != "second-pass":
+            monkeypatch.setattr(type(rule), "ways", asked)
+    model = ebbflow.fit(Wide(), int(1.5 * smallest_that_fits()) if budget == "100%" else budget, progress=None)
+    model(data()).backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.rewritten is None
+
+
+def smallest_that_fits() -> int:
+    return ebbflow.plan(Wide(), (data(),), budget="200%", rewrites="none", progress=None).baseline_peak_bytes
+
+
+# -- which are looked at ------------------------------------------------------------------------------------------
+
+
+def program_of(model: nn.Module) -> Program:
+    return capture_program(model, (data(),), {})[1]
+
+
+def planned(program: Program, budget: int, alternatives: Alternatives) -> ebbflow.Plan:
+    def one(candidate: Program, rewritten: Rewritten | None) -> ebbflow.Plan:
+        options = PlanningOptions(effort=50, rewritten=rewritten)
+        return make_plan(candidate, Budget(bytes=budget), resident_bytes=0, options=options)
+
+    return best_of(program, alternatives, budget, one)
+
+
+def with_seconds(program: Program, share: float) -> Program:
+    """``program`` with forward ops that take ``share`` of all of its time: what making them again costs."""
+    total = float(len(program.ops))
+    early = [op.name for op in program.ops[: program.boundary]]
+    each = share * total / max(len(early), 1)
+    ops = tuple(replace(op, seconds=each if op.name in early else total / len(program.ops)) for op in program.ops)
+    return replace(program, ops=ops)
+
+
+@pytest.mark.parametrize(("share", "looked"), [(1e-4, False), (2.0, True)])
+def test_further_ones_are_looked_at_where_the_first_give_a_dear_plan(share: float, looked: bool) -> None:
+    program = with_seconds(program_of(Deep()), share)
+    asked: list[str] = []
+
+    def further() -> Iterator[Alternative]:
+        asked.append("further")
+        return iter(())
+
+    plan = planned(program, int(0.75 * unplanned_bytes(program)), Alternatives(tuple, further))
+    assert (plan.overhead > 0.05) == looked
+    assert bool(asked) == looked
+
+
+def test_of_a_dear_plan_and_a_further_one_the_cheaper_wins() -> None:
+    program = with_seconds(program_of(Deep()), 2.0)
+    budget = int(0.75 * unplanned_bytes(program))
+    dear = planned(program, budget, Alternatives(tuple))
+    rewrites = (Rewrite("made up", "x", "", "smaller", ()),)
+    for factor, wins in ((1.0 + dear.overhead / 2, True), (1.0 + 2 * dear.overhead, False)):
+        buffers = tuple(replace(each, bytes=each.bytes // 2) for each in program.buffers)
+        ops = tuple(replace(op, seconds=op.seconds * factor) for op in program.ops)
+        smaller = replace(program, buffers=buffers, ops=ops)
+        other = Alternative(rewrites, smaller, lambda made=smaller: Costed(rewrites, made))
+        plan = planned(program, budget, Alternatives(tuple, lambda other=other: [other]))
+        assert (plan.rewritten is not None) == wins
+        assert plan.step_seconds <= dear.step_seconds
