@@ -2,8 +2,8 @@
 
     python benchmarks/floors.py [--quick] [--only NAME ...] [--resume] [--out benchmarks/results/floors.json]
 
-NAME is a question (gpt2, sizes, cards, rules, pins, inside) or part of ``question:case``. Every case runs in a process
-of its own. ``cards`` needs no card: models are captured from shapes, costs are those of the catalogue.
+NAME is a question (gpt2, sizes, cards, rules, pins, inside, attention) or part of ``question:case``. Every case runs in
+a process of its own. ``cards`` needs no card: models are captured from shapes, costs are those of the catalogue.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ import sys
 from types import ModuleType
 
 from harness.suite import main
-from questions import floors_cards, floors_gpt2, floors_inside, floors_pins, floors_rules, floors_sizes
+from questions import (
+    floors_attention,
+    floors_cards,
+    floors_gpt2,
+    floors_inside,
+    floors_pins,
+    floors_rules,
+    floors_sizes,
+)
 
 MEASURED = (
     "step",
@@ -36,6 +44,7 @@ QUESTIONS: dict[str, ModuleType] = {
     "rules": floors_rules,
     "pins": floors_pins,
     "inside": floors_inside,
+    "attention": floors_attention,
 }
 MOST_SECONDS = 7200.0
 """For one case; a child that takes longer is ended and reported."""

@@ -160,10 +160,10 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
 def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Room:
     """What of the budget is free for finding out about a step; nothing is known of a share before the capture."""
     resident = resident_bytes(step, now)
+    above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
     if model.budget.share is not None and step.captured is None:
         free = 0
     else:
-        above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
         free = model.budget.resolve(resident + above) - resident
     lenders = list(tensors_in([call.module, call.args, call.kwargs, step.hidden_inputs]))
     if step.captured is None:  # an op that has no room may be one that is rewritten, and is in no plan otherwise
