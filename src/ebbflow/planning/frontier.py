@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ebbflow.errors import BudgetError
 from ebbflow.planners import Interrupt, Progress, Status
@@ -82,21 +83,17 @@ def frontier(
             begin = time.perf_counter()
             within = f"{planner} within {format_allowed(budget_bytes)}"
             own = [seeds[planner]] if planner in seeds else []
+            known = [each for each in made_so_far if each.planner == planner]
+            here = partial(
+                make_plan,
+                budget=Budget(bytes=budget_bytes),
+                resident_bytes=resident_bytes,
+                reserve_bytes=reserve_bytes,
+                end=end,
+            )
+            how = replace(options, planner=planner, progress=_told_as(within, options.progress), known=known)
             try:
-                made = make_plan(
-                    program,
-                    Budget(bytes=budget_bytes),
-                    resident_bytes=resident_bytes,
-                    reserve_bytes=reserve_bytes,
-                    end=end,
-                    seeds=own,
-                    options=replace(
-                        options,
-                        planner=planner,
-                        progress=_told_as(within, options.progress),
-                        known=[each for each in made_so_far if each.planner == planner],
-                    ),
-                )
+                made = _no_worse(here(program, seeds=own, options=how), known, here, how)
             except BudgetError as error:
                 yield Refusal(planner, budget_bytes, error, time.perf_counter() - begin)
                 continue
@@ -104,3 +101,14 @@ def frontier(
             if made.rewritten is None:
                 seeds[planner] = made.schedule
             yield made
+
+
+def _no_worse(made: Plan, known: Sequence[Plan], here: Callable[..., Plan], how: PlanningOptions) -> Plan:
+    """``made``, or a plan of what a smaller budget's plan has rewritten: this one may not have had to look at that."""
+    others = [each for each in known if each.rewritten is not None]
+    less = min(others, key=lambda each: each.step_seconds, default=made)
+    if less.step_seconds >= made.step_seconds:
+        return made
+    as_there = replace(how, rewritten=less.rewritten, alternatives=(), known=())
+    again = here(less.program, seeds=[less.schedule], options=as_there)
+    return replace(again, smallest_bytes=min(again.smallest_bytes, made.smallest_bytes))

@@ -132,7 +132,7 @@ def make_plan(
         assert within.bytes is not None
         above_budget = within.bytes - resident_bytes - reserve_bytes
         stop = options.interrupt
-        found = best_of(
+        return best_of(
             program,
             options.alternatives,
             above_budget,
@@ -140,13 +140,6 @@ def make_plan(
             interrupted=lambda: stop is not None and bool(stop),
             links=_links(told),
         )
-        # What was found within less, where more had to be looked at, is a plan within more as well.
-        others = [each for each in options.known if each.rewritten is not None]
-        less = min(others, key=lambda each: each.step_seconds, default=found)
-        if less.step_seconds >= found.step_seconds:
-            return found
-        again = plan_one(less.program, less.rewritten)
-        return replace(again, smallest_bytes=min(again.smallest_bytes, found.smallest_bytes))
 
 
 def _best_plan(
