@@ -194,6 +194,11 @@ class Capture:
                 raise
             raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
 
+    @property
+    def way(self) -> tuple[str, ...]:
+        """What was answered where it branches on values of its inputs."""
+        return tuple(map(str, self._taken.questions))
+
     def other_answer(self, call: Call) -> Question | None:
         """What the values of its inputs make ``call`` answer otherwise than when this was captured, if anything."""
         return other_answer(self._taken.questions, inputs_by_name(call.module, call.args, call.kwargs))

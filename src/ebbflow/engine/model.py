@@ -195,7 +195,9 @@ class FittedModel:
         self.options.progress(Progress(f"capturing the step of {self.plain_class.__name__}"))
         shares = any(step.capture.symbolic and step.capture.other_answer(call) is None for step in known)
         if self.given_plan is None and not shares:
-            shared = self._kinds.capture_for(now.modes, call, self._capture)
+            ways = len({step.capture.way for step in self.steps()})
+            another = self.answered_otherwise(call, now) is not None
+            shared = self._kinds.capture_for(now.modes, call, self._capture, ways=ways, another_way=another)
             if shared is not None:
                 yield Step(shared, verify=self.verify, tiers=self.tiers)
                 self._kinds.failed(shared)

@@ -1,12 +1,13 @@
 """Which calls of one model share a symbolic capture: those that differ in nothing but sizes of their tensors.
 
 1. Calls of one *kind* have the same arguments, modes and threads but for the sizes of contiguous tensors.
-2. The first :data:`OWN_CAPTURES` shapes of a kind have captures of their own: a symbolic one takes about as long as
-   so many of them, so whoever has few shapes pays for none (docs/adr/0020).
+2. The first :data:`OWN_CAPTURES` of a kind are captures of one shape: a symbolic one takes about as long as so many of
+   them, so whoever has few shapes pays for none (docs/adr/0020). A shape whose calls go several ways counts once for
+   each (``torch_seams.input_branches``), and for each way beyond the first there is one less: a kind has no more
+   captures in all than one with as many shapes whose calls go one way.
 3. The dimensions in which those differ become symbols. A later shape that differs in others, or in which one of
    them is 0 or 1 (which torch takes as numbers), has a capture of its own.
-4. Calls that answer the questions of a capture otherwise (``torch_seams.input_branches``) have another, of
-   :data:`MOST_SHARED` at the most.
+4. Calls that go another way than a symbolic capture have another, of :data:`MOST_SHARED` at the most.
 5. A kind whose symbolic captures did not serve :data:`MOST_FAILURES` of its shapes gets none any more.
 """
 
@@ -45,7 +46,13 @@ class Kinds:
         self._kinds: dict[object, _Kind] = {}
 
     def capture_for(
-        self, rest: object, call: Call, capture: Callable[[str, tuple[tuple[int, ...], ...]], Capture]
+        self,
+        rest: object,
+        call: Call,
+        capture: Callable[[str, tuple[tuple[int, ...], ...]], Capture],
+        *,
+        ways: int = 1,
+        another_way: bool = False,
     ) -> Capture | None:
         """The symbolic capture for a call that was not captured yet; ``None`` if it is to have its own.
 
@@ -53,6 +60,8 @@ class Kinds:
             rest: what its step depends on besides its arguments.
             call: that is to be captured.
             capture: from a device and the dimensions that are symbols to a new capture.
+            ways: that calls of the model have gone.
+            another_way: whether its shape was captured, in another way through the model.
         """
         leaves, spec = tree_flatten((call.args, call.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -63,9 +72,9 @@ class Kinds:
         if kind.failures >= MOST_FAILURES:
             return None
         if not kind.shared:
-            if shapes not in kind.seen:
+            if another_way or shapes not in kind.seen:
                 kind.seen.append(shapes)
-            if len(kind.seen) <= OWN_CAPTURES:
+            if len(kind.seen) <= max(OWN_CAPTURES + 1 - ways, 1) or len(set(kind.seen)) < 2:
                 return None
             kind.changing = _changing(kind.seen)
         if not _serves(kind, shapes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,7 @@ __all__ = [
     "module_stack_of",
     "number_read",
     "own_names_of",
+    "size_source",
     "stack_trace_of",
 ]
 
@@ -99,6 +101,22 @@ def expression_of(size: torch.SymInt) -> sympy.Expr:
 def hint_of(size: torch.SymInt) -> int:
     """What a symbolic size was in the call that was captured."""
     return int(size.node.hint)  # type: ignore[arg-type]
+
+
+def size_source(size: torch.SymInt) -> str | None:
+    """A symbolic size as an expression of what Dynamo calls the inputs; ``None`` if a symbol is from none."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    expression = expression_of(size)
+    known = size.node.shape_env.var_to_sources
+    sources = {str(symbol): known.get(symbol) for symbol in expression.free_symbols}
+    if not all(sources.values()):
+        return None
+
+    def source(found: re.Match[str]) -> str:
+        return f"({sources[found[0]][0].name})" if found[0] in sources else found[0]
+
+    return re.sub(r"\b[a-z]+\d+\b", source, PythonPrinter().doprint(expression))
 
 
 def data_dependent_guard_type() -> type[Exception]:

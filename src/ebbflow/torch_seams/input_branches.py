@@ -39,7 +39,7 @@ from ebbflow.torch_seams.conditions import (
     written_by,
 )
 from ebbflow.torch_seams.fake_tensors import without_modes
-from ebbflow.torch_seams.graphs import hint_of
+from ebbflow.torch_seams.graphs import hint_of, size_source
 from ebbflow.torch_seams.patches import Attribute, patched
 
 __all__ = ["Question", "branches_on_inputs", "other_answer"]
@@ -159,8 +159,10 @@ def _taken_out(root: fx.Node, arguments: Mapping[str, Any]) -> tuple[fx.Graph, t
     for node in root.graph.nodes:
         if node not in used:
             continue
-        if node.op == "placeholder":
-            source = _source(node, arguments)
+        if node.op == "placeholder" or _is_size(node):
+            source = (
+                size_source(value) if isinstance(value := _example(node), torch.SymInt) else _source(node, arguments)
+            )
             if source is None:
                 return None
             inputs.append(source)
@@ -185,7 +187,7 @@ def _computed_from(root: fx.Node) -> set[fx.Node] | None:
         stack = [n for n in writes if n not in used and not memory.isdisjoint(written_by(n))]
     written: set[int] = set().union(*(written_by(node) for node in used if changes(node)))
     given = storages_of(node for node in used if node.op == "placeholder")
-    computed = sum(_bytes(node.meta.get("example_value")) for node in used if node.op != "placeholder")
+    computed = sum(_bytes(_example(node)) for node in used if node.op != "placeholder")
     return used if computed <= _MOST_BYTES and written.isdisjoint(given) else None
 
 
@@ -196,7 +198,9 @@ def _collect(stack: list[fx.Node], used: set[fx.Node]) -> bool:
         if node in used:
             continue
         used.add(node)
-        value = node.meta.get("example_value")
+        if _is_size(node):
+            continue
+        value = _example(node)
         if isinstance(value, torch.Tensor) and (
             value.requires_grad or (value.is_floating_point() and torch.is_autocast_enabled(value.device.type))
         ):
@@ -205,6 +209,18 @@ def _collect(stack: list[fx.Node], used: set[fx.Node]) -> bool:
             return False
         stack.extend(node.all_input_nodes)
     return True
+
+
+def _example(node: fx.Node) -> object:
+    return node.meta.get("example_value")
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether it is a number that follows from sizes of inputs, whatever it was read from."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    value = _example(node)
+    return isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
 
 
 def _bytes(value: object) -> int:
