@@ -1,8 +1,7 @@
 """The proof that a step with tiles is the step without them: nothing runs.
 
-Every value of the new graph *claims* one of the old. By induction over the graph:
-1. A call that both have claims its like: the same name, target and constants, and arguments that claim the arguments
-   of that one.
+Every value of the new graph claims one of the old:
+1. What both graphs call claims its like (``rewrites.claims``).
 2. The call of a tile names old ops, its *parts*. Its graph calls each as the old graph does, with the same constants
    and arguments that claim those of the old op. What it makes itself is seen through views of the old step that keep
    the order of elements of a contiguous value, for slices have two dimensions where the old step may have more.
@@ -20,7 +19,6 @@ Every value of the new graph *claims* one of the old. By induction over the grap
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -28,9 +26,10 @@ from torch import fx
 
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.traits import draws_random, has_effect
+from ebbflow.rewrites.claims import Claims, same
 from ebbflow.rewrites.heads import SAME_ORDER
 from ebbflow.rewrites.proof import RewriteError
-from ebbflow.rewrites.replaced import Replaced, replaced_by
+from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.tile_places import PARTS
 from ebbflow.rewrites.tiled import Tiled
 from ebbflow.torch_seams.dispatcher import OpOverload, is_pointwise
@@ -48,10 +47,7 @@ def prove_tiled(step: Captured, after: Captured) -> list[Replaced]:
     Raises:
         RewriteError: if it is not.
     """
-    proof = _Proof(step)
-    for node in after.graph.nodes:
-        proof.node(node)
-    return proof.replaced
+    return _Proof(step, RewriteError).walk(after)
 
 
 def _require(holds: bool, what: str) -> None:
@@ -59,38 +55,9 @@ def _require(holds: bool, what: str) -> None:
         raise RewriteError(f"a step in slices is not what was captured: {what}")
 
 
-class _Proof:
-    def __init__(self, step: Captured) -> None:
-        self.step = step
-        self.by_name = {node.name: node for node in step.graph.nodes}
-        self.claims: dict[fx.Node, Any] = {}  # an old node, or a tuple of them
-        self.replaced: list[Replaced] = []
-
-    def node(self, node: fx.Node) -> None:
-        """One more, in order."""
-        if node.op == "output":
-            given, wanted = tree_leaves(node.args), list(self.step.outputs)
-            _require(len(given) == len(wanted), "another number of outputs")
-            for position, (mine, theirs) in enumerate(zip(given, wanted, strict=True)):
-                _require(_same(self._claim(mine), theirs), f"output {position} is another value")
-        elif isinstance(node.target, Tiled):
-            self.claims[node] = results = _Slice(self, node, node.target).results()
-            if found := replaced_by(node, self.claims, results, self.step):
-                self.replaced.append(found)
-        elif node.target is operator.getitem and isinstance(self.claims.get(arguments_of(node)[0]), tuple):
-            source, index = arguments_of(node)
-            self.claims[node] = self.claims[source][index]
-        else:
-            like = self.by_name.get(node.name)
-            _require(like is not None and (like.op, like.target) == (node.op, node.target), f"{node.name} is new")
-            assert like is not None
-            given, wanted = tree_leaves((node.args, node.kwargs)), tree_leaves((like.args, like.kwargs))
-            same = len(given) == len(wanted) and all(map(_same, map(self._claim, given), wanted))
-            _require(same, f"{node.name} reads other values")
-            self.claims[node] = like
-
-    def _claim(self, value: Any) -> Any:
-        return self.claims[value] if isinstance(value, fx.Node) else value
+class _Proof(Claims):
+    def own(self, node: fx.Node) -> tuple[fx.Node, ...] | None:
+        return _Slice(self, node, node.target).results() if isinstance(node.target, Tiled) else None
 
 
 class _Slice:
@@ -158,7 +125,7 @@ class _Slice:
         _require(len(given) == len(wanted), f"{inner} has other arguments than {name}")
         for mine, theirs in zip(given, wanted, strict=True):
             if not isinstance(mine, fx.Node):
-                _require(_same(mine, theirs), f"{inner} has other constants than {name}")
+                _require(same(mine, theirs), f"{inner} has other constants than {name}")
             elif mine in self.own:
                 flipped = mine.target is _aten.t.default
                 _require(not flipped or theirs.target is _aten.t.default, f"{inner} reads {mine} transposed")
@@ -225,9 +192,3 @@ def _seen_through(node: fx.Node) -> fx.Node:
     while node.target in SAME_ORDER:
         (node, *_) = arguments_of(node)
     return node
-
-
-def _same(claim: Any, theirs: Any) -> bool:
-    if isinstance(claim, fx.Node) or isinstance(theirs, fx.Node):
-        return claim is theirs
-    return type(claim) is type(theirs) and (claim == theirs or repr(claim) == repr(theirs))
