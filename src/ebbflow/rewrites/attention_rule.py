@@ -109,7 +109,7 @@ def _at(regions: Mapping[str, Attention], rewrite: Rewrite) -> Attention:
 def _rewrite(region: Attention, part: int | None) -> Rewrite:
     entries = 1 if part is None else max(1, min(region.entries // part, region.leading[-1]))
     facts = tuple(dict.fromkeys(each.says for each in _facts(region, entries)))
-    return Rewrite(RULE, region.at, region.where, "entries", (("entries", entries), ("places", 1)), facts)
+    return Rewrite(RULE, region.at, region.where, "slices", (("entries", entries), ("places", 1)), facts)
 
 
 def _calls(step: Captured, rewrites: Sequence[Rewrite]) -> list[tuple[Tile, int]]:

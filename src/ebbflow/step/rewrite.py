@@ -72,7 +72,9 @@ def in_words(rewrites: Iterable[Rewrite]) -> list[str]:
         if many is None:
             words.append(str(each))
         else:
-            sizes = [f"{name} {value}" for name, value in each.settings if name in ("rows", "columns") and value]
+            sizes = [
+                f"{name} {value}" for name, value in each.settings if name in ("rows", "columns", "entries") and value
+            ]
             kind = f"{each.rule}: {each.form}" + (f" by {', '.join(sizes)}" if sizes else "")
             places[kind] = places.get(kind, 0) + many
     return [*words, *(f"{kind} ({many} places)" for kind, many in places.items())]
