@@ -162,10 +162,13 @@ class PlanFileError(EbbflowError, ValueError):
 
 
 class VerificationError(EbbflowError, RuntimeError):
-    """A buffer came back with other bits than it had. Raised before any wrong gradient leaves the backward.
+    """A proven step made other bits than it should have. Raised before any wrong gradient leaves the backward.
+
+    Either a buffer came back, recomputed or from slower memory, with other bits than it had; or the op of a rewrite
+    gave other bits than the captured ops whose place it takes, on the step's own numbers.
 
     Attributes:
-        buffer: name of the buffer.
+        buffer: name of the buffer; of a rewrite, what of its results is different.
         op: the op that makes it, with its source line.
     """
 

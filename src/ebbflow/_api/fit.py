@@ -166,12 +166,7 @@ def fit(
     )
     planner_named(options.planner)
     limit, given = _limit_of(budget)
-    if given is not None and start is not None:
-        raise UsageError(
-            "fit takes a plan to run or a plan to start from, not both: give a budget with start=",
-            argument="start",
-            value=start,
-        )
+    _refuse_two_plans(given, start)
     refuse_to_fit(model)
     refuse_foreign_optimizer(model, optimizer)
     _warn_of_the_card(model, limit)
@@ -182,34 +177,56 @@ def fit(
         refuse_to_offload(optimizer, opened)
     if options.inside:
         refuse_to_step_inside(optimizer, options.scaler)
-    FITTED[model] = FittedModel(
-        plain_class=type(model),
-        budget=limit,
-        given_plan=given,
-        options=replace(
-            PlanningOptions.of(options),
-            cache=PlanCache(),
-            buckets=Buckets(),
-            machine=_machine_at_hand(model, opened) if given is None else None,
-            tiers=tuple(opened) if given is None else (),
-        ),
-        optimizer=optimizer,
-        verify=verify,
-        every_output=options.every_output,
-        start=start,
-        rewrites=options.rewrite_rules,
-        first_rewrites=options.first_rules,
-        tiers=opened,
-        offloaded=Offloaded(optimizer, next(iter(opened.values()))) if offload_optimizer and optimizer else None,
-        inside=Inside(optimizer, options.clipping, options.scaler)
-        if options.inside and optimizer is not None
-        else None,
-        calls=Calls(fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters())),
-    )
+    FITTED[model] = _known_of(model, limit, given, options, optimizer, opened)
     set_class(model, fitted_class(type(model)))
     watch_optimizers(calls_of_fitted)
     watch_batches(calls_of_fitted)
     return model
+
+
+def _refuse_two_plans(given: Plan | None, start: Plan | None) -> None:
+    if given is not None and start is not None:
+        raise UsageError(
+            "fit takes a plan to run or a plan to start from, not both: give a budget with start=",
+            argument="start",
+            value=start,
+        )
+
+
+def _known_of(
+    model: torch.nn.Module,
+    limit: Budget,
+    given: Plan | None,
+    options: Options,
+    optimizer: torch.optim.Optimizer | None,
+    tiers: dict[str, Way],
+) -> FittedModel:
+    """What is known of ``model`` before its first call, all refusals behind it."""
+    planned_here = given is None
+    planning = replace(
+        PlanningOptions.of(options),
+        cache=PlanCache(),
+        buckets=Buckets(),
+        machine=_machine_at_hand(model, tiers) if planned_here else None,
+        tiers=tuple(tiers) if planned_here else (),
+    )
+    moves, updates = optimizer if options.offload_optimizer else None, optimizer if options.inside else None
+    return FittedModel(
+        plain_class=type(model),
+        budget=limit,
+        given_plan=given,
+        options=planning,
+        optimizer=optimizer,
+        verify=options.verify,
+        every_output=options.every_output,
+        start=options.start,
+        rewrites=options.rewrite_rules,
+        first_rewrites=options.first_rules,
+        tiers=tiers,
+        offloaded=None if moves is None else Offloaded(moves, next(iter(tiers.values()))),
+        inside=None if updates is None else Inside(updates, options.clipping, options.scaler),
+        calls=Calls(fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters())),
+    )
 
 
 def _require_tiers(plan: Plan | None, tiers: Mapping[str, Way], otherwise: str) -> None:

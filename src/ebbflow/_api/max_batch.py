@@ -31,8 +31,8 @@ from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT, silent
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.narration import aloud, interruption_noted, narrated
-from ebbflow.planning.held import parts_of
 from ebbflow.planning.pipeline import PlanningOptions
+from ebbflow.planning.resident_in_words import parts_of
 from ebbflow.signals import raised_by_a_handler
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan

@@ -6,16 +6,13 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
-from ebbflow.capture.branches import on_eagers_branches
+from ebbflow.capture.attempts import attempted
 from ebbflow.capture.cuda.kernels import rename_stand_ins
-from ebbflow.capture.disturbed import undisturbed
-from ebbflow.capture.first_calls import after_first_calls
 from ebbflow.capture.joint import Captured, read_joint
 from ebbflow.capture.trace import compile_step, forget_step, forward_of, translated_errors
 from ebbflow.errors import CaptureError, EbbflowError
@@ -120,7 +117,7 @@ def capture(
         finally:
             forget_step(step)
 
-    on_eagers_branches(partial(undisturbed, partial(after_first_calls, attempt, model)), answers)
+    attempted(attempt, model, answers=answers)
     if reader.joint is None:
         raise CaptureError(
             "the call was not captured: nothing in it takes a gradient",

@@ -16,15 +16,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from ebbflow.capture.branches import on_eagers_branches
-from ebbflow.capture.disturbed import undisturbed
-from ebbflow.capture.first_calls import after_first_calls
+from ebbflow.capture.attempts import attempted
 from ebbflow.capture.joint import Captured, accumulating, read_joint
 from ebbflow.capture.numbers import Numbers
 from ebbflow.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
@@ -180,10 +177,8 @@ class Capture:
                 raise
             raise InternalError("a step ran while it was captured")
 
-        alone = partial(
-            undisturbed, partial(after_first_calls, partial(self._numbers.fixed_if_needed, attempt), call.module)
-        )
-        raise alone() if self.symbolic else on_eagers_branches(alone, self.answers)
+        answers = None if self.symbolic else self.answers
+        raise attempted(attempt, call.module, answers=answers, numbers=self._numbers)
 
     def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:
         # A capture holds one program: Dynamo must not compile another one into it behind our back.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured_form
 from ebbflow.errors import BudgetError, PlanMismatch
-from ebbflow.planning.held import held_before, parts_of
+from ebbflow.planning.resident_in_words import parts_of, resident_sentence
 from ebbflow.rewrites.choices import Finish, choice_of, itself
 from ebbflow.step.legality import check
 from ebbflow.step.machine import is_elsewhere
@@ -93,8 +93,8 @@ def given_plan_here(
         parts = parts_of(resident_parts, resident, reserve)
         raise BudgetError(
             f"the given plan needs {moved.predicted_peak_bytes + reserve} bytes here, its budget is "
-            f"{plan.budget_bytes}: more is resident ({resident} bytes) than when it was made. {held_before(parts)}. "
-            "Plan anew with fit(model, budget=...)",
+            f"{plan.budget_bytes}: more is resident ({resident} bytes) than when it was made. "
+            f"{resident_sentence(parts)}. Plan anew with fit(model, budget=...)",
             budget_bytes=plan.budget_bytes,
             floor_bytes=plan.floor_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
             smallest_bytes=plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,

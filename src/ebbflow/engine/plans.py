@@ -24,10 +24,10 @@ from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.flights import flights_of
 from ebbflow.engine.given import given_plan_here, program_of, start_here
-from ebbflow.engine.held import GRADIENTS_TO_COME, STATE, held_by_kind, without_flights
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.offloaded import offload_hint
 from ebbflow.engine.reserve import reserve_bytes
+from ebbflow.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_flights
 from ebbflow.engine.retained import Retained, plan_retained
 from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError, CaptureError
@@ -94,7 +94,7 @@ def plan_for(
     reserve = reserve_bytes(program, now.device, verify=model.verify)
     to_come = _to_come(model, now)
     resident = resident_bytes(step, now) + sum(to_come.values())
-    held = held_by_kind(step, now, arguments, model.optimizer, to_come=to_come, resident_bytes=resident)
+    held = resident_by_kind(step, now, arguments, model.optimizer, to_come=to_come, resident_bytes=resident)
     if model.given_plan is not None:
         here = program_of(model.given_plan, captured, program, now.device, _finish(model, now))
         return _given(model, model.given_plan, here, now, resident, reserve, held), False

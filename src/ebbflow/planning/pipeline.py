@@ -16,7 +16,7 @@ from ebbflow.planners.narration import interruption_noted
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.alternatives import Alternative, best_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
-from ebbflow.planning.held import held_before, parts_of
+from ebbflow.planning.resident_in_words import parts_of, resident_sentence
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
 from ebbflow.step.legality import check
@@ -403,7 +403,7 @@ def _budget_error(
             f"a budget of {format_allowed(budget)} ({budget} bytes) is too small: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
             f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
-            f"{held_before(parts)}. "
+            f"{resident_sentence(parts)}. "
             f"No schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
             f"which is pinned by {pin}. "
             f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}, "

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ebbflow.errors import BudgetError
-from ebbflow.planning.held import held_before, parts_of
+from ebbflow.planning.resident_in_words import parts_of, resident_sentence
 from ebbflow.step.program import Program, analysis
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
@@ -78,8 +78,9 @@ class StepEnd:
         return BudgetError(
             f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what}, take "
             f"{format_bytes(self.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes, "
-            f"{share_of_unplanned(needed, unplanned)}) are taken at its end, whatever the plan. {held_before(parts)}. "
-            f"Ask for {budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}, or {self.remedy}",
+            f"{share_of_unplanned(needed, unplanned)}) are taken at its end, whatever the plan. "
+            f"{resident_sentence(parts)}. Ask for "
+            f"{budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}, or {self.remedy}",
             budget_bytes=budget_bytes,
             floor_bytes=needed,
             smallest_bytes=needed,

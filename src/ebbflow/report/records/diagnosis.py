@@ -21,7 +21,7 @@ from typing import Any
 
 from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor_parts import floor_parts
-from ebbflow.planning.held import parts_of
+from ebbflow.planning.resident_in_words import parts_of
 from ebbflow.report.records.advice import SCALAR_BYTES, Advice, advise
 from ebbflow.report.records.profile import Kind, LayerType, kinds_at, layer_types_at
 from ebbflow.report.records.rewriting import Rewriting

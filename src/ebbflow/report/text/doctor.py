@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from ebbflow.planners.base import AS_CAPTURED
-from ebbflow.planning.held import held_in_words, parts_of
+from ebbflow.planning.resident_in_words import parts_in_words, parts_of
 from ebbflow.report.records.diagnosis import Break, Findings, OpGroup, Place
 from ebbflow.report.text.plan import counted_of, origins_of, room_of
 from ebbflow.units import format_allowed, format_bytes, format_count, format_percent, format_seconds, format_share
@@ -109,7 +109,7 @@ def _resident(found: Findings) -> list[str]:
     """What every budget holds before the step."""
     if not found.resident_parts:
         return []
-    return [_fact("resident", f"whatever the plan: {held_in_words(found.resident_parts)}")]
+    return [_fact("resident", f"whatever the plan: {parts_in_words(found.resident_parts)}")]
 
 
 def _little(found: Findings) -> list[str]:
@@ -122,7 +122,7 @@ def _little(found: Findings) -> list[str]:
     most = f"{format_bytes(found.gain_bytes)} at most, {format_percent(found.gain_bytes / peak if peak else 0.0)}"
     return [
         _fact("gain", f"{most} of the peak: the rest is there under any plan"),
-        _fact("", held_in_words({**kept, **floor})),
+        _fact("", parts_in_words({**kept, **floor})),
     ]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ebbflow
 from ebbflow.errors import BudgetError
-from ebbflow.planning.held import OTHER, held_before, parts_of
+from ebbflow.planning.resident_in_words import OTHER, parts_of, resident_sentence
 from ebbflow.report.records.diagnosis import Findings
 from ebbflow.report.text.doctor import write_findings
 from ebbflow.zoo import mlp_chain
@@ -144,7 +144,7 @@ def test_what_is_unknown_is_a_kind_and_all_add_up() -> None:
     assert parts_of({"weights": 10, "nothing": 0}, 30, 5) == {"weights": 10, OTHER: 20, "kept in reserve": 5}
     assert parts_of({"weights": 10}, 4) == {OTHER: 4}, "of a plan that has moved to a call with less"
     assert parts_of({}, 0) == {}
-    assert held_before({}) == "Nothing of it is resident before the step starts"
+    assert resident_sentence({}) == "Nothing of it is resident before the step starts"
     for sizes in itertools.product((0, 3), repeat=3):
         parts = dict(zip("abc", sizes, strict=True))
         assert sum(parts_of(parts, 12, 1).values()) == 13

@@ -13,7 +13,7 @@ from ebbflow.engine.step import Step
 from ebbflow.measurement.resident import resident_parts, tensors_in
 from ebbflow.torch_seams.data_parallel import bucket_bytes
 
-__all__ = ["GRADIENTS_TO_COME", "STATE", "held_by_kind", "without_flights"]
+__all__ = ["GRADIENTS_TO_COME", "STATE", "resident_by_kind", "without_flights"]
 
 STATE = "optimizer state"
 GRADIENTS_TO_COME = "gradients that will stay"
@@ -23,7 +23,7 @@ _HIDDEN = "tensors that the step reads from elsewhere"
 _LEFT = "batches of data loaders, what earlier calls returned, and constants"
 
 
-def held_by_kind(
+def resident_by_kind(
     step: Step,
     now: Circumstances,
     arguments: object,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ebbflow.units import format_bytes
 
-__all__ = ["OTHER", "RESERVE", "held_before", "held_in_words", "parts_of"]
+__all__ = ["OTHER", "RESERVE", "parts_in_words", "parts_of", "resident_sentence"]
 
 OTHER = "other tensors"
 """Of no kind that is known: another model's, say, on a card, whose allocator counts all that there is."""
@@ -33,17 +33,17 @@ def parts_of(parts: Mapping[str, int], resident_bytes: int, reserve_bytes: int =
     return found
 
 
-def held_in_words(parts: Mapping[str, int]) -> str:
+def parts_in_words(parts: Mapping[str, int]) -> str:
     """``"1.50 KiB (1536 bytes) weights, 512 B (512 bytes) kept in reserve"``."""
     return ", ".join(f"{_both(size)} {kind}" for kind, size in parts.items())
 
 
-def held_before(parts: Mapping[str, int]) -> str:
+def resident_sentence(parts: Mapping[str, int]) -> str:
     """What of a budget is taken before the step, as a sentence without its stop."""
     if not parts:
         return "Nothing of it is resident before the step starts"
     total = _both(sum(parts.values()))
-    return f"{total} of it are resident before the step starts, whatever the plan: {held_in_words(parts)}"
+    return f"{total} of it are resident before the step starts, whatever the plan: {parts_in_words(parts)}"
 
 
 def _both(size: int) -> str:
