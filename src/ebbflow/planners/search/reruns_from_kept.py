@@ -37,31 +37,32 @@ def reruns_for_residents(program: Program, residents: Residents) -> list[tuple[i
         program: any.
         residents: per stage, the buffers to be resident when it begins; those made later are ignored.
     """
-    ops, buffers, pinned = program.ops, program.buffers, program.pinned
+    ops, pinned = program.ops, program.pinned
     limit = [last_rerun_stage(program, o) for o in range(len(ops))]
     last_read = [max(readers, default=-1) for readers in program.readers]
+    # A buffer that no op makes is made before no stage: it is there anyway.
+    made = [len(ops) if b.producer is None else b.producer for b in program.buffers]
+
+    def old(t: int) -> set[int]:
+        """Of the residents of stage ``t``, what was made before it."""
+        return {b for b in residents(t) if made[b] < t}
+
     reruns: list[tuple[int, int]] = []
-    here = _old(program, residents(0), 0)
-    for t in range(len(ops)):
-        following = _old(program, residents(t + 1), t + 1) if t + 1 < len(ops) else frozenset[int]()
+    here = old(0)
+    for t, op in enumerate(ops):
+        following = old(t + 1) if t + 1 < len(ops) else set[int]()
         must: set[int] = set()
-        stack = list(ops[t].inputs)
-        stack += [b for b in following - here if buffers[b].producer != t and last_read[b] > t]
+        stack = [*op.inputs, *(b for b in following - here if made[b] != t and last_read[b] > t)]
         while stack:
             b = stack.pop()
-            o = buffers[b].producer
-            if o is None or b in pinned or b in here or o in must:
+            o = made[b]
+            if o == len(ops) or b in pinned or b in here or o in must:
                 continue
             if t > limit[o]:  # its last production is held, a resident or not
                 continue
             must.add(o)
             stack.extend(ops[o].inputs)
-        reruns.extend((o, t) for o in sorted(must) if o != t)
+        must.discard(t)
+        reruns.extend((o, t) for o in sorted(must))
         here = following
     return reruns
-
-
-def _old(program: Program, buffers: Iterable[int], t: int) -> frozenset[int]:
-    """Of ``buffers``, what was made before stage ``t``."""
-    made = ((b, program.buffers[b].producer) for b in buffers)
-    return frozenset(b for b, o in made if o is not None and o < t)
