@@ -56,11 +56,14 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
+# Each process has a run of files, so that what a file prepares is prepared once, and whoever is done takes from others.
+WORKERS := --numprocesses=auto --maxprocesses=4 --dist=worksteal
+
 unit: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 -m "not long"
+	$(BIN)/python -m pytest $(WORKERS) -m "not long"
 
 unit-all: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4
+	$(BIN)/python -m pytest $(WORKERS)
 
 # Paths, not a marker: what is not named here is not even imported.
 QUICK := tests/core tests/planners tests/engine/test_quick_steps.py

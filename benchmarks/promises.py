@@ -1,10 +1,12 @@
 """Do the promises hold in real training code? Situations, each run by eager and under a budget, all steps.
 
-    python benchmarks/promises.py [--list] [--only NAME ...] [--moving DIRECTORY] [--jobs N] [--out FILE]
+    python benchmarks/promises.py [--list] [--only NAME ...] [--moving DIRECTORY] [--effort N] [--jobs N] [--out FILE]
 
 A situation (``situations/``) is held against an oracle that is not ours: bytes as a preloaded counter of the
 allocator's calls sees them, bits as eager gives them, planned calls and captures as expected. NAME is a group or a part
 of a situation's name. Results of a run of some situations replace their rows; the others' stay.
+
+With ``--effort`` searches for plans are as short as that, which is for tests: bytes and bits hold for any plan.
 
 With ``--moving`` every model is fitted with that directory's disk as a tier, on which any tensor pays, so that the same
 situations hold what moves; results go to ``promises-moving.json``.
@@ -21,7 +23,7 @@ from harness.origin import current_cases
 from harness.record import Record
 from situations.oracle import SLACK_BYTES
 from situations.registry import GROUPS, all_situations
-from situations.run import MOVING
+from situations.run import EFFORT, MOVING
 from situations.runner import counted, listed, named, run_all
 
 MEASURED = (
@@ -53,7 +55,8 @@ def main() -> int:
             print(listed(each))
         print(f"{len(wanted)} situations")
         return 0
-    record = Record("promises", {"counts": "Counts", "oracle": "The oracle", **GROUPS}, {"slack_bytes": SLACK_BYTES})
+    settings = {"slack_bytes": SLACK_BYTES} | ({} if options.effort is None else {"effort": options.effort})
+    record = Record("promises", {"counts": "Counts", "oracle": "The oracle", **GROUPS}, settings)
     before = (
         Record.read(options.out, record.titles) if options.out.exists() and (options.only or options.stale) else None
     )
@@ -83,12 +86,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--stale", action="store_true", help="run what has no figures of today's sources")
     parser.add_argument("--list", action="store_true", help="print the situations and run nothing")
     parser.add_argument("--moving", type=Path, default=None, metavar="DIRECTORY", help="let tensors move there")
+    parser.add_argument("--effort", type=int, default=None, metavar="N", help="moves of a search (default: a user's)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: 1)")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: results/promises.json)")
     options = parser.parse_args()
     moving = options.moving is not None
     if moving:
         os.environ[MOVING] = str(options.moving.absolute())
+    if options.effort is not None:
+        os.environ[EFFORT] = str(options.effort)
     options.out = options.out or (OUT.with_name("promises-moving.json") if moving else OUT)
     return options
 

@@ -1,23 +1,17 @@
-"""The oracle of tests of trainers: what a training leaves, and situations in which others count the bytes."""
+"""The oracle of tests of trainers: what a training leaves."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["NO_GRADIENTS", "assert_left_alike", "drawn", "left_by", "tiny_gpt2", "within_the_budget_by_a_counter"]
+__all__ = ["NO_GRADIENTS", "assert_left_alike", "drawn", "left_by", "tiny_gpt2"]
 
 NO_GRADIENTS = "no gradients (torch.no_grad or inference_mode)"
-ROOT = Path(__file__).parents[1]
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
@@ -57,18 +51,3 @@ def assert_left_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert torch.equal(one["torch"], other["torch"])
     assert one["python"] == other["python"]
     assert np.array_equal(one["numpy"], other["numpy"])
-
-
-def within_the_budget_by_a_counter(names: Sequence[str], folder: Path) -> None:
-    """Situations of ``benchmarks/promises.py`` hold, whose bytes a counter of the allocator's calls counts."""
-    out = folder / "promises.json"
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
-    command = [sys.executable, str(ROOT / "benchmarks" / "promises.py"), "--only", *names, "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    record = json.loads(out.read_text())
-    rows = {row["columns"]["case"]: row for row in record["rows"] if row["question"] not in ("counts", "oracle")}
-    why = {name: row["columns"].get("why") for name, row in rows.items()}
-    missed = {name: why[name] for name, row in rows.items() if not all(check["passed"] for check in row["checks"])}
-    assert (set(rows), missed, record["failures"]) == (set(names), {}, [])
-    assert done.returncode == 0, done.stderr

@@ -46,6 +46,8 @@ class Counts:
 COUNTS = Counts()
 MOVING = "EBBFLOW_PROMISES_MOVING"
 """Names a directory in the environment, to whose disk tensors may move, and on which any tensor pays."""
+EFFORT = "EBBFLOW_PROMISES_EFFORT"
+"""Says in the environment how many moves a search for a plan takes, and one for the smallest budget."""
 
 
 def watch_engine() -> None:
@@ -56,6 +58,13 @@ def watch_engine() -> None:
     if MOVING in os.environ:
         measured = links._Measured(4e10, 4e10, 1e-6, 0.0)  # a disk that is worth it, whatever this one does
         links._measure, links._LEAST_BYTES = lambda _: measured, 64
+
+    if EFFORT in os.environ:
+        import ebbflow._api.fit as fit
+        from ebbflow.planners.search.smallest import smallest_of
+
+        fit.DEFAULT_EFFORT = int(os.environ[EFFORT])
+        smallest_of.__defaults__ = (int(os.environ[EFFORT]), *(smallest_of.__defaults__ or ())[1:])
 
     partition, forward = compiled.Capture.partition, compiled.run_forward
 

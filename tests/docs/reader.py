@@ -1,7 +1,8 @@
 """Runs the files that it is told of, each as a script in a process of its own that has torch imported already.
 
 1. A line of standard input is a JSON list: a file of the working directory, where its output and its errors go, and the
-   effort of searches that name none (0: the default). The line that answers it is the exit status.
+   effort of searches that name none, and of those for the smallest budget (0: the default). The line that answers it is
+   the exit status.
 2. Each file runs in a fork of a process that has imported modules and done nothing else; which ones a first step needs
    is told by another fork, which trains a toy model and ends.
 """
@@ -71,6 +72,8 @@ def script(name: str, output: str, errors: str, effort: int) -> None:
         importlib.import_module("ebbflow._api.fit").DEFAULT_EFFORT = effort
         for function in (ebbflow.plan, ebbflow.max_batch):
             inspect.unwrap(function).__kwdefaults__["effort"] = effort
+        smallest = importlib.import_module("ebbflow.planners.search.smallest").smallest_of
+        smallest.__defaults__ = (effort, *smallest.__defaults__[1:])
     sys.argv[:] = [name]
     sys.path[0] = os.getcwd()
     runpy.run_path(name, run_name="__main__")

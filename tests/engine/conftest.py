@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
+from short_searches import short_searches
 
-import pytest
-
-import ebbflow
-
-
-@pytest.fixture(autouse=True)
-def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow._api.fit.DEFAULT_EFFORT", 1_000)
-    monkeypatch.setitem(inspect.unwrap(ebbflow.plan).__kwdefaults__, "effort", 1_000)
+_short_searches = short_searches(1_000)

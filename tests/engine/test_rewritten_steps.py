@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -57,19 +58,19 @@ def once(loss: torch.Tensor, i: int) -> None:
     (loss * 3 if i in (1, 2) else loss).backward()
 
 
-def least(model: Tower) -> int:
-    """The smallest budget of the captured step."""
-    ebbflow.fit(model, 1, rewrites="none", progress=None)
+@functools.cache
+def least(form: str) -> int:
+    """The smallest budget of the captured step: bytes alone, so that it is looked for once."""
+    model = ebbflow.fit(FORMS[form](), 1, rewrites="none", progress=None)
     with pytest.raises(BudgetError) as refused:
         model(*arguments())
-    ebbflow.unfit(model)
     assert refused.value.smallest_bytes is not None
     return refused.value.smallest_bytes
 
 
 def below(form: str) -> int:
     """A budget that no plan of the captured step fits."""
-    return int(SHARE.get(form, 0.8) * least(FORMS[form]()))
+    return int(SHARE.get(form, 0.8) * least(form))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -101,7 +102,7 @@ def test_each_form_trains_as_eager(form: str, kind: str, monkeypatch: pytest.Mon
         return [each for each in every(*args, **options) if each.rewrites[0].form == kind]
 
     monkeypatch.setattr("ebbflow.engine.plans.alternatives_here", of_one_kind)
-    ebbflow.fit(model, int(0.95 * least(FORMS[form]())), progress=None)
+    ebbflow.fit(model, int(0.95 * least(form)), progress=None)
     assert all(map(torch.equal, history(model, once), expected))
     plan = ebbflow.plan_of(model)
     assert plan is not None
@@ -142,7 +143,7 @@ def test_graphs_that_are_retained() -> None:
 
     model = FORMS["plain"]()
     expected = history(copy.deepcopy(model), twice)
-    ebbflow.fit(model, least(FORMS["plain"]()), progress=None)
+    ebbflow.fit(model, least("plain"), progress=None)
     with pytest.warns(UserWarning, match="retains its graph|retain_graph=True"):  # the first time, since nobody knew
         found = history(model, twice)
     assert all(map(torch.equal, found, expected))
@@ -188,7 +189,7 @@ def test_a_refusal_tells_the_least_budget_of_all_programs() -> None:
     ebbflow.unfit(model)
     smallest = refused.value.smallest_bytes
     assert smallest is not None
-    assert smallest < least(FORMS["plain"]())
+    assert smallest < least("plain")
     ebbflow.fit(model, smallest, progress=None)
     loss_of(model(*arguments())).backward()
 
@@ -334,7 +335,7 @@ def test_another_precision_of_products_is_another_step() -> None:
     try:
         expected = trained(copy.deepcopy(model))
         torch.set_float32_matmul_precision("highest")
-        ebbflow.fit(model, int(0.9 * least(FORMS["plain"]())), progress=None)
+        ebbflow.fit(model, int(0.9 * least("plain")), progress=None)
         assert all(map(torch.equal, trained(model), expected))
     finally:
         torch.set_float32_matmul_precision("highest")

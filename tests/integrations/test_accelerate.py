@@ -11,7 +11,7 @@ import torch
 
 import ebbflow
 from ebbflow.errors import CaptureError, UsageError
-from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2, within_the_budget_by_a_counter
+from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -236,8 +236,3 @@ def test_hooks_in_a_row_are_refused_with_what_to_do() -> None:
 def test_what_accelerate_compiled_is_refused() -> None:
     with pytest.raises(UsageError, match=r"torch.compile returns"):
         Loop("prepare first", dynamo_backend="eager")
-
-
-@pytest.mark.slow
-def test_the_peak_is_within_the_budget_as_the_allocator_has_it(tmp_path: Path) -> None:
-    within_the_budget_by_a_counter(["accelerate_loop_bf16_fit_first", "accelerate_loop_plain_prepare_first"], tmp_path)

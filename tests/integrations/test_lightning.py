@@ -6,10 +6,6 @@ Bytes are held against an allocation counter by ``benchmarks/situations/lightnin
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +131,6 @@ def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     assert_same(trained(ckpt_path=saved, max_epochs=2), ours)
     assert budget.calls is not None
     assert budget.calls.planned == 3
-
-
-def test_bytes_as_an_allocation_counter_sees_them(tmp_path: Path) -> None:
-    names = ["lightning_callback_accumulated", "lightning_metrics", "lightning_manual", "lightning_holds"]
-    out = tmp_path / "rows.json"
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "promises.py"), "--only", *names, "--jobs", "1", "--out", str(out)],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(name in out.read_text() for name in names)
-    assert json.loads(out.read_text())
 
 
 class Numbers(Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ebbflow
-from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2, within_the_budget_by_a_counter
+from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 pytest.importorskip("accelerate")
 hf = pytest.importorskip("transformers")
@@ -254,8 +254,3 @@ def test_training_of_adapters_goes_on_from_what_was_saved(tmp_path: Path) -> Non
     assert_left_alike(alone, resumed)
     assert budget.calls is not None
     assert budget.calls.planned == 1
-
-
-@pytest.mark.slow
-def test_the_peak_is_within_the_budget_as_the_allocator_has_it(tmp_path: Path) -> None:
-    within_the_budget_by_a_counter(["peft_trainer_lora", "peft_before_dora"], tmp_path)

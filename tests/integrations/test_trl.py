@@ -11,7 +11,7 @@ import torch
 
 import ebbflow
 from ebbflow.errors import CaptureError, UsageError
-from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2, within_the_budget_by_a_counter
+from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 pytest.importorskip("accelerate")
 hf = pytest.importorskip("transformers")
@@ -201,8 +201,3 @@ def test_the_op_stands_in_while_it_is_open_and_in_captures_alone() -> None:
     finally:
         patch.close()
     assert of_trl._ChunkedLogProbFunction is before
-
-
-@pytest.mark.slow
-def test_the_peak_is_within_the_budget_as_the_allocator_has_it(tmp_path: Path) -> None:
-    within_the_budget_by_a_counter(["sft_accumulated", "dpo_lora_plain"], tmp_path)

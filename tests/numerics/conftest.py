@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.units import Budget
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+from short_searches import short_searches
 
 EFFORT = 200
 
@@ -36,11 +36,7 @@ BUILDERS: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How good plans are is tested with the planners."""
-    monkeypatch.setattr("ebbflow._api.fit.DEFAULT_EFFORT", EFFORT)
-    monkeypatch.setitem(inspect.unwrap(ebbflow.plan).__kwdefaults__, "effort", EFFORT)
+_short_searches = short_searches(EFFORT)
 
 
 @dataclass

@@ -315,8 +315,9 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("optimizer", [momentum, adamw])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("gpt", adamw), ("mlp", momentum), ("tied", momentum), ("tied", adamw), ("mixed", adamw)]
+)
 def test_second_passes_have_the_bits_of_the_loop_outside(name: str, optimizer: Any) -> None:
     make, arguments = ZOO[name]
     torch.manual_seed(0)
@@ -326,7 +327,7 @@ def test_second_passes_have_the_bits_of_the_loop_outside(name: str, optimizer: A
         )
     assert refused.value.smallest_bytes is not None
     budget = refused.value.smallest_bytes + 256
-    model = assert_as_outside(make, optimizer, arguments, budget, max_norm=0.1)
+    model = assert_as_outside(make, optimizer, arguments, budget, steps=6, max_norm=0.1)
     # Where gradients are few, something else pins the least budget, and they may stay.
     assert passes_of(model) or name in {"mlp", "mixed"}
 

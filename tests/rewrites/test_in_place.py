@@ -73,12 +73,14 @@ def verified(case: Case) -> int:
     """How many places the ways of ``case`` have, with the captured step's bits and the predicted bytes."""
     step, program = captured_of(case)
     places = 0
-    verifier = None
+    plain = verifier = None
     for way in RULE.ways(step):
         costed = Choice(step, way).costed("cpu", program)
         if costed is None:
             continue
-        plain = ebbflow.plan(case.model, case.args, case.kwargs, budget="200%", progress=None)
+        plain = plain or ebbflow.plan(
+            case.model, case.args, case.kwargs, budget="200%", planner="keep_all", rewrites="none", progress=None
+        )
         rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
         schedule = unplanned_schedule(costed.program)
         plan = replace(plain, program=costed.program, schedule=schedule, rewritten=rewritten, floor_op=0)
