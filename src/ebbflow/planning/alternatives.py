@@ -23,6 +23,7 @@ from ebbflow.errors import BudgetError
 from ebbflow.planners.base import Problem, planner_named
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.hybrid.floor import floor_with_tiers
+from ebbflow.planners.search.smallest import note_alike
 from ebbflow.step.machine import Link
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
@@ -261,6 +262,7 @@ class _Tries:
         self.refusals: list[BudgetError] = []
         self.tried: set[tuple[Rewrite, ...]] = set()
         self._plan_one = plan_one
+        self._programs: list[Program] = []
         self._captured = (program.seconds, unplanned_bytes(program))
 
     def plan(self, each: Alternative) -> bool:
@@ -269,8 +271,11 @@ class _Tries:
             return False
         self.tried.add(costed.rewrites)
         rewritten = Rewritten(costed.rewrites, *self._captured) if costed.rewrites else None
+        candidate = _surrounded(costed.program, self.program)
+        note_alike(candidate, self._programs)
+        self._programs.append(candidate)
         try:
-            plan = self._plan_one(_surrounded(costed.program, self.program), rewritten)
+            plan = self._plan_one(candidate, rewritten)
         except BudgetError as error:
             self.refusals.append(error)
             return False
