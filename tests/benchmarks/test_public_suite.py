@@ -37,9 +37,8 @@ class _Blocks(nn.Module):
 
 class _Branches(_Blocks):
     def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            x = x * 2
-        return super().forward(x)
+        outputs = super().forward(x)
+        return outputs * 2 if outputs.sum() > 0 else outputs
 
 
 def _subject(model: nn.Module) -> Subject:

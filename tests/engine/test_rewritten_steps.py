@@ -73,6 +73,7 @@ def below(form: str) -> int:
     return int(SHARE.get(form, 0.8) * least(form))
 
 
+@pytest.mark.usefixtures("heads_alone")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rewritten_step_trains_as_eager_below_the_captured_ones_least(form: str) -> None:
     model = FORMS[form]()

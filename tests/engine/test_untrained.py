@@ -56,7 +56,9 @@ def test_a_frozen_tower_under_a_head_that_trains(captures: list[int]) -> None:
 
 
 def test_what_is_no_graph_needs_none_to_run_frozen(captures: list[int]) -> None:
-    model = ebbflow.fit(Tower(lambda m, x: m.linear(x) if x.sum() > 0 else x).requires_grad_(False), "1GiB")
+    model = ebbflow.fit(
+        Tower(lambda m, x: m.linear(x) if m.linear(x).isfinite().all() else x).requires_grad_(False), "1GiB"
+    )
     for _ in range(3):
         assert torch.equal(model(X.abs()), model.linear(X.abs()))
     assert len(captures) == 1
@@ -71,6 +73,8 @@ def test_a_hidden_parameter_is_trained_or_refused() -> None:
     model(X).backward()
     assert hidden.grad is not None
     assert ebbflow.plan_of(model) is not None, "a step that trains is planned"
-    broken = Tower(lambda m, x: (m.linear(x) * hidden).sum() if x.sum() > 0 else hidden.sum()).requires_grad_(False)
+    broken = Tower(lambda m, x: (m.linear(x) * hidden).sum() if hidden.sum() > 0 else hidden.sum()).requires_grad_(
+        False
+    )
     with pytest.raises(CaptureError):
         ebbflow.fit(broken, "1GiB")(X)

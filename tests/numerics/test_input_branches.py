@@ -12,7 +12,7 @@ from torch import nn
 
 import ebbflow
 from ebbflow.engine import compiled
-from ebbflow.errors import CaptureError
+from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.torch_seams.patches import open_patches
 
 Body = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -221,6 +221,54 @@ def test_lengths_share_a_capture_for_each_way(body: Body, captures: list[Any]) -
     shared = [each for each in captures if each.symbolic]
     assert len(shared) == 2
     assert len(captures) == 3 + 2  # a length both ways and another one way, then two that are shared
+
+
+# -- what asking takes ---------------------------------------------------------------------------------------------
+
+
+class Looking(nn.Module):
+    """It looks at each value of inputs that are large beside all that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = x.mean(0)
+        return self.linear(pooled * (2 if ((x * 3).abs() > 100).any() else 3)).square().sum()
+
+
+@pytest.mark.parametrize("share", ["100%", None])
+def test_what_asking_takes_is_in_the_budget(share: str | None) -> None:
+    x = torch.randn(1 << 16, 8)
+    asked = 2 * x.nbytes + x.numel()  # products, magnitudes, and whether they are large
+    model = Looking()
+    own = sum(each.nbytes for each in model.parameters())
+    fitted = ebbflow.fit(model, share or own + x.nbytes + asked + (1 << 16), progress=None)
+    fitted(x).backward()
+    for _ in range(2):
+        fitted.zero_grad()
+        with ebbflow.measure(fitted, x) as measured:
+            fitted(x).backward()
+        plan = ebbflow.plan_of(fitted)
+        assert plan is not None
+        assert own + x.nbytes + x.nbytes < measured.peak_bytes <= plan.budget_bytes
+    assert ebbflow.calls_of(fitted).planned == 3
+
+
+def test_a_budget_without_room_for_asking_is_refused() -> None:
+    x = torch.randn(1 << 16, 8)
+    model = Looking()
+    small = sum(each.nbytes for each in model.parameters()) + x.nbytes + (1 << 18)
+    fitted = ebbflow.fit(model, small, progress=None)
+    with pytest.raises(CaptureError, match=r"test_input_branches\.py"):  # it was not computed to see its truth
+        fitted(x)
+    ebbflow.set_budget(fitted, "1GiB")
+    fitted(x).backward()
+    ebbflow.set_budget(fitted, small)
+    fitted.zero_grad()
+    with pytest.raises(BudgetError, match="asks values of its inputs, take"):
+        fitted(x)
 
 
 # -- what is no question of the inputs -----------------------------------------------------------------------------

@@ -194,6 +194,11 @@ class Capture:
         """What was answered where it branches on values of its inputs."""
         return tuple(map(str, self._taken.questions))
 
+    @property
+    def asked_bytes(self) -> int:
+        """What answering one of its questions takes at the most, before anything else of a step."""
+        return max((each.bytes for each in self._taken.questions), default=0)
+
     def other_answer(self, call: Call) -> Question | None:
         """What the values of its inputs make ``call`` answer otherwise than when this was captured, if anything."""
         return other_answer(self._taken.questions, inputs_by_name(call.module, call.args, call.kwargs))

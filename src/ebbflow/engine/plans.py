@@ -46,6 +46,9 @@ from ebbflow.step.provenance import LossPlace
 from ebbflow.step.schedule import Schedule
 from ebbflow.units import Budget, format_bytes
 
+_ASKED = "what the model asks values of its inputs"
+_ASK_OUTSIDE = "ask it outside of the model and give the forward what comes of it as a Python bool"
+
 __all__ = ["holding", "is_guess", "plan_for", "resident_bytes"]
 
 
@@ -62,7 +65,7 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
                 return each
     between, retained = model.between.of(now.slot), model.between.retained(now.slot)
     resident = resident_bytes(step, now)
-    ends = _ends_of(model, now)
+    ends = _ends_of(model, step, now)
     fitting = [
         each
         for each in step.executables
@@ -97,9 +100,9 @@ def plan_for(
     held = resident_by_kind(step, now, arguments, model.optimizer, to_come=to_come, resident_bytes=resident)
     if model.given_plan is not None:
         here = program_of(model.given_plan, captured, program, now.device, _finish(model, now))
-        return _given(model, model.given_plan, here, now, resident, reserve, held), False
+        return _given(model, step, model.given_plan, here, now, resident, reserve, held), False
     guess = _waits_for_a_loss(model, step, now)
-    end = most_of(_ends_of(model, now), program)
+    end = most_of(_ends_of(model, step, now), program)
     options = replace(_options(model, step, now, guess=guess), resident_parts=held)
     retained = model.between.retained(now.slot)
     if model.rewrites:
@@ -171,6 +174,7 @@ def resident_bytes(step: Step, now: Circumstances) -> int:
 
 def _given(
     model: FittedModel,
+    step: Step,
     plan: Plan,
     program: Program,
     now: Circumstances,
@@ -192,7 +196,7 @@ def _given(
             remedy="take the checkpoint away, which the plan replaces, or plan without tiers",
         )
     given = given_plan_here(plan, program, device_context(now.device), resident, reserve, held)
-    end = most_of(_ends_of(model, now), program)
+    end = most_of(_ends_of(model, step, now), program)
     if end.needed_bytes(program, resident) > given.budget_bytes:
         raise end.error(program, resident, given.budget_bytes, resident_parts=held)
     return given
@@ -359,13 +363,14 @@ def _has_room(executable: Executable, resident: int, between: Between | None, re
     return resident + needs <= executable.plan.budget_bytes
 
 
-def _ends_of(model: FittedModel, now: Circumstances) -> list[StepEnd]:
-    """What is taken when the backward of a call has returned, whatever the plan: one thing or another."""
+def _ends_of(model: FittedModel, step: Step, now: Circumstances) -> list[StepEnd]:
+    """What is taken before a call's forward or when its backward has returned, whatever the plan: one or another."""
     hooks = hooks_end(model.after.bytes(now.slot, now.hooks))
+    asked = StepEnd(step.capture.asked_bytes, what=_ASKED, remedy=_ASK_OUTSIDE, before=True)
     if model.offloaded is None:
-        return [hooks]
+        return [hooks, asked]
     state = replace(model.offloaded.end, summed=now.accumulating)
-    return [state, replace(hooks, held_bytes=state.held_bytes)]
+    return [state, *(replace(each, held_bytes=state.held_bytes) for each in (hooks, asked))]
 
 
 def _gradient_bytes(program: Program) -> int:

@@ -9,7 +9,7 @@
    granted, and are planned in earnest: the best of each form first, since where the estimates of one form are wrong
    they are so for slices of any size. The plan of least predicted time wins.
 5. All this is done with the *first* alternatives. The *further* ones are looked at, likewise, where these have given no
-   plan, or a dear one: to look at them takes time before the first step.
+   plan: making and pricing them takes long before the first step, 40 CPU seconds and more for some hundred ops.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ __all__ = ["Alternative", "Alternatives", "Costed", "best_of"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
-_DEAR = 0.05
-"""Overhead from which on the further alternatives are looked at: a twentieth of a step is soon more than the seconds
-that this takes once."""
 _MOST_TRIED = 3
 """Alternatives that are planned in earnest and fit."""
 _MOST_REFUSED = 2
@@ -154,7 +151,7 @@ def best_of(
     captured = Alternative((), program, lambda: Costed((), program), free=True)
     search = _Search(program, above_budget_bytes, links, interrupted, tries)
     search.look(_first(alternatives), captured)
-    if tries.best is None or (tries.best.overhead > _DEAR and not interrupted()):
+    if tries.best is None:
         search.look(_further(alternatives), None)
     if tries.best is None:
         _try_the_smallest([captured, *alternatives], tries)

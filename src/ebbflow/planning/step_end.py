@@ -1,4 +1,4 @@
-"""What a budget must have room for at the end of a step, whatever the plan.
+"""What a budget must have room for at the ends of a step, before its forward or after its backward, whatever the plan.
 
 1. When the backward graph has returned, the same is alive under every schedule: outputs, gradients, what is resident.
    What is taken on top of that (by hooks on parameters, by an optimizer whose state comes back) no plan can lower.
@@ -6,7 +6,8 @@
    left, which were resident before. A hook on a parameter meets all of them.
 3. A budget has to hold the step's end too. A share is of the peak of the unplanned step with what it holds of that from
    its start on, or of the end, where that is more.
-4. What is kept in reserve is in no peak, so a small step may need more than its whole unplanned peak. A share of 100 %
+4. Before the forward nothing of the step is alive, and what is taken there is on top of what is resident alone.
+5. What is kept in reserve is in no peak, so a small step may need more than its whole unplanned peak. A share of 100 %
    or more has the reserve on top wherever the unplanned step needs it.
 """
 
@@ -27,14 +28,15 @@ __all__ = ["NOTHING_AFTER", "StepEnd", "budget_to_ask_for", "end_bytes", "most_o
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """What is taken at the end of a step (definition 1).
+    """What is taken at an end of a step (definitions 1 and 4).
 
     Attributes:
-        bytes: above what is alive when the backward graph returns; 0 if nothing is taken.
+        bytes: above what is alive there; 0 if nothing is taken.
         held_bytes: of them, what the unplanned step holds from its start on, as this one does not.
         what: takes them, a plural.
         remedy: besides a larger budget.
         summed: whether the step's gradients are gone by then (definition 2).
+        before: whether it is the end before the forward.
     """
 
     bytes: int
@@ -42,11 +44,14 @@ class StepEnd:
     what: str = ""
     remedy: str = ""
     summed: bool = False
+    before: bool = False
 
     def needed_bytes(self, program: Program, resident_bytes: int) -> int:
         """Of a budget, whatever the plan; 0 if nothing is taken."""
         if not self.bytes:
             return 0
+        if self.before:
+            return resident_bytes + self.bytes
         gone = sum(program.buffers[each].bytes for each in set(program.gradients)) if self.summed else 0
         return resident_bytes + max(end_bytes(program) - gone, 0) + self.bytes
 
@@ -56,7 +61,7 @@ class StepEnd:
         return max(held, self.needed_bytes(program, resident_bytes))
 
     def budget_bytes(self, budget: Budget, program: Program, resident_bytes: int, reserve_bytes: int) -> int:
-        """What ``budget`` allows, a share with the reserve where it has to be in it (definition 4)."""
+        """What ``budget`` allows, a share with the reserve where it has to be in it (definition 5)."""
         allowed = budget.resolve(self.unplanned_bytes(program, resident_bytes))
         if budget.share is not None and budget.share >= 1.0:
             allowed = max(allowed, resident_bytes + reserve_bytes + unplanned_bytes(program))
@@ -75,10 +80,12 @@ class StepEnd:
         parts = parts_of(resident_parts, resident_bytes)
         needed = self.needed_bytes(program, resident_bytes)
         unplanned = self.unplanned_bytes(program, resident_bytes)
+        when = "before the planned forward" if self.before else "after the planned backward"
+        there = "there" if self.before else "at its end"
         return BudgetError(
             f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what}, take "
-            f"{format_bytes(self.bytes)} after the planned backward, so that {format_bytes(needed)} ({needed} bytes, "
-            f"{share_of_unplanned(needed, unplanned)}) are taken at its end, whatever the plan. "
+            f"{format_bytes(self.bytes)} {when}, so that {format_bytes(needed)} ({needed} bytes, "
+            f"{share_of_unplanned(needed, unplanned)}) are taken {there}, whatever the plan. "
             f"{resident_sentence(parts)}. Ask for "
             f"{budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}, or {self.remedy}",
             budget_bytes=budget_bytes,
@@ -94,7 +101,7 @@ NOTHING_AFTER = StepEnd(0)
 
 
 def share_of_unplanned(needed_bytes: int, unplanned_bytes: int, reserve_bytes: int = 0) -> str:
-    """``"79.13 % of the unplanned peak"``; of more than 100 % also why (definition 4)."""
+    """``"79.13 % of the unplanned peak"``; of more than 100 % also why (definition 5)."""
     share = f"{format_share(needed_bytes, unplanned_bytes)} of the unplanned peak"
     if needed_bytes <= unplanned_bytes or not reserve_bytes:
         return share

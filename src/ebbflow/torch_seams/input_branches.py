@@ -7,8 +7,9 @@ masks nothing, and with it takes other kernels.
 2. It is answered for the call that is captured, and the branch is the one that eager takes.
 3. The capture is the step of those calls alone in which all its questions have the same answers, asked in this order:
    what a later one asks may make sense only after the answer to an earlier one.
-4. A capture asks :data:`_MOST_QUESTIONS` at the most, each of which computes :data:`_MOST_BYTES` in all. What asks for
-   more, a loop over the values of a sequence or a look at what the model computes, is left to Dynamo, which refuses.
+4. A capture asks :data:`_MOST_QUESTIONS` at the most, each of which computes :data:`_MOST_BYTES` in all, and no more
+   than there is room for: that is before a step takes anything, and a budget has to hold it. What asks for more, a loop
+   over the values of a sequence or a look at what the model computes, is left to Dynamo, which refuses.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 import itertools
 import linecache
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ from ebbflow.torch_seams.patches import Attribute, patched
 __all__ = ["Question", "branches_on_inputs", "other_answer"]
 
 _MOST_QUESTIONS = 64
-_MOST_BYTES = 2**24
+_MOST_BYTES = 2**28
 _LOCALS = "L"
 """What Dynamo calls the arguments of the function that it captures where it says what a value is from."""
 
@@ -58,12 +59,14 @@ class Question:
         graph: from tensors and sizes of the call to the condition.
         inputs: where the graph's inputs are, as expressions of the captured function's arguments.
         answer: with which the step was captured.
+        bytes: that computing it takes at the most.
         place: text of the line that asks, with file and number.
     """
 
     graph: fx.GraphModule
     inputs: tuple[str, ...]
     answer: bool
+    bytes: int
     place: str
 
     def holds(self, arguments: Mapping[str, Any]) -> bool:
@@ -86,13 +89,14 @@ def other_answer(questions: Sequence[Question], arguments: Mapping[str, Any]) ->
 
 
 @contextmanager
-def branches_on_inputs(arguments: Mapping[str, Any]) -> Iterator[list[Question]]:
+def branches_on_inputs(arguments: Mapping[str, Any], room_bytes: float = float("inf")) -> Iterator[list[Question]]:
     """While open, captures of this thread take branches on their inputs; gives what was asked, in order.
 
     Args:
         arguments: of the function that is captured, by name.
+        room_bytes: that an answer may take.
     """
-    asking = _Asking(arguments, threading.get_ident())
+    asking = _Asking(arguments, room_bytes, threading.get_ident())
     with ExitStack() as stack:
         for kind, table in tables_of_codes():
             for code, name in enumerate(codes_that_branch()):
@@ -105,9 +109,10 @@ def branches_on_inputs(arguments: Mapping[str, Any]) -> Iterator[list[Question]]
 class _Asking:
     """What one capture has asked. Dynamo begins anew where it has to, and asks again."""
 
-    def __init__(self, arguments: Mapping[str, Any], thread: int) -> None:
+    def __init__(self, arguments: Mapping[str, Any], room_bytes: float, thread: int) -> None:
         self.asked: list[Question] = []
         self._arguments, self._thread = arguments, thread
+        self._room_bytes = min(room_bytes, _MOST_BYTES)
         self._known: dict[object, Question] = {}
 
     def decide(self, below: Callable[..., None], name: str, tx: Any, instruction: Any) -> None:
@@ -120,7 +125,9 @@ class _Asking:
 
     def _question(self, tx: Any) -> Question | None:
         root = tx.stack[-1].as_proxy().node
-        taken = _taken_out(root, self._arguments)
+        used = _computed_from(root)
+        size = 0 if used is None else sum(_bytes(_example(node)) for node in used if node.op != "placeholder")
+        taken = None if used is None or size > self._room_bytes else _taken_out(root, used, self._arguments)
         if taken is None:
             return None
         graph, inputs = taken
@@ -129,7 +136,7 @@ class _Asking:
             module = fx.GraphModule({}, graph)
             answer = truth_of(module, _values(inputs, self._arguments))
             if answer is not None:
-                self._known[key] = Question(module, inputs, answer, _place(tx))
+                self._known[key] = Question(module, inputs, answer, size, _place(tx))
                 self.asked.append(self._known[key])
         return self._known.get(key)
 
@@ -150,11 +157,10 @@ def _place(tx: Any) -> str:
     return f"{linecache.getline(path, line).strip()!r} ({Path(path).name}:{line})"
 
 
-def _taken_out(root: fx.Node, arguments: Mapping[str, Any]) -> tuple[fx.Graph, tuple[str, ...]] | None:
-    """What computes ``root`` and where its inputs are; ``None`` if it is no question."""
-    used = _computed_from(root)
-    if used is None:
-        return None
+def _taken_out(
+    root: fx.Node, used: Container[fx.Node], arguments: Mapping[str, Any]
+) -> tuple[fx.Graph, tuple[str, ...]] | None:
+    """What computes ``root`` of the nodes ``used``, and where its inputs are; ``None`` if one is nowhere."""
     graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[str]()
     for node in root.graph.nodes:
         if node not in used:
@@ -175,7 +181,7 @@ def _taken_out(root: fx.Node, arguments: Mapping[str, Any]) -> tuple[fx.Graph, t
 
 
 def _computed_from(root: fx.Node) -> set[fx.Node] | None:
-    """``root`` and all that it is computed from; ``None`` if not all of it is as definitions 1 and 4 have it."""
+    """``root`` and all that it is computed from; ``None`` if not all of it is as definition 1 has it."""
     before = list(itertools.takewhile(lambda node: node is not root, root.graph.nodes))
     writes = [node for node in before if changes(node)]
     used: set[fx.Node] = set()
@@ -187,8 +193,7 @@ def _computed_from(root: fx.Node) -> set[fx.Node] | None:
         stack = [n for n in writes if n not in used and not memory.isdisjoint(written_by(n))]
     written: set[int] = set().union(*(written_by(node) for node in used if changes(node)))
     given = storages_of(node for node in used if node.op == "placeholder")
-    computed = sum(_bytes(_example(node)) for node in used if node.op != "placeholder")
-    return used if computed <= _MOST_BYTES and written.isdisjoint(given) else None
+    return used if written.isdisjoint(given) else None
 
 
 def _collect(stack: list[fx.Node], used: set[fx.Node]) -> bool:
