@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+import ebbflow
 from ebbflow.capture.rules import layouts
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.uninitialised import fill_uninitialised
@@ -18,6 +20,7 @@ from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.call import Call, call_with, same_strides
 from ebbflow.cost.profile import UnexpectedResult, profile_calls
 from ebbflow.cost.room import NoRoom
+from ebbflow.errors import BudgetError
 from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.torch_seams.fake_tensors import described_by
 
@@ -214,3 +217,23 @@ def test_unwritten_memory_becomes_zeros_of_the_same_strides() -> None:
     for result, (_, strides) in zip(results, calls.values(), strict=True):
         assert not result.any()
         assert result.stride() == strides
+
+
+def test_a_layout_that_had_no_room_is_asked_for_again() -> None:
+    """A budget that is refused leaves nothing of what was described for want of room."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm, self.head = nn.Embedding(64, 24), nn.BatchNorm1d(24), nn.Linear(24, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = torch.tanh(self.embed(x))
+            return self.head(self.norm(wide.transpose(1, 2)).transpose(1, 2)).square().mean()
+
+    x = torch.randint(64, (8, 32))
+    model = ebbflow.fit(Net(), "10KiB", progress=None)
+    with pytest.raises(BudgetError):
+        model(x)
+    ebbflow.fit(ebbflow.unfit(model), "100%", progress=None)(x).backward()
+    assert ebbflow.calls_of(model).planned == 1

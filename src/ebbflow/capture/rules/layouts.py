@@ -12,6 +12,7 @@ strides of the real ones. With contiguous arguments no difference has been seen;
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from ebbflow.torch_seams.fake_tensors import (
     FakeTensorMode,
     described_by,
     fake_device,
+    forget_descriptions,
     has_symbolic_sizes,
     kernel_choices,
     unremembered,
@@ -54,6 +56,14 @@ _DESCRIBED = frozenset(
     }
 )
 
+
+class _OfThread(threading.local):
+    """Whether a kernel could not be asked since layouts were last true, for want of room."""
+
+    had_no_room = False
+
+
+_here = _OfThread()
 _Strides = tuple[tuple[int, ...] | None, ...]
 _measured: dict[tuple[object, ...], _Strides] = {}
 
@@ -83,6 +93,7 @@ def _true_strides(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         with without_modes():
             reals = pytree.tree_leaves(run_alone(call))
     except (NoRoom, MemoryError, torch.OutOfMemoryError):  # another time there may be room
+        _here.had_no_room = True
         return unknown
     except Exception as error:  # a kernel may refuse synthetic inputs; then the description stands
         if raised_by_a_handler(error):
@@ -110,8 +121,13 @@ def _corrected(mode: FakeTensorMode, func: OpOverload, args: Any, kwargs: Any, r
 @contextmanager
 def true_layouts() -> Iterator[None]:
     """While open, fake tensors of this thread have the strides that the kernels give."""
-    with described_by(_measured_where_suspect, name="layouts"):
-        yield
+    try:
+        with described_by(_measured_where_suspect, name="layouts"):
+            yield
+    finally:
+        if _here.had_no_room:  # what was described instead is not to be kept for captures that have room
+            _here.had_no_room = False
+            forget_descriptions()
 
 
 def _measured_where_suspect(described: Dispatch) -> Dispatch:
