@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -63,6 +64,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises:
         OSError: if the file cannot be written.
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory to write to", str(path.parent))
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_DRAFT}")
     try:
         with os.fdopen(os.open(draft, _NEW_FILE, 0o666), "wb") as file:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ def _quantity(value: object) -> tuple[Fraction, str]:
         UsageError: saying what is wrong with this value.
     """
     wrong = ""
-    if isinstance(value, int) and not isinstance(value, bool):
-        number, unit = Fraction(value), "b"
+    if isinstance(value, int | numbers.Integral) and not isinstance(value, bool):
+        number, unit = Fraction(int(value)), "b"
     elif isinstance(value, str):
         match = _QUANTITY.fullmatch(value)
         if match is None:

@@ -30,6 +30,12 @@ def test_a_file_has_the_permissions_that_open_would_give(umask: int, tmp_path: P
     assert ours == oracle == 0o666 & ~umask
 
 
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such directory to write to") as missing:
+        write_json(tmp_path / "none" / "plan.json", [1])
+    assert missing.value.filename == str(tmp_path / "none")
+
+
 def test_an_old_file_is_replaced_and_no_draft_is_left(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_json(path, [1])

@@ -6,6 +6,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from ebbflow.units import (
     ("text", "count"),
     [
         (1, 1),
+        (np.int64(7), 7),
         ("123456B", 123456),
         ("12GiB", 12 * 2**30),
         (" 12 gib ", 12 * 2**30),
