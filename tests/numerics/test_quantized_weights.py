@@ -154,6 +154,29 @@ def test_a_tensor_around_several_is_refused_by_name() -> None:
     assert not ebbflow.calls_of(model).planned
 
 
+class Outer(Scaled):
+    """As torchao's ``AffineQuantizedTensor``: around one tensor, which is around two."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @property
+    def inner(self) -> Scaled:
+        return Scaled(self.bytes_, self.scale)
+
+
+def test_a_tensor_around_several_is_refused_before_anything_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing such a one may crash: kernels of what it wraps run while they are described."""
+    monkeypatch.setattr("ebbflow.torch_seams.stance.OwnStance.compiling", lambda *_: pytest.fail("traced"))
+    for kind in (Scaled, Outer):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        weight = kind(torch.ones(8, 8, dtype=torch.int8), torch.tensor(0.1))
+        model[0].weight = nn.Parameter(weight, requires_grad=False)
+        ebbflow.fit(model, "1MiB", progress=None)
+        with pytest.raises(CaptureError, match=rf"wraps several others \({kind.__name__}\)"):
+            model(torch.randn(4, 8))
+
+
 def test_a_tensor_around_a_tensor_is_refused_and_nothing_runs_unplanned() -> None:
     assert wrapped(fitted=False) is not None
     with pytest.raises(CaptureError):

@@ -58,6 +58,7 @@ from ebbflow.torch_seams.input_branches import Question, branches_on_inputs
 from ebbflow.torch_seams.known_branches import Condition, known_branches
 from ebbflow.torch_seams.stance import not_exporting
 from ebbflow.torch_seams.tracing import corrected_tracing
+from ebbflow.torch_seams.trees import tree_leaves
 from ebbflow.torch_seams.versions import require_supported_torch
 
 __all__ = [
@@ -280,6 +281,8 @@ def translated_errors(
         InternalError: for a fault of ours.
         Exception: the user's own, unchanged, where the model itself raises.
     """
+    # Before Dynamo meets one: it runs kernels of what such a tensor wraps while it describes them, and may crash.
+    _refuse_several(kinds_of_several_tensors([*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))]))
     try:
         # What only raises is a check rather than a question: the settings' way with branches comes before that.
         with (

@@ -186,7 +186,13 @@ def kinds_of_several_tensors(inputs: Iterable[Any]) -> list[str]:
     A subclass with ``__tensor_flatten__`` stands in the joint graph as what it wraps, and has one gradient beside it:
     nothing there says which primals belong together.
     """
+    return sorted({type(each).__name__ for each in inputs if _count_of_plain(each) > 1})
+
+
+def _count_of_plain(value: Any) -> int:
+    """How many plain tensors it is made of; what is wrapped may wrap others."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    found = (each for each in inputs if is_traceable_wrapper_subclass(each))
-    return sorted({type(each).__name__ for each in found if len(each.__tensor_flatten__()[0]) > 1})
+    if not is_traceable_wrapper_subclass(value):
+        return 1
+    return sum(_count_of_plain(getattr(value, name)) for name in value.__tensor_flatten__()[0])
