@@ -55,7 +55,7 @@ _RULES: dict[Rewrites, tuple[str, ...]] = {
 """Of ``rewrites``, by their names (``rewrites.choices``): those that are tried first."""
 _FURTHER: tuple[str, ...] = ("feed-forward", "attention", "in-place")
 _WITH_FURTHER: tuple[Rewrites, ...] = ("exact", "reordered")
-"""Those of ``rewrites`` with which these are tried where the first ones give no plan."""
+"""Those of ``rewrites`` with which these are tried where the first ones give no plan, or a dear one."""
 SECOND_PASS = "second-pass"
 """The one that is used whatever is asked for, where updates wait for all gradients."""
 STEPS = ("outside", "inside")

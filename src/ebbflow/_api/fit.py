@@ -104,10 +104,11 @@ def fit(
             is recomputed. By default those of a plan that is given.
         rewrites: what may take the place of parts of the step. ``"exact"``, also meant by ``None``: where the budget
             asks for it, a linear layer and the cross-entropy of what it gives are computed in slices, with the same
-            bits, so that the logits never exist whole. Where that gives no plan, so are feed-forward layers and
-            attention by products and a softmax, and results of elementwise ops go where an operand was that nobody
-            else reads. Whether slices have the bits of the whole is measured first. ``"all"``: all of this wherever
-            the step does not fit as it is. ``"in-place"``: there the loss and the results of elementwise ops alone.
+            bits, so that the logits never exist whole. Where that gives no plan, or one that takes half a step more,
+            so are feed-forward layers and attention by products and a softmax, and results of elementwise ops go where
+            an operand was that nobody else reads. Whether slices have the bits of the whole is measured first.
+            ``"all"``: all of this wherever the step does not fit as it is. ``"in-place"``: there the loss and the
+            results of elementwise ops alone.
             ``"reordered"``: as ``"exact"``, and the gradient of a head's weight may be added up from slices of tokens,
             with other last bits than eager's: the plan states the largest difference seen. ``"none"``: the step is
             planned as it was captured.

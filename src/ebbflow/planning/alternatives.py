@@ -9,7 +9,7 @@
    granted, and are planned in earnest: the best of each form first, since where the estimates of one form are wrong
    they are so for slices of any size. The plan of least predicted time wins.
 5. All this is done with the *first* alternatives. The *further* ones are looked at, likewise, where these have given no
-   plan: making and pricing them takes long before the first step, 40 CPU seconds and more for some hundred ops.
+   plan, or a dear one: making and pricing them takes long before the first step, 40 CPU seconds for some hundred ops.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ __all__ = ["Alternative", "Alternatives", "Costed", "best_of"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
+_DEAR = 0.5
+"""Overhead from which on the further alternatives are looked at where there is a plan."""
 _MOST_TRIED = 3
 """Alternatives that are planned in earnest and fit."""
 _MOST_REFUSED = 2
@@ -151,7 +153,7 @@ def best_of(
     captured = Alternative((), program, lambda: Costed((), program), free=True)
     search = _Search(program, above_budget_bytes, links, interrupted, tries)
     search.look(_first(alternatives), captured)
-    if tries.best is None:
+    if tries.best is None or (tries.best.overhead > _DEAR and not interrupted()):
         search.look(_further(alternatives), None)
     if tries.best is None:
         _try_the_smallest([captured, *alternatives], tries)
