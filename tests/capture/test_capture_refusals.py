@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import ebbflow
+from ebbflow.capture import trace
 from ebbflow.errors import BudgetError, CaptureError, InternalError
 from ebbflow.lower.proof import ProofError
 from ebbflow.zoo import mlp_chain
@@ -176,17 +177,21 @@ def test_an_assertion_of_torchs_own_is_not_the_models(monkeypatch: pytest.Monkey
     assert not torchs or "cannot be captured" in str(raised.value)
 
 
-def test_a_trace_that_failed_by_itself_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fails", "file"), [("assert False", torch.__file__), ("raise RuntimeError('in a rule')", trace.__file__)]
+)
+def test_a_trace_that_failed_by_itself_is_made_again(monkeypatch: pytest.MonkeyPatch, fails: str, file: str) -> None:
+    """At an assertion of torch's, or in code of ours, which is where torch's other errors are raised from."""
     failed: list[str] = []
 
-    def once(func: object) -> bool:
-        if "addmm" not in str(func) or failed:
-            return True
+    def first(func: object) -> bool:
+        if "aten.mm" not in str(func) or failed:  # of the backward, which Dynamo does not trace
+            return False
         failed.append(str(func))
-        return False
+        return True
 
-    source = "def fails(mode, func, *rest):\n    assert once(func)\n    return below(mode, func, *rest)"
-    exec(compile(source, torch.__file__, "exec"), scope := {"below": FakeTensorMode.dispatch, "once": once})
+    source = f"def fails(mode, func, *rest):\n    if first(func): {fails}\n    return below(mode, func, *rest)"
+    exec(compile(source, file, "exec"), scope := {"below": FakeTensorMode.dispatch, "first": first})
     monkeypatch.setattr("torch._subclasses.fake_tensor.FakeTensorMode.dispatch", scope["fails"])
     plan = ebbflow.plan(Model(fine), arguments(), budget="1GiB")
     assert failed

@@ -5,9 +5,11 @@
 thread captures meanwhile may end in any error of torch's; so may an export beside a capture. Compilations wait for each
 other by themselves.
 
-In some thousand captures of one process one has failed at an assertion about the state of fake tensors (that their mode
-is not inside a kernel), which no code of a model can reach and which no second capture of the same call has met. So a
-capture that ends at an assertion of torch's own is made once more, with nothing remembered of earlier ones.
+In some ten thousand captures two have failed in code of torch's that no code of a model can reach, and which no second
+capture of the same call has met: at an assertion about the state of fake tensors (that their mode is not inside a
+kernel), and while a view was described (as if functionalization were not suspended for it). So a capture that ends at
+an assertion of torch's own, or in what would be told as a fault of ours, is made once more, with nothing remembered of
+earlier ones. A fault that is there again is told as before.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _POLL_SECONDS = 0.005
 def undisturbed(attempt: Callable[[], _Result]) -> _Result:
     """What ``attempt``, a capture, returns or raises, begun when no other thread traces or after a minute.
 
-    It is made again if it failed at an assertion of torch's own.
+    It is made again if it failed at an assertion of torch's own, or by a fault of ours.
 
     Raises:
         CaptureError: if it failed, and another thread traced before or after.
@@ -58,6 +60,8 @@ def undisturbed(attempt: Callable[[], _Result]) -> _Result:
 def _attempted_again(attempt: Callable[[], _Result]) -> _Result:
     try:
         return attempt()
+    except InternalError:
+        pass
     except CaptureError as error:
         if not failed_by_itself(error):
             raise
