@@ -21,7 +21,7 @@ from ebbflow.capture.without_memory import without_memory
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.rewrites.choices import RULES, Choice
-from ebbflow.rewrites.wide import find_regions
+from ebbflow.rewrites.feed_forward.regions import find_regions
 from ebbflow.step.machine import machine_named
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes

@@ -18,7 +18,7 @@ from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.alternatives import Costed
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.rewrites.choices import Choice
-from ebbflow.rewrites.in_place_rule import InPlaceRule
+from ebbflow.rewrites.in_place.rule import InPlaceRule
 from ebbflow.step.program import Program
 from ebbflow.step.rewrite import Rewritten
 from ebbflow.step.unplanned import unplanned_bytes

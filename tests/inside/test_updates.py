@@ -12,13 +12,14 @@ from torch.nn import functional as F
 
 import ebbflow
 from ebbflow._api.estimate import capture_ahead
+from ebbflow.capture.claims import RewriteError
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
 from ebbflow.clipping import Clipping
 from ebbflow.cost.cache import device_context
 from ebbflow.errors import VerificationError
 from ebbflow.inside.looks import Look, Settlement, settlement_of
-from ebbflow.inside.proof import UpdateError, prove_looks, prove_second_pass, prove_updates
+from ebbflow.inside.proof import prove_looks, prove_second_pass, prove_updates
 from ebbflow.inside.second_pass import cuts_of, likes_in, with_second_pass
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import PREFIX, updatable, updates_in, with_updates
@@ -198,7 +199,7 @@ def _twice(step: Captured) -> None:
 def test_the_proof_sees_other_steps(tamper: Callable[[Captured], None]) -> None:
     plain, step = inside(*MODELS["chain"]())  # type: ignore[arg-type]
     tamper(step)
-    with pytest.raises(UpdateError):
+    with pytest.raises(RewriteError):
         prove_updates(plain, step)
 
 
@@ -284,7 +285,7 @@ def _forget_one(step: Captured) -> None:
 def test_the_proof_sees_other_looks(tamper: Callable[[Captured], None]) -> None:
     plain, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
     tamper(step)
-    with pytest.raises(UpdateError):
+    with pytest.raises(RewriteError):
         prove_looks(plain, step, updatable(plain))
 
 
@@ -329,7 +330,7 @@ def test_the_proof_sees_another_second_pass() -> None:
     _, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
     passed = with_second_pass(step, list(cuts_of(step))[-1])
     _another_again(passed)
-    with pytest.raises(UpdateError):
+    with pytest.raises(RewriteError):
         prove_second_pass(step, passed)
 
 

@@ -19,19 +19,19 @@ import ebbflow
 from ebbflow import options
 from ebbflow._api.estimate import capture_program
 from ebbflow._api.verify import Verifier
+from ebbflow.capture.claims import RewriteError
 from ebbflow.capture.joint import Captured
 from ebbflow.errors import BudgetError
 from ebbflow.lower.lowering import lower
 from ebbflow.lower.proof import prove
 from ebbflow.rewrites import choices
-from ebbflow.rewrites.attention import find_attention
-from ebbflow.rewrites.attention_calls import FLAT, SPREAD, WHOLE, ByEntry, blocks, calls_of, part_of_entries
-from ebbflow.rewrites.attention_facts import entry_facts
-from ebbflow.rewrites.attention_proof import prove_attention
-from ebbflow.rewrites.attention_rule import AttentionRule, left_attention
+from ebbflow.rewrites.attention.calls import FLAT, SPREAD, WHOLE, ByEntry, blocks, calls_of, part_of_entries
+from ebbflow.rewrites.attention.facts import entry_facts
+from ebbflow.rewrites.attention.proof import prove_attention
+from ebbflow.rewrites.attention.regions import find_attention
+from ebbflow.rewrites.attention.rule import AttentionRule, left_attention
 from ebbflow.rewrites.choices import Choice, apply_proven
-from ebbflow.rewrites.proof import RewriteError
-from ebbflow.rewrites.tile_places import PARTS
+from ebbflow.rewrites.sliced.places import PARTS
 from ebbflow.step.rewrite import Rewritten
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
 

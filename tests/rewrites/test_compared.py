@@ -14,15 +14,16 @@ import ebbflow
 from ebbflow._api.estimate import capture_program
 from ebbflow.errors import VerificationError
 from ebbflow.lower.compared import How
-from ebbflow.rewrites import head_facts, head_kernels
 from ebbflow.rewrites.choices import Choice
-from ebbflow.rewrites.head_rule import HeadRule
-from ebbflow.rewrites.in_place import InPlace
-from ebbflow.rewrites.in_place_rule import InPlaceRule
-from ebbflow.rewrites.reordered import ReorderedHeadRule
+from ebbflow.rewrites.feed_forward.rule import TileRule
+from ebbflow.rewrites.feed_forward.tiled import Tiled
+from ebbflow.rewrites.heads import facts as head_facts
+from ebbflow.rewrites.heads import kernels as head_kernels
+from ebbflow.rewrites.heads.reordered import ReorderedHeadRule
+from ebbflow.rewrites.heads.rule import HeadRule
+from ebbflow.rewrites.in_place.forms import InPlace
+from ebbflow.rewrites.in_place.rule import InPlaceRule
 from ebbflow.rewrites.rule import Rule
-from ebbflow.rewrites.tile_rule import TileRule
-from ebbflow.rewrites.tiled import Tiled
 from ebbflow.step.rewrite import Rewritten
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
 from head_models import CLASSES, FORMS, TOKENS, arguments

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebbflow.rewrites import head_kernels
-from ebbflow.rewrites.head_facts import HeadSizes, column_facts, row_facts, softmax_facts
-from ebbflow.rewrites.head_slices import known_columns
+from ebbflow.rewrites.heads import kernels as head_kernels
+from ebbflow.rewrites.heads.facts import HeadSizes, column_facts, row_facts, softmax_facts
+from ebbflow.rewrites.heads.slices import known_columns
 from ebbflow.rewrites.spans import LEAST, spans
 
 aten = torch.ops.aten

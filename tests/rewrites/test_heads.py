@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from ebbflow.capture.claims import RewriteError
 from ebbflow.capture.joint import Captured, reread
 from ebbflow.capture.offline import capture
 from ebbflow.cost.attach import with_measured_costs
@@ -15,11 +16,11 @@ from ebbflow.cost.profile import profile_calls
 from ebbflow.lower.lowering import lower
 from ebbflow.lower.proof import prove
 from ebbflow.rewrites.choices import choice_of
-from ebbflow.rewrites.head_costs import guess_workspace_bytes
-from ebbflow.rewrites.head_forms import forms_of, rewritten
-from ebbflow.rewrites.head_kernels import NAMESPACE
-from ebbflow.rewrites.heads import find_heads
-from ebbflow.rewrites.proof import RewriteError, prove_rewritten
+from ebbflow.rewrites.heads.costs import guess_workspace_bytes
+from ebbflow.rewrites.heads.find import find_heads
+from ebbflow.rewrites.heads.forms import forms_of, rewritten
+from ebbflow.rewrites.heads.kernels import NAMESPACE
+from ebbflow.rewrites.heads.proof import prove_rewritten
 from ebbflow.step.rewrite import Rewrite
 from ebbflow.step.unplanned import unplanned_schedule
 from ebbflow.torch_seams.trees import tree_leaves

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import ebbflow
 from ebbflow._api.estimate import capture_program
 from ebbflow._api.verify import Verifier
+from ebbflow.capture.claims import RewriteError
 from ebbflow.capture.joint import Captured
 from ebbflow.case import Case
 from ebbflow.cost.profile import profile_calls
@@ -24,12 +25,11 @@ from ebbflow.lower.lowering import lower
 from ebbflow.lower.proof import prove
 from ebbflow.rewrites import choices, facts
 from ebbflow.rewrites.choices import Choice, apply_proven
-from ebbflow.rewrites.in_place import InPlace, overwriting_form
-from ebbflow.rewrites.in_place_facts import overwriting_fact
-from ebbflow.rewrites.in_place_proof import PARTS, prove_in_place
-from ebbflow.rewrites.in_place_rule import InPlaceRule
-from ebbflow.rewrites.islands import islands_of
-from ebbflow.rewrites.proof import RewriteError
+from ebbflow.rewrites.in_place.facts import overwriting_fact
+from ebbflow.rewrites.in_place.forms import InPlace, overwriting_form
+from ebbflow.rewrites.in_place.islands import islands_of
+from ebbflow.rewrites.in_place.proof import PARTS, prove_in_place
+from ebbflow.rewrites.in_place.rule import InPlaceRule
 from ebbflow.step.rewrite import Rewrite, Rewritten
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
 from random_models import random_case
@@ -337,14 +337,14 @@ WRONG = ["it is read twice", "it is laid out otherwise", "a half of it is read"]
 @pytest.mark.parametrize("why", WRONG)
 def test_the_proof_sees_what_must_not_be_written_over(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finder that takes what it must not is caught by the proof, which looks for itself."""
-    from ebbflow.rewrites import islands
+    from ebbflow.rewrites.in_place import islands
 
     step, _ = captured_of(Case(Kept(NOT_TAKEN[why]), (torch.randn(8, 8),), {}))
     monkeypatch.setattr(islands._Finder, "_is_taken_over", lambda *_: True)
     found = islands._Finder(step, False, None)
     found.stays = frozenset()
     taken = list(found.found())
-    monkeypatch.setattr("ebbflow.rewrites.in_place_rule.islands_of", lambda *_, **__: taken)
+    monkeypatch.setattr("ebbflow.rewrites.in_place.rule.islands_of", lambda *_, **__: taken)
     way = next(RULE.ways(step))
     with pytest.raises((RewriteError, RuntimeError, UserWarning)):  # or it cannot even be written
         prove_in_place(step, RULE.rewritten(step, way))

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 import ebbflow
+from ebbflow.capture.claims import RewriteError
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
 from ebbflow.engine import plans
 from ebbflow.options import REWRITES, Options
-from ebbflow.rewrites.head_facts import HeadSizes
-from ebbflow.rewrites.head_forms import REORDERED, summed_forms_of
-from ebbflow.rewrites.head_rule import HeadRule
-from ebbflow.rewrites.heads import find_heads
-from ebbflow.rewrites.proof import RewriteError
-from ebbflow.rewrites.reordered import ReorderedHeadRule, largest_difference
+from ebbflow.rewrites.heads.facts import HeadSizes
+from ebbflow.rewrites.heads.find import find_heads
+from ebbflow.rewrites.heads.forms import REORDERED, summed_forms_of
+from ebbflow.rewrites.heads.reordered import ReorderedHeadRule, largest_difference
+from ebbflow.rewrites.heads.rule import HeadRule
 from head_models import FORMS, Tower, arguments
 
 RULE = ReorderedHeadRule()

@@ -16,20 +16,20 @@ import ebbflow
 from ebbflow import options
 from ebbflow._api.estimate import capture_program
 from ebbflow._api.verify import Verifier
+from ebbflow.capture.claims import RewriteError
 from ebbflow.capture.joint import Captured
 from ebbflow.errors import BudgetError
 from ebbflow.lower.lowering import lower
 from ebbflow.lower.proof import prove
 from ebbflow.rewrites import choices
 from ebbflow.rewrites.choices import Choice, apply_proven
-from ebbflow.rewrites.proof import RewriteError
-from ebbflow.rewrites.tile_facts import tile_facts
-from ebbflow.rewrites.tile_places import PARTS
-from ebbflow.rewrites.tile_proof import prove_tiled
-from ebbflow.rewrites.tile_rule import TileRule, left_regions
-from ebbflow.rewrites.tiled import Tiled
-from ebbflow.rewrites.tiles import tiles_of
-from ebbflow.rewrites.wide import find_regions
+from ebbflow.rewrites.feed_forward.facts import tile_facts
+from ebbflow.rewrites.feed_forward.proof import prove_tiled
+from ebbflow.rewrites.feed_forward.regions import find_regions
+from ebbflow.rewrites.feed_forward.rule import TileRule, left_regions
+from ebbflow.rewrites.feed_forward.tiled import Tiled
+from ebbflow.rewrites.feed_forward.tiles import tiles_of
+from ebbflow.rewrites.sliced.places import PARTS
 from ebbflow.step.rewrite import Rewritten
 from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
 

@@ -9,7 +9,7 @@
    Where another program may have a plan (*strict*), it is not tried out.
 3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
    neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
-4. What is made up is the same for all tensors of one shape and type, so a guess of ours (``rewrites.head_kernels``) is
+4. What is made up is the same for all tensors of one shape and type, so a guess of ours (``rewrites.heads.kernels``) is
    right where it is tried out, as it is in nearly every step. Hence single numbers never borrow: what they would find
    differs, and they take next to nothing.
 """

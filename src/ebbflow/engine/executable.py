@@ -43,7 +43,7 @@ from ebbflow.lower.lowering import Lowered, lower
 from ebbflow.lower.proof import prove
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.measurement.reserved import Reserved
-from ebbflow.rewrites.head_kernels import SETTLES
+from ebbflow.rewrites.heads.kernels import SETTLES
 from ebbflow.rewrites.replaced import Replaced
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program

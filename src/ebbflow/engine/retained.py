@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbflow.errors import BudgetError
-from ebbflow.rewrites.head_kernels import OVERWRITES
+from ebbflow.rewrites.heads.kernels import OVERWRITES
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Boundary, Compute, Free, Schedule

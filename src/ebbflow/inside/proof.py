@@ -19,140 +19,132 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.capture.claims import Claims, Results
 from ebbflow.capture.joint import Captured
-from ebbflow.errors import InternalError
 from ebbflow.inside.looks import Look, Settlement, settlement_of
 from ebbflow.inside.second_pass import PREFIX as AGAIN
 from ebbflow.inside.updates import Update
 from ebbflow.torch_seams.storages import storage_key
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["UpdateError", "prove_looks", "prove_second_pass", "prove_updates"]
+__all__ = ["prove_looks", "prove_second_pass", "prove_updates"]
 
-
-class UpdateError(InternalError):
-    """A step with updates is not the captured one. Nothing of it has run."""
+_WHAT = "a step with updates"
+_NOTHING = Results()
+"""What an op claims that nobody reads."""
 
 
 def prove_updates(captured: Captured, inside: Captured) -> int:
     """How many updates there are in ``inside``, which is ``captured`` but for them.
 
     Raises:
-        UpdateError: if it is not.
+        RewriteError: if it is not.
     """
-    likes = {node.name: node for node in captured.graph.nodes}
-    claims: dict[fx.Node, fx.Node] = {}
-    wanted = list(captured.outputs[captured.forward_output_count :])
-    settlement = settlement_of(captured)
-    settlements = [] if settlement is None else [settlement]
-    taken: dict[int, int] = {}  # by position, the storage that is changed
-    ops = set(inside.op_nodes)
-    for node in inside.graph.nodes:
-        if node.op == "output":
-            break
-        for source in node.all_input_nodes if node in ops else ():
-            value = source.meta.get("val")
-            resident = inside.buffer_of.get(source, 0) is None and isinstance(value, torch.Tensor)
-            _require(not (resident and storage_key(value) in taken.values()), f"{node.name} reads what was updated")
-        if isinstance(node.target, Update):
-            update = node.target
-            _require(update.position not in taken, f"{update.parameter} is updated twice")
-            _require(claims.get(node.args[0]) is wanted[update.position], f"{update.parameter} has another gradient")
-            waits = [claims.get(each, each) for each in node.args[1:-2] if isinstance(each, fx.Node)]
-            _require(waits == settlements, f"the update of {update.parameter} does not wait for all gradients")
-            _require(not node.users, f"somebody reads the update of {update.parameter}")
-            taken[update.position] = storage_key(inside.primals[update.position].meta["val"])
-            continue
-        like = likes.get(node.name)
-        _require(like is not None and (like.op, like.target) == (node.op, node.target), f"{node.name} is new")
-        assert like is not None
-        given = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in _leaves(node)]
-        _require(_same(given, _leaves(like)), f"{node.name} has other arguments")
-        claims[node] = like
-    expected = [None if position in taken else each for position, each in enumerate(wanted)]
-    everything = [*captured.outputs[: captured.forward_output_count], *expected]
-    given = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in inside.outputs]
-    _require(_same(given, everything), "other outputs")
-    return len(taken)
+    proof = _Updates(captured, inside)
+    proof.walk(inside)
+    return len(proof.taken)
 
 
 def prove_looks(captured: Captured, looked: Captured, positions: Iterable[int]) -> None:
     """Definition 5, of ``looked``, whose gradients at ``positions`` are to be applied.
 
     Raises:
-        UpdateError: if it does not hold.
+        RewriteError: if it does not hold.
     """
-    likes = {node.name: node for node in captured.graph.nodes}
-    claims: dict[fx.Node, fx.Node] = {}
-    wanted = list(captured.outputs[captured.forward_output_count :])
-    given = list(looked.outputs[looked.forward_output_count :])
-    looks: dict[int, fx.Node] = {}
-    settled: list[fx.Node] = []
-    for node in looked.graph.nodes:
-        if node.op == "output":
-            break
-        if isinstance(node.target, Look):
-            position = node.target.position
-            _require(position not in looks, f"{node.target.parameter} is looked at twice")
-            _require(node.args[0] is given[position], f"{node.name} looks at something else")
-            looks[position] = node
-        elif isinstance(node.target, Settlement):
-            read = dict(zip(node.target.positions, node.all_input_nodes, strict=True))
-            _require(not settled and read == looks and set(read) == set(positions), "not all gradients are settled")
-            settled.append(node)
-        elif (like := likes.get(node.name)) is None:
-            copied = node.target is torch.ops.aten.clone.default and claims.get(node.args[0]) in wanted
-            _require(copied and len(node.args) == 1 and not node.kwargs, f"{node.name} is new")
-            claims[node] = claims[node.args[0]]
-        else:
-            _require((like.op, like.target) == (node.op, node.target), f"{node.name} is another call")
-            mine = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in _leaves(node)]
-            _require(_same(mine, _leaves(like)), f"{node.name} has other arguments")
-            claims[node] = like
-    _require(bool(settled) and settled[0].all_input_nodes == [*looks.values()], "not all looks are settled")
-    mine = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in looked.outputs]
-    _require(_same(mine, list(captured.outputs)), "other outputs")
+    _Looks(captured, looked, positions).walk(looked)
 
 
 def prove_second_pass(captured: Captured, after: Captured) -> int:
     """How many ops are made again in ``after``, which is ``captured`` but for them (definition 6).
 
     Raises:
-        UpdateError: if it is not.
+        RewriteError: if it is not.
     """
-    likes = {node.name: node for node in captured.graph.nodes}
-    claims: dict[fx.Node, fx.Node] = {}
-    again = 0
-    for node in after.graph.nodes:
-        if node.op == "output":
-            break
-        like = likes.get(node.name) or likes.get(node.name.removeprefix(AGAIN))
-        _require(like is not None and (like.op, like.target) == (node.op, node.target), f"{node.name} is new")
-        assert like is not None
-        mine = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in _leaves(node)]
-        _require(_same(mine, _leaves(like)), f"{node.name} has other arguments")
-        claims[node] = like
-        again += like.name != node.name and node in after.op_nodes
-    mine = [claims.get(each, each) if isinstance(each, fx.Node) else each for each in after.outputs]
-    _require(_same(mine, list(captured.outputs)), "other outputs")
-    return again
+    proof = _SecondPass(captured, _WHAT)
+    proof.walk(after)
+    return sum(proof.claims[node].name != node.name for node in after.op_nodes)
 
 
-def _leaves(node: fx.Node) -> list[Any]:
-    return list(tree_leaves((node.args, node.kwargs)))
+class _Updates(Claims):
+    """Definitions 1 to 4."""
+
+    def __init__(self, captured: Captured, inside: Captured) -> None:
+        super().__init__(captured, _WHAT)
+        self.inside, self.ops = inside, set(inside.op_nodes)
+        self.wanted = list(captured.outputs[captured.forward_output_count :])
+        settlement = settlement_of(captured)
+        self.settlements = [] if settlement is None else [settlement]
+        self.taken: dict[int, int] = {}  # by position, the storage that is changed
+
+    def own(self, node: fx.Node) -> Any:
+        """Definition 2, and of every node definition 4."""
+        for source in node.all_input_nodes if node in self.ops else ():
+            value = source.meta.get("val")
+            resident = self.inside.buffer_of.get(source, 0) is None
+            if resident and isinstance(value, torch.Tensor):
+                self.require(storage_key(value) not in self.taken.values(), f"{node.name} reads what was updated")
+        if not isinstance(node.target, Update):
+            return None
+        update = node.target
+        self.require(update.position not in self.taken, f"{update.parameter} is updated twice")
+        gradient = self.claim(node.args[0]) is self.wanted[update.position]
+        self.require(gradient, f"{update.parameter} has another gradient")
+        waits = [self.claim(each) for each in node.args[1:-2] if isinstance(each, fx.Node)]
+        self.require(waits == self.settlements, f"the update of {update.parameter} does not wait for all gradients")
+        self.require(not node.users, f"somebody reads the update of {update.parameter}")
+        self.taken[update.position] = storage_key(self.inside.primals[update.position].meta["val"])
+        return _NOTHING
+
+    def output(self, node: fx.Node) -> None:
+        """Definition 3."""
+        left = [None if position in self.taken else each for position, each in enumerate(self.wanted)]
+        self.outputs_are(tree_leaves(node.args), [*self.step.outputs[: self.step.forward_output_count], *left])
 
 
-def _same(given: list[Any], wanted: list[Any]) -> bool:
-    return len(given) == len(wanted) and all(
-        mine is theirs if isinstance(mine, fx.Node) or isinstance(theirs, fx.Node) else _equal(mine, theirs)
-        for mine, theirs in zip(given, wanted, strict=True)
-    )
+class _Looks(Claims):
+    """Definition 5."""
+
+    def __init__(self, captured: Captured, looked: Captured, positions: Iterable[int]) -> None:
+        super().__init__(captured, _WHAT)
+        self.positions = set(positions)
+        self.wanted = list(captured.outputs[captured.forward_output_count :])
+        self.given = list(looked.outputs[looked.forward_output_count :])
+        self.looks: dict[int, fx.Node] = {}
+        self.settled: list[fx.Node] = []
+
+    def own(self, node: fx.Node) -> Any:
+        """A look at a gradient, or the settlement of all."""
+        if isinstance(node.target, Look):
+            position = node.target.position
+            self.require(position not in self.looks, f"{node.target.parameter} is looked at twice")
+            self.require(node.args[0] is self.given[position], f"{node.name} looks at something else")
+            self.looks[position] = node
+            return _NOTHING
+        if isinstance(node.target, Settlement):
+            read = dict(zip(node.target.positions, node.all_input_nodes, strict=True))
+            alike = not self.settled and read == self.looks and set(read) == self.positions
+            self.require(alike, "not all gradients are settled")
+            self.settled.append(node)
+            return _NOTHING
+        return None
+
+    def other(self, node: fx.Node, like: fx.Node | None) -> Any:
+        """A copy of a gradient claims it."""
+        copied = like is None and node.target is torch.ops.aten.clone.default and len(node.args) == 1
+        if copied and not node.kwargs and any(self.claim(node.args[0]) is each for each in self.wanted):
+            return self.claim(node.args[0])
+        return super().other(node, like)
+
+    def output(self, node: fx.Node) -> None:
+        """All as before, and all looks settled."""
+        settled = bool(self.settled) and self.settled[0].all_input_nodes == [*self.looks.values()]
+        self.require(settled, "not all looks are settled")
+        super().output(node)
 
 
-def _equal(mine: Any, theirs: Any) -> bool:
-    return type(mine) is type(theirs) and (mine is theirs or mine == theirs or repr(mine) == repr(theirs))
+class _SecondPass(Claims):
+    """Definition 6."""
 
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise UpdateError(f"a step with updates is not what was captured: {what}")
+    def like_of(self, node: fx.Node) -> fx.Node | None:
+        """The call that it is named after."""
+        return self.by_name.get(node.name) or self.by_name.get(node.name.removeprefix(AGAIN))

@@ -19,16 +19,16 @@ from ebbflow.cost.attach import is_measured, with_measured_costs
 from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planning.alternatives import Alternative, Alternatives, Costed
-from ebbflow.rewrites.attention_rule import AttentionRule, left_attention
+from ebbflow.rewrites.attention.rule import AttentionRule, left_attention
 from ebbflow.rewrites.facts import measured
-from ebbflow.rewrites.head_kernels import KEPT
-from ebbflow.rewrites.head_rule import HeadRule, left_heads
-from ebbflow.rewrites.in_place_rule import InPlaceRule, lowers
-from ebbflow.rewrites.reordered import ReorderedHeadRule, stated
+from ebbflow.rewrites.feed_forward.rule import TileRule, left_regions
+from ebbflow.rewrites.heads.kernels import KEPT
+from ebbflow.rewrites.heads.reordered import ReorderedHeadRule, stated
+from ebbflow.rewrites.heads.rule import HeadRule, left_heads
+from ebbflow.rewrites.in_place.rule import InPlaceRule, lowers
 from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate, Rule
 from ebbflow.rewrites.second_pass import SecondPassRule
-from ebbflow.rewrites.tile_rule import TileRule, left_regions
 from ebbflow.step.program import Op, Program
 from ebbflow.step.rewrite import Rewrite
 

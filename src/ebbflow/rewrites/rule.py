@@ -6,6 +6,7 @@
 2. A *free* rule makes no number twice and reads no more than the captured step does, so that its ways cost no time.
    Where the captured step does not fit as it is, they need no further reason.
 3. A rewrite is plain data (``step.rewrite``): a plan's file brings it back, and the same rule finds its place again.
+4. What looks like a place of the rule and is none is *left*, with the reason and what would change that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,20 @@ from ebbflow.rewrites.replaced import Replaced
 from ebbflow.step.program import Program
 from ebbflow.step.rewrite import Rewrite
 
-__all__ = ["Estimate", "Rule"]
+__all__ = ["Estimate", "Left", "Rule"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Definition 4.
+
+    Attributes:
+        source: ``file:line`` of what was found, or empty.
+        why: it stays as it is.
+    """
+
+    source: str
+    why: str
 
 
 @dataclass(frozen=True)

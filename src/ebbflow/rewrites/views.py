@@ -5,12 +5,21 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ebbflow.rewrites.heads import SAME_ORDER
 from ebbflow.torch_seams.graphs import arguments_of
 
-__all__ = ["is_same_order", "is_swap", "made_by", "seen"]
+__all__ = ["SAME_ORDER", "is_same_order", "is_swap", "made_by", "seen"]
 
 _aten = torch.ops.aten
+SAME_ORDER = frozenset(
+    {
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.reshape.default,
+        _aten.alias.default,
+        _aten.detach.default,
+    }
+)
+"""What gives the same elements in the same order."""
 
 
 def is_same_order(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ from ebbflow.step.schedule import Action, Boundary, Reload, Schedule
 __all__ = ["Decision", "Why", "decisions_of", "why_of"]
 
 _REWRITES = "ebbflow_rewrites."
-"""Begins the target of an op that a rewrite brings (``rewrites.head_kernels.NAMESPACE``)."""
+"""Begins the target of an op that a rewrite brings (``rewrites.heads.kernels.NAMESPACE``)."""
 
 
 class Decision(enum.Enum):

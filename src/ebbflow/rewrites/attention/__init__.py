@@ -1,0 +1,1 @@
+"""Attention by products and a softmax, in slices of entries."""

@@ -1,0 +1,1 @@
+"""Feed-forward layers, in slices of rows or columns."""

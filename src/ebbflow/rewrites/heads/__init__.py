@@ -1,0 +1,1 @@
+"""Losses of linear heads, in slices of rows or columns."""

@@ -1,0 +1,1 @@
+"""Elementwise ops that write over what dies."""

@@ -1,0 +1,1 @@
+"""What rules share that make a part of a step in slices."""
