@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import ebbflow
 from ebbflow._api.verify import Verifier
 from ebbflow.case import Case
+from ebbflow.engine import compiled
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.units import Budget
@@ -89,3 +91,18 @@ def study() -> Callable[[str, int], Study]:
         return known[name, threads]
 
     return get
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every capture that has come to a joint graph."""
+    found: list[Any] = []
+    made = compiled.Capture.partition
+
+    def partition(self: Any, *args: Any) -> Any:
+        graphs = made(self, *args)
+        found.append(self)
+        return graphs
+
+    monkeypatch.setattr(compiled.Capture, "partition", partition)
+    return found

@@ -13,7 +13,6 @@ from torch import nn
 
 import ebbflow
 from eager_steps import assert_trains_as_eager, history
-from ebbflow.engine import compiled
 from ebbflow.errors import CaptureError
 from ebbflow.torch_seams.patches import open_patches
 
@@ -28,21 +27,6 @@ class Model(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.body(self, *args)
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every joint graph that came of a capture."""
-    found: list[Any] = []
-    made = compiled.Capture.partition
-
-    def partition(self: Any, *args: Any) -> Any:
-        graphs = made(self, *args)
-        found.append(self)
-        return graphs
-
-    monkeypatch.setattr(compiled.Capture, "partition", partition)
-    return found
 
 
 def ways(m: Any, x: torch.Tensor, *, compiled: bool) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow.engine import compiled
 from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.torch_seams.patches import open_patches
 
@@ -27,21 +26,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.body(self, self.linear(x), x, mask).sum()
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every capture that has come to a joint graph."""
-    found: list[Any] = []
-    made = compiled.Capture.partition
-
-    def partition(self: Any, *args: Any) -> Any:
-        graphs = made(self, *args)
-        found.append(self)
-        return graphs
-
-    monkeypatch.setattr(compiled.Capture, "partition", partition)
-    return found
 
 
 def trains_as_eager(body: Body, masks: Iterator[torch.Tensor] | None = None) -> nn.Module:
