@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbflow.torch_seams.context_variables import STAYS_SET
+from ebbflow.torch_seams.input_branches import TELLS_NAN
 from ebbflow.torch_seams.tracing import PYTHON_DRAWS
 
 __all__ = ["is_only_in_traces", "known_break"]
@@ -97,6 +98,11 @@ _BREAKS = (
         r"[Dd]ata-dependent|Could not guard|item\(\)",
         *_COUNTS_BATCHES,
         line=r"num_batches_tracked",
+    ),
+    _Break(
+        TELLS_NAN,
+        "It compares a number with itself, to tell a NaN, and that number is computed in the step.",
+        "Look for NaN after the call (torch.isnan(loss)), or without a branch (torch.where)",
     ),
     _Break(
         STAYS_SET,

@@ -36,7 +36,6 @@ from ebbflow.capture.rules.grouped_products import true_grouped_products
 from ebbflow.capture.rules.layouts import true_layouts
 from ebbflow.capture.rules.norm_dtypes import true_norms
 from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
-from ebbflow.cost.room import free_bytes
 from ebbflow.errors import CaptureError
 from ebbflow.faults import RAISED_IN_CAPTURE
 from ebbflow.signals import signals_wait
@@ -287,7 +286,7 @@ def translated_errors(
         # What only raises is a check rather than a question: the settings' way with branches comes before that.
         with (
             quiet_log(),
-            branches_on_inputs(inputs_by_name(module, args, kwargs), free_bytes() or float("inf")) as questions,
+            branches_on_inputs(inputs_by_name(module, args, kwargs)) as questions,
             capture_settings(here, cuda),
             answered(answers),
             known_branches() as conditions,

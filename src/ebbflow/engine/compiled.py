@@ -38,6 +38,7 @@ from ebbflow.engine.executor import NothingToTrain, Unplanned, departing, run_ba
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError, InternalError
+from ebbflow.measurement.peak import StepGauge
 from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.aot import boxed
 from ebbflow.torch_seams.dynamo import sizes_as_symbols
@@ -115,6 +116,8 @@ class Capture:
         self._changing = changing
         self._stance = OwnStance()
         self._taken = Taken()
+        self.asked_bytes = 0
+        """What answering one of its questions takes at the most, before anything else of a step, as far as seen."""
         self._begin()
 
     def _begin(self) -> None:
@@ -194,10 +197,11 @@ class Capture:
         """What was answered where it branches on values of its inputs."""
         return tuple(map(str, self._taken.questions))
 
-    @property
-    def asked_bytes(self) -> int:
-        """What answering one of its questions takes at the most, before anything else of a step."""
-        return max((each.bytes for each in self._taken.questions), default=0)
+    def weigh_questions(self, call: Call) -> None:
+        """Find out what answering takes for a call of these sizes (:attr:`asked_bytes`)."""
+        if self._taken.questions:
+            arguments = inputs_by_name(call.module, call.args, call.kwargs)
+            self.asked_bytes = max(self.asked_bytes, _answered_within(self._taken.questions, arguments, call.device))
 
     def other_answer(self, call: Call) -> Question | None:
         """What the values of its inputs make ``call`` answer otherwise than when this was captured, if anything."""
@@ -279,3 +283,17 @@ class Capture:
         """Says at every call whose guards hold that nothing takes a gradient."""
         self.made = True
         return boxed(run_nothing)
+
+
+def _answered_within(questions: Sequence[Question], arguments: Mapping[str, Any], device: str) -> int:
+    """What answering takes at its peak, kernels' own memory with it; where a profiler runs, all that is computed."""
+    gauge = StepGauge(device)
+    gauge.begin()
+    try:
+        state = torch.get_rng_state()  # of which Dynamo keeps a copy where the first answer is given
+        for each in questions:
+            each.holds(arguments)
+        del state
+    finally:
+        gauge.end()
+    return max(each.bytes for each in questions) if gauge.disturbed else gauge.above_bytes

@@ -53,6 +53,10 @@ from ebbflow.units import format_count
 __all__ = ["train"]
 
 
+_ROUNDS = 3
+"""In which a call is captured that something else changes meanwhile, such as another thread a flag of the model."""
+
+
 def train(model: FittedModel, call: Call) -> Any:
     """One training call of a fitted model, planned; what its forward returns.
 
@@ -79,21 +83,26 @@ def _trained(model: FittedModel, call: Call) -> Any:
     if now.key in model.not_captured:
         return _as_it_is(model, call)
     model.warn_of_flights(now)
-    for step in model.steps_for(call, now):
-        try:
-            return _planned(model, step, call, now)
-        except StaleCapture:
-            continue
-        except NothingToTrain:
-            model.keep(step, now)
-            break
-        except (CaptureError, InternalError) as error:
-            if step.capture.symbolic and not step.forward_calls:
-                continue
-            if _takes_gradients(call, now):
-                raise
-            return _unless_trained(model, call, now, error)
-    return _as_it_is(model, call)
+    stale: StaleCapture | None = None
+    for _ in range(_ROUNDS):
+        for step in model.steps_for(call, now):
+            try:
+                return _planned(model, step, call, now)
+            except StaleCapture as found:
+                stale = found
+            except NothingToTrain:
+                model.keep(step, now)
+                return _as_it_is(model, call)
+            except (CaptureError, InternalError) as error:
+                if step.capture.symbolic and not step.forward_calls:
+                    continue
+                if _takes_gradients(call, now):
+                    raise
+                return _unless_trained(model, call, now, error)
+    raise CaptureError(
+        f"it was captured, and when it was to run it was another step: {stale}",
+        remedy="let nothing change the model, or what its branches look at, while a training call runs",
+    ) from stale
 
 
 def _as_it_is(model: FittedModel, call: Call) -> Any:
@@ -136,6 +145,7 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
     with within(_room(model, step, call, now)):
         _capture(model, step, call, now)
     model.keep(step, now)
+    step.capture.weigh_questions(call)
     with signals_wait():  # the callbacks of what dies would swallow what a handler raises
         gc.collect()  # what only garbage holds is not to be planned around
     forget_dead()

@@ -7,21 +7,27 @@ import inspect
 import itertools
 import operator
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.fake_tensors import without_modes
 from ebbflow.torch_seams.storages import storage_key
 
 __all__ = [
+    "autocast_now",
+    "casts",
     "changes",
     "codes_that_branch",
+    "codes_that_compare",
     "decided",
     "is_torchs",
+    "plainly",
     "storages_of",
     "tables_of_codes",
     "truth_of",
@@ -30,6 +36,7 @@ __all__ = [
 ]
 
 _MODULES = ("torch", "_operator", "math", "builtins")
+_DEVICES = ("cpu", "cuda")
 
 
 def tables_of_codes() -> Iterator[tuple[type, list[Any]]]:
@@ -51,6 +58,14 @@ def codes_that_branch() -> list[str | None]:
         if code < 256 and ("IF_TRUE" in name or "IF_FALSE" in name or name == "UNARY_NOT"):
             names[code] = name
     return names
+
+
+@functools.cache
+def codes_that_compare() -> tuple[int, ...]:
+    """The codes of Python's instructions that compare two values."""
+    import dis
+
+    return tuple(code for name, code in dis.opmap.items() if name == "COMPARE_OP")
 
 
 def decided(tx: Any, instruction: Any, name: str, outcome: bool) -> bool:
@@ -101,6 +116,48 @@ def _is_in_place(node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace", at < len(node.args) and node.args[at]))
 
 
+def autocast_now() -> dict[str, bool]:
+    """By kind of device, whether ops on this thread are in another precision than their arguments."""
+    return {kind: torch.is_autocast_enabled(kind) for kind in _DEVICES}
+
+
+def casts(root: fx.Node, used: Collection[fx.Node], begun: Mapping[str, bool]) -> bool:
+    """Whether what ``root`` is computed from, ``used``, is computed of floating numbers where autocast is on.
+
+    Args:
+        root: of Dynamo's graph.
+        used: nodes of that graph.
+        begun: :func:`autocast_now` when the graph began.
+    """
+    around = [dict(begun)]
+    for node in root.graph.nodes:
+        if node.target is _enter_autocast:
+            kind, _, enabled, *_ = node.args
+            around.append({**around[-1], str(kind): bool(enabled)})
+        elif node.target is _exit_autocast:
+            around.pop()
+        elif node in used and node.op != "placeholder":
+            values = [each.meta.get("example_value") for each in (node, *node.all_input_nodes)]
+            tensors = [each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()]
+            if any(around[-1].get(each.device.type, False) for each in tensors):
+                return True
+        if node is root:
+            break
+    return False
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """While open, ops run on real tensors as written: no mode, no autocast, nothing for a backward."""
+    with ExitStack() as stack:
+        stack.enter_context(without_modes())
+        stack.enter_context(torch.no_grad())
+        for kind, on in autocast_now().items():
+            if on:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 def written_to(root: fx.Node, used: Iterable[fx.Node]) -> bool:
     """Whether something has been written to the memory of these nodes by the time that ``root`` is computed."""
     ours = storages_of(used)
@@ -125,21 +182,24 @@ def truth_of(graph: fx.GraphModule, inputs: Iterable[Any]) -> bool | None:
     """The truth of what ``graph`` gives; ``None`` if it draws random numbers, or cannot be computed here."""
     before = _random_states()
     try:
-        with without_modes(), torch.no_grad():
+        with plainly():
             outcome = bool(fx.Interpreter(graph).run(*inputs))
     except Exception as error:
         if raised_by_a_handler(error):
             raise
         return None
     finally:
-        drawn = [not torch.equal(old, new) for old, new in zip(before, _random_states(), strict=True)]
-        torch.set_rng_state(before[0])
-        for index, state in enumerate(before[1:]):
-            torch.cuda.set_rng_state(state, index)
+        drawn = [old != new for old, new in zip(before, _random_states(), strict=True)]
+        if any(drawn):
+            states = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in before]
+            torch.set_rng_state(states[0])
+            for index, state in enumerate(states[1:]):
+                torch.cuda.set_rng_state(state, index)
     return None if any(drawn) else outcome
 
 
-def _random_states() -> list[torch.Tensor]:
+def _random_states() -> list[bytes]:
+    """Of all generators, in memory that is none of torch's: a budget holds while a question is answered."""
     with without_modes():
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return [torch.get_rng_state(), *cuda]
+        return [each.numpy().tobytes() for each in (torch.get_rng_state(), *cuda)]

@@ -7,9 +7,13 @@ masks nothing, and with it takes other kernels.
 2. It is answered for the call that is captured, and the branch is the one that eager takes.
 3. The capture is the step of those calls alone in which all its questions have the same answers, asked in this order:
    what a later one asks may make sense only after the answer to an earlier one.
-4. A capture asks :data:`_MOST_QUESTIONS` at the most, each of which computes :data:`_MOST_BYTES` in all, and no more
-   than there is room for: that is before a step takes anything, and a budget has to hold it. What asks for more, a loop
-   over the values of a sequence or a look at what the model computes, is left to Dynamo, which refuses.
+4. It is answered in the precision in which eager computes it: as written. What is computed under autocast is left to
+   Dynamo, which refuses the branch.
+5. A capture asks :data:`_MOST_QUESTIONS` at the most, each of which computes :data:`_MOST_BYTES` in all: that is before
+   a step takes anything, and a budget has to hold it. What asks for more, a loop over the values of a sequence or a
+   look at what the model computes, is left to Dynamo.
+6. A number that is read from a tensor is a symbol to Dynamo, which says of it that it is equal to itself. A NaN is not:
+   a comparison whose outcome Dynamo knows without the number is a question too, and refused where it cannot be one.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
+import operator
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,23 +35,36 @@ from torch import fx
 
 from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.conditions import (
+    autocast_now,
+    casts,
     changes,
     codes_that_branch,
+    codes_that_compare,
     decided,
     is_torchs,
+    plainly,
     storages_of,
     tables_of_codes,
     truth_of,
     written_by,
 )
-from ebbflow.torch_seams.fake_tensors import without_modes
 from ebbflow.torch_seams.graphs import hint_of, size_source
 from ebbflow.torch_seams.patches import Attribute, patched
 
-__all__ = ["Question", "branches_on_inputs", "other_answer"]
+__all__ = ["TELLS_NAN", "Question", "branches_on_inputs", "other_answer"]
 
+TELLS_NAN = "a number that the step computes is compared with itself, which tells a NaN from others"
+"""What Dynamo's error says where no question can be asked (definition 6)."""
 _MOST_QUESTIONS = 64
 _MOST_BYTES = 2**28
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 _LOCALS = "L"
 """What Dynamo calls the arguments of the function that it captures where it says what a value is from."""
 
@@ -59,7 +77,7 @@ class Question:
         graph: from tensors and sizes of the call to the condition.
         inputs: where the graph's inputs are, as expressions of the captured function's arguments.
         answer: with which the step was captured.
-        bytes: that computing it takes at the most.
+        bytes: of all that is computed for it, but for what kernels take besides.
         place: text of the line that asks, with file and number.
     """
 
@@ -72,7 +90,7 @@ class Question:
     def holds(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments, by name, gives the same answer."""
         try:
-            with without_modes(), torch.no_grad():
+            with plainly():
                 return bool(self.graph(*_values(self.inputs, arguments))) is self.answer
         except Exception as error:
             if raised_by_a_handler(error):
@@ -89,16 +107,17 @@ def other_answer(questions: Sequence[Question], arguments: Mapping[str, Any]) ->
 
 
 @contextmanager
-def branches_on_inputs(arguments: Mapping[str, Any], room_bytes: float = float("inf")) -> Iterator[list[Question]]:
+def branches_on_inputs(arguments: Mapping[str, Any]) -> Iterator[list[Question]]:
     """While open, captures of this thread take branches on their inputs; gives what was asked, in order.
 
     Args:
         arguments: of the function that is captured, by name.
-        room_bytes: that an answer may take.
     """
-    asking = _Asking(arguments, room_bytes, threading.get_ident())
+    asking = _Asking(arguments, threading.get_ident())
     with ExitStack() as stack:
         for kind, table in tables_of_codes():
+            for code in codes_that_compare():
+                table[code] = functools.partial(asking.compare, table[code])
             for code, name in enumerate(codes_that_branch()):
                 if name is not None and table[code] is not None:
                     table[code] = functools.partial(asking.decide, table[code], name)
@@ -109,25 +128,42 @@ def branches_on_inputs(arguments: Mapping[str, Any], room_bytes: float = float("
 class _Asking:
     """What one capture has asked. Dynamo begins anew where it has to, and asks again."""
 
-    def __init__(self, arguments: Mapping[str, Any], room_bytes: float, thread: int) -> None:
+    def __init__(self, arguments: Mapping[str, Any], thread: int) -> None:
         self.asked: list[Question] = []
         self._arguments, self._thread = arguments, thread
-        self._room_bytes = min(room_bytes, _MOST_BYTES)
+        self._autocast = autocast_now()
         self._known: dict[object, Question] = {}
 
     def decide(self, below: Callable[..., None], name: str, tx: Any, instruction: Any) -> None:
         """One instruction that asks for the truth of what is on top of the stack."""
         if threading.get_ident() == self._thread and _depends_on_data(tx.stack[-1]):
-            found = self._question(tx)
+            found = self._question(tx.stack[-1].as_proxy().node, tx)
             if found is not None and decided(tx, instruction, name, found.answer):
                 return
         below(tx, instruction)
 
-    def _question(self, tx: Any) -> Question | None:
-        root = tx.stack[-1].as_proxy().node
+    def compare(self, below: Callable[..., None], tx: Any, instruction: Any) -> None:
+        """One instruction that compares what is on top of the stack (definition 6)."""
+        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.variables import ConstantVariable
+
+        asks = threading.get_ident() == self._thread and all(map(_is_read_float, tx.stack[-2:]))
+        given = [each.as_proxy() for each in tx.stack[-2:]] if asks else []
+        below(tx, instruction)
+        if not asks or _depends_on_data(tx.stack[-1]):
+            return
+        compared = tx.output.create_proxy("call_function", _COMPARISONS[instruction.argval], tuple(given), {})
+        found = self._question(compared.node, tx)
+        if found is None:
+            raise Unsupported(TELLS_NAN)
+        tx.stack[-1] = ConstantVariable.create(found.answer)
+
+    def _question(self, root: fx.Node, tx: Any) -> Question | None:
         used = _computed_from(root)
+        if used is not None and casts(root, used, self._autocast):
+            return None
         size = 0 if used is None else sum(_bytes(_example(node)) for node in used if node.op != "placeholder")
-        taken = None if used is None or size > self._room_bytes else _taken_out(root, used, self._arguments)
+        taken = None if used is None or size > _MOST_BYTES else _taken_out(root, used, self._arguments)
         if taken is None:
             return None
         graph, inputs = taken
@@ -150,6 +186,14 @@ def _depends_on_data(variable: Any) -> bool:
     if isinstance(variable, SymNodeVariable):
         return bool(free_unbacked_symbols(variable.sym_num))
     return isinstance(variable, TensorVariable)
+
+
+def _is_read_float(variable: Any) -> bool:
+    """Whether it is a floating number that is read from a tensor."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    symbol = variable.sym_num if isinstance(variable, SymNodeVariable) else None
+    return isinstance(symbol, torch.SymFloat) and _depends_on_data(variable)
 
 
 def _place(tx: Any) -> str:
@@ -206,9 +250,7 @@ def _collect(stack: list[fx.Node], used: set[fx.Node]) -> bool:
         if _is_size(node):
             continue
         value = _example(node)
-        if isinstance(value, torch.Tensor) and (
-            value.requires_grad or (value.is_floating_point() and torch.is_autocast_enabled(value.device.type))
-        ):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
             return False
         if node.op != "placeholder" and not is_torchs(node):
             return False

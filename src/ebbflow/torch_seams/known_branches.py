@@ -22,6 +22,8 @@ import torch
 from torch import fx
 
 from ebbflow.torch_seams.conditions import (
+    autocast_now,
+    casts,
     changes,
     codes_that_branch,
     decided,
@@ -62,24 +64,30 @@ class Condition:
 def known_branches() -> Iterator[list[Condition]]:
     """While open, captures of this thread take branches on known tensors; gives the conditions that have symbols."""
     conditions: list[Condition] = []
-    thread = threading.get_ident()
+    thread, begun = threading.get_ident(), autocast_now()
     with ExitStack() as stack:
         for kind, table in tables_of_codes():
             for code, name in enumerate(codes_that_branch()):
                 if name is not None and table[code] is not None:
-                    table[code] = functools.partial(_decide, table[code], name, thread, conditions)
+                    table[code] = functools.partial(_decide, table[code], name, thread, begun, conditions)
             stack.enter_context(patched(Attribute(kind, "dispatch_table"), table))
         yield conditions
 
 
 def _decide(
-    below: Callable[..., None], name: str, thread: int, conditions: list[Condition], tx: Any, instruction: Any
+    below: Callable[..., None],
+    name: str,
+    thread: int,
+    begun: Mapping[str, bool],
+    conditions: list[Condition],
+    tx: Any,
+    instruction: Any,
 ) -> None:
     """One instruction that asks for the truth of what is on top of the stack."""
     from torch._dynamo.variables import TensorVariable
 
     if thread == threading.get_ident() and isinstance(tx.stack[-1], TensorVariable):
-        found = _condition(tx.stack[-1].as_proxy().node)
+        found = _condition(tx.stack[-1].as_proxy().node, begun)
         if found is not None:
             if found.symbols:
                 conditions.append(found)
@@ -88,10 +96,11 @@ def _decide(
     below(tx, instruction)
 
 
-def _condition(node: fx.Node) -> Condition | None:
+def _condition(node: fx.Node, begun: Mapping[str, bool]) -> Condition | None:
     """The condition that ``node`` is, if it is known."""
     used: dict[fx.Node, None] = {}
-    return _as_condition(node, used) if _collect(node, used) and not written_to(node, used) else None
+    known = _collect(node, used) and not casts(node, used, begun) and not written_to(node, used)
+    return _as_condition(node, used) if known else None
 
 
 def _collect(root: fx.Node, used: dict[fx.Node, None]) -> bool:
@@ -109,8 +118,6 @@ def _collect(root: fx.Node, used: dict[fx.Node, None]) -> bool:
             return False
         stack.extend(node.all_input_nodes)
     tensors = [each for each in (node.meta["example_value"] for node in used) if isinstance(each, torch.Tensor)]
-    if any(each.is_floating_point() and torch.is_autocast_enabled(each.device.type) for each in tensors):
-        return False
     return sum(_bytes(each) for each in tensors) <= _MOST_BYTES
 
 

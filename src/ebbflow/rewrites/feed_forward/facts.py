@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -124,13 +125,16 @@ def _chain_fact(tile: Tile, chain: list[fx.Node], size: int) -> Fact:
 
 
 def _chain(tile: Tile, chain: list[fx.Node], size: int, rows: int, columns: int) -> Fact:
-    needs = sum(rows * columns * each.meta["val"].element_size() for each in chain) * 2
     says = f"{size} {'rows' if tile.axis == ROWS else 'columns'} at a time of {len(chain)} elementwise ops"
     read = dict.fromkeys(each for part in chain for each in map(seen_through, part.all_input_nodes))
     given = {each: seed for seed, each in enumerate(each for each in read if each not in chain)}
     dtypes = ", ".join(str(each.meta["val"].dtype).removeprefix("torch.") for each in given)
     axis = 0 if tile.axis == ROWS else 1
     device = chain[0].meta["val"].device.type
+    spans = even_spans((rows, columns)[axis], size)
+    share = max(b - a for a, b in spans) / (rows, columns)[axis]
+    large = [each for each in (*given, *chain) if each.meta["val"].dim()]
+    needs = math.ceil(sum(rows * columns * each.meta["val"].element_size() for each in large) * (1 + share))
 
     def holds() -> bool:
         values = {
@@ -138,7 +142,7 @@ def _chain(tile: Tile, chain: list[fx.Node], size: int, rows: int, columns: int)
             for each, seed in given.items()
         }
         whole = _run(chain, values)
-        for a, b in even_spans((rows, columns)[axis], size):
+        for a, b in spans:
             part = {each: t.narrow(axis, a, b - a).contiguous() if t.dim() else t for each, t in values.items()}
             made = _run(chain, part)
             if not all(torch.equal(made[each], whole[each].narrow(axis, a, b - a)) for each in chain):
