@@ -7,10 +7,17 @@ import json
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+import ebbflow
 from ebbflow.cost.room import Room, within
+from ebbflow.errors import BudgetError
+from ebbflow.measurement.cpu_allocations import AllocationRecorder
+from ebbflow.measurement.peak import peak_above
 from ebbflow.rewrites import facts
 from ebbflow.rewrites.facts import Fact, measured, normal
+from ebbflow.torch_seams.fake_tensors import without_modes
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +52,7 @@ def test_without_room_nobody_knows() -> None:
     with within(Room(999)):
         assert measured([fact], "cpu") == {fact.signature: None}
     assert not calls
-    with within(Room(1000)):
+    with within(Room(int(1000 * facts._BESIDES))):
         assert measured([fact], "cpu") == {fact.signature: True}
 
 
@@ -80,3 +87,71 @@ def test_numbers_are_normal_and_generators_left_alone() -> None:
         assert abs(float(made.mean())) < 0.1
         assert 0.9 < float(made.std()) < 1.1
     assert torch.equal(before, torch.get_rng_state())
+
+
+# -- what measuring takes ------------------------------------------------------------------------------------------
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 256), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.down(F.silu(self.gate(x)) * self.up(x))).square().mean()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 192)
+        self.register_buffer("mask", torch.ones(128, 128).triu(1).bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.view(4, 128, 4, 16).transpose(1, 2) for each in self.project(x).chunk(3, -1))
+        scores = (q @ k.transpose(-2, -1) / 4).masked_fill(self.mask, float("-inf"))
+        return (F.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v).square().mean()
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 999)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x).float(), labels, label_smoothing=0.1)
+
+
+def given_to(model: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    if isinstance(model, Attention):
+        return (torch.randn(4, 128, 64, dtype=dtype, requires_grad=True),)
+    x = torch.randn(1024, 64, dtype=dtype, requires_grad=True)
+    return (x, torch.randint(0, 999, (1024,))) if isinstance(model, Head) else (x,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [FeedForward, Attention, Head])
+def test_measuring_takes_no_more_than_it_says(
+    kind: type[nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All facts that are asked for by a plan, and the smaller ones in their place, by the allocator's own count."""
+    taken: dict[str, tuple[int, int]] = {}
+
+    def counted(fact: Fact, device: str) -> bool:
+        if fact.signature not in taken:
+            recorder = AllocationRecorder()
+            recorder.start()
+            with without_modes(), torch.no_grad():
+                held = fact.holds()
+            taken[fact.signature] = fact.bytes, peak_above(recorder.stop())
+            if fact.smaller is not None:
+                counted(fact.smaller, device)
+            return held
+        return True
+
+    monkeypatch.setattr(facts, "_measured", counted)
+    model = kind().to(dtype)
+    with pytest.raises(BudgetError):
+        ebbflow.plan(model, given_to(model, dtype), budget=1, rewrites="all", progress=None)
+    assert len(taken) > 4
+    assert {each: found for each, found in taken.items() if found[1] > facts._BESIDES * found[0]} == {}

@@ -28,6 +28,8 @@ from ebbflow.torch_seams.fake_tensors import without_modes
 __all__ = ["Fact", "FactCache", "known_facts", "made_up", "measured", "normal"]
 
 _SCHEMA = "ebbflow-facts/1"
+_BESIDES = 1.1
+"""Times what a fact says that it takes: vectors of a number for each row, and what kernels take besides."""
 _KNOWN: dict[str, dict[str, bool]] = {}  # per file, what this process has read or measured
 
 
@@ -38,7 +40,7 @@ class Fact:
     Attributes:
         signature: all that it depends on besides the device.
         says: it in words.
-        bytes: what measuring takes at its peak.
+        bytes: that measuring takes at its peak, but for what is small beside that.
         holds: measures it.
         smaller: what is measured instead where there is no room for this one, on fewer rows of an op whose rows do
             not depend on each other; ``None`` if nothing would do.
@@ -112,7 +114,7 @@ def measured(facts: Iterable[Fact], device: str) -> dict[str, bool | None]:
 def _measured(fact: Fact, device: str) -> bool | None:
     known = known_facts(device)
     if fact.signature not in known:
-        if fact.bytes > free_bytes():
+        if fact.bytes * _BESIDES > free_bytes():
             return None if fact.smaller is None else _measured(fact.smaller, device)
         with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
             known[fact.signature] = fact.holds()

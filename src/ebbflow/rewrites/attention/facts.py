@@ -72,10 +72,11 @@ class _Of:
         operands = " ".join(
             f"{spec}/{kind}{'*' * own}" for spec, kind, own in zip(specs, self.kinds, self.own, strict=True)
         )
+        copied = sum(_bytes(each) for each, own in zip(specs, self.own, strict=True) if own)
         return Fact(
             f"{name} by entries {list(leading)} of {operands} {constants} by {size}",
             f"{size} of {math.prod(leading)} entries at a time of {name}",
-            sum(spec.extent * spec.dtype.itemsize for spec in specs) + 2 * result,
+            sum(map(_bytes, specs)) + copied + 2 * result,
             lambda: self._holds(leading, specs),
         )
 
@@ -100,6 +101,7 @@ class _Of:
             ]
             if not torch.equal(self._call(given, inner=True), part_of_entries(flat, FLAT, leading, block)):
                 return False
+            del given  # before the next ones are made
         return True
 
     def _given(self, tensor: Tensor, kind: str, own: bool, leading: tuple[int, ...], block: Any) -> Tensor:
@@ -107,8 +109,7 @@ class _Of:
         part = part_of_entries(tensor, kind, leading, block)
         if not own:
             return part
-        swapped = tensor.stride() != tensor.contiguous().stride()
-        return part.mT.contiguous().mT if swapped else part.contiguous()
+        return part.contiguous() if tensor.is_contiguous() else part.mT.contiguous().mT
 
     def _call(self, tensors: Sequence[Tensor], *, inner: bool) -> Tensor:
         known = dict(zip(self.tensors, tensors, strict=True))
@@ -116,6 +117,10 @@ class _Of:
         if inner and (position := SOFTMAXES.get(self.part.target)) is not None:
             args = (*args[:position], -1, *args[position + 1 :])
         return self.part.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return spec.extent * spec.dtype.itemsize
 
 
 def _cut(shape: tuple[int, ...], leading: tuple[int, ...], few: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from ebbflow.rewrites.feed_forward.regions import PRODUCTS, is_flip, is_sum_of_r
 from ebbflow.rewrites.feed_forward.tiles import ROWS
 from ebbflow.rewrites.sliced.calls import Tile
 from ebbflow.rewrites.sliced.elementwise import is_elementwise
+from ebbflow.rewrites.sliced.growth import bytes_of
 from ebbflow.rewrites.spans import even_spans
 from ebbflow.torch_seams.graphs import arguments_of
 
@@ -54,7 +55,11 @@ def _sum_fact(tile: Tile, part: fx.Node, size: int) -> Fact:
     words = [
         f"{spec}/{'whole' if cut is None else cut}{'*' * own}" for spec, cut, own in zip(specs, cuts, made, strict=True)
     ]
-    needs = sum(spec.extent * spec.dtype.itemsize for spec in specs) + 3 * out.numel() * out.element_size()
+    length = out.shape[out_cut]
+    share = max(b - a for a, b in even_spans(length, size)) / length
+    copied = share * sum(_bytes(spec) for spec, own in zip(specs, made, strict=True) if own)
+    widened = 2 * sum(_bytes(spec) for spec in specs if spec.dtype.itemsize < 4)  # by kernels that sum in float32
+    needs = math.ceil(sum(map(_bytes, specs)) + copied + widened + (1 + share) * bytes_of(part))
 
     def holds() -> bool:
         tensors = [made_up(spec, seed) for seed, spec in enumerate(specs)]
@@ -65,13 +70,13 @@ def _sum_fact(tile: Tile, part: fx.Node, size: int) -> Fact:
             return part.target(*args)  # type: ignore[operator]
 
         whole = call(*tensors)
-        length = whole.shape[out_cut]
         for a, b in even_spans(length, size):
             given = [
                 t if cut is None else _slice(t, cut, a, b, own) for t, cut, own in zip(tensors, cuts, made, strict=True)
             ]
             if not torch.equal(call(*given), whole.narrow(out_cut, a, b - a)):
                 return False
+            del given  # before the next ones are made
         return True
 
     return Fact(f"{kind} by {tile.axis} {' '.join(words)} by {size}", says, needs, holds)
@@ -91,7 +96,7 @@ def _slice(tensor: Tensor, cut: int, a: int, b: int, own: bool) -> Tensor:
     part = tensor.narrow(cut, a, b - a)
     if not own:
         return part
-    return part.t().contiguous().t() if tensor.stride() != tensor.contiguous().stride() else part.contiguous()
+    return part.contiguous() if tensor.is_contiguous() else part.t().contiguous().t()
 
 
 def _cuts(tile: Tile, part: fx.Node) -> tuple[list[int | None], int]:
@@ -147,6 +152,7 @@ def _chain(tile: Tile, chain: list[fx.Node], size: int, rows: int, columns: int)
             made = _run(chain, part)
             if not all(torch.equal(made[each], whole[each].narrow(axis, a, b - a)) for each in chain):
                 return False
+            del part, made  # before the next ones are made
         return True
 
     signature = f"elementwise by {tile.axis} [{rows}, {columns}] of {dtypes} by {size}: {tile.target}"
@@ -159,6 +165,10 @@ def _run(chain: list[fx.Node], values: Mapping[fx.Node, Tensor]) -> dict[fx.Node
         args, kwargs = fx.map_arg((part.args, part.kwargs), lambda each: known[seen_through(each)])
         known[part] = part.target(*args, **kwargs)  # type: ignore[operator]
     return {each: known[each] for each in chain}
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return spec.extent * spec.dtype.itemsize
 
 
 # -- made-up operands -----------------------------------------------------------------------------------------------

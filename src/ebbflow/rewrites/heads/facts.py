@@ -174,15 +174,20 @@ def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
         whole = torch.mm(gradient, w)
         return all(torch.equal(whole[a:b], torch.mm(gradient[a:b], w)) for a, b in spans(sizes.rows, rows))
 
-    needs = logits_by_slices(sizes, "rows", rows)[1] + sizes.operand_bytes
+    needs = logits_by_slices(sizes, "rows", rows)[1] + sizes.operand_bytes + _widened(sizes)
     yield Fact(f"rows of logits {sizes} by {rows}", f"{rows} rows of the logits at a time", needs, logits_hold)
-    hidden = sizes.logits_bytes + 2 * sizes.operand_bytes
+    hidden = sizes.logits_bytes + 2 * sizes.operand_bytes + _widened(sizes)
     yield Fact(
         f"rows of hidden {sizes} by {rows}",
         f"{rows} rows of the hidden states' gradient at a time",
         hidden,
         hidden_hold,
     )
+
+
+def _widened(sizes: HeadSizes) -> int:
+    """Of the operands, by kernels that sum narrow numbers in float32."""
+    return 2 * (sizes.operand_bytes + sizes.weight_bytes) if sizes.dtype.itemsize < 4 else 0
 
 
 def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
@@ -204,9 +209,9 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
         return True
 
     part, logits = logits_by_slices(sizes, "columns", columns)
-    needs = logits + sizes.operand_bytes
+    needs = logits + sizes.operand_bytes + _widened(sizes)
     yield Fact(f"columns of logits {sizes} by {columns}", f"{columns} columns of the logits", needs, logits_hold)
-    weight = sizes.logits_bytes + 2 * sizes.operand_bytes + sizes.weight_bytes + part
+    weight = sizes.logits_bytes + 2 * sizes.operand_bytes + sizes.weight_bytes + part + _widened(sizes)
     yield Fact(
         f"columns of weight {sizes} by {columns}", f"{columns} rows of the weight's gradient", weight, weight_hold
     )
