@@ -237,3 +237,25 @@ def test_a_layout_that_had_no_room_is_asked_for_again() -> None:
         model(x)
     ebbflow.fit(ebbflow.unfit(model), "100%", progress=None)(x).backward()
     assert ebbflow.calls_of(model).planned == 1
+
+
+def test_the_smallest_budget_that_is_named_rests_on_layouts_that_were_asked_for() -> None:
+    """Without room at first, they are asked in what that budget leaves; the same capture serves the next call."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm, self.head = nn.Embedding(64, 40), nn.BatchNorm1d(40), nn.Linear(40, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = torch.tanh(self.embed(x))
+            return self.head(self.norm(wide.transpose(1, 2)).transpose(1, 2)).square().mean()
+
+    x = torch.randint(64, (8, 32))
+    model = ebbflow.fit(Net(), "10KiB", progress=None)
+    with pytest.raises(BudgetError) as refused:
+        model(x)
+    assert all("estimates" not in each for each in getattr(refused.value, "__notes__", ()))
+    ebbflow.set_budget(model, refused.value.smallest_bytes)
+    model(x).backward()
+    assert ebbflow.calls_of(model).planned == 1

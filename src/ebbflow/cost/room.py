@@ -1,12 +1,13 @@
 """Where ops are tried out: in what is free of the budget, on memory that is resident anyway where that is little.
 
 1. The *room* of a thread is what its first call may take besides what is resident. Outside of a fitted model's call
-   there is no limit.
+   there is no limit. Of a budget that is a share it is not known before the capture: all borrow what they can then.
 2. An op that takes a small part of the room gets inputs of its own. Another one *borrows*: its inputs, the largest
    first, lie in the memory of resident tensors of the same type, which a kernel only reads. With as many borrowed as
    can be, what it takes besides is no more than it takes in the step itself, so a budget under which there is any
    plan is kept; where there is none, the refusal has to name what the op takes, so it is tried out all the same.
-   Where another program may have a plan (*strict*), it is not tried out.
+   Where another program may have a plan (*strict*), it is not tried out, unless the budget was refused: what a
+   refusal names has to hold when it is asked for, so ops are tried out in what the named budget leaves (*trial*).
 3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
    neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
 4. What is made up is the same for all tensors of one shape and type, so a guess of ours (``rewrites.heads.kernels``) is
@@ -56,14 +57,22 @@ class Room:
     """Definition 1.
 
     Attributes:
-        free_bytes: of the budget; 0 if it is not known yet, so that all borrow what they can.
+        free_bytes: of the budget, 0 where nothing is; ``None`` if it is not known yet.
         lenders: tensors that are resident.
         strict: by definition 2.
+        trial_bytes: of the budget that a refusal names, by definition 2; 0 where none was refused.
+        untried: what each op takes that has had no room, bytes.
     """
 
-    free_bytes: float = float("inf")
+    free_bytes: float | None = float("inf")
     lenders: Sequence[torch.Tensor] = field(default=(), repr=False)
     strict: bool = False
+    trial_bytes: float = 0
+    untried: list[float] = field(default_factory=list[float], repr=False, compare=False)
+
+    def holds(self, needs_bytes: float) -> bool:
+        """Whether an op that takes so much may be tried out, for all that is known."""
+        return self.free_bytes is None or needs_bytes <= max(self.free_bytes, self.trial_bytes)
 
 
 class _Current(threading.local):
@@ -93,13 +102,14 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
     specs = [each for each in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, TensorSpec)]
     needs = sum(map(_bytes, (*specs, *call.outputs)))
     borrowed: dict[int, torch.Tensor] = {}
-    if needs > room.free_bytes / SMALL_PART:
+    if room.free_bytes is None or needs > room.free_bytes / SMALL_PART:
         lent = _arguments_that_borrow(call)
         able = [position for position, spec in enumerate(specs) if position in lent and _may_borrow(spec)]
         borrowed = _borrowed(specs, able, room.lenders)
         needs -= sum(_bytes(specs[position]) for position in borrowed)
         unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
-        if room.free_bytes < needs and (room.strict or needs - unable <= room.free_bytes):
+        if not room.holds(needs) and (room.strict or room.holds(needs - unable)):
+            room.untried.append(needs)
             raise NoRoom(f"{call.signature} takes {needs} bytes, {room.free_bytes} are free")
     made = iter([_made(spec, borrowed.get(position)) for position, spec in enumerate(specs)])
 
@@ -198,5 +208,6 @@ def _drawing(device: str) -> torch.Generator:
 
 
 def free_bytes() -> float:
-    """What the room of this thread has, in bytes; infinity outside of a fitted model's call."""
-    return _current.room.free_bytes
+    """What the room of this thread has, in bytes; infinity where there is no limit, or none is known yet."""
+    free = _current.room.free_bytes
+    return float("inf") if free is None else free

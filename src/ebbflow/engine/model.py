@@ -298,6 +298,10 @@ class FittedModel:
         """Whether it is known what user code takes outside of the two graphs."""
         return self.between.has_loss_of(now.slot) and self.after.is_known(now.slot, now.hooks)
 
+    def forget(self, step: Step, now: Circumstances) -> None:
+        """``step`` is not what a capture with more room would give."""
+        self._steps[now.key] = [each for each in self._steps.get(now.key, ()) if each is not step]
+
     def steps(self) -> Iterator[Step]:
         """All that are captured."""
         return (step for steps in self._steps.values() for step in steps)

@@ -14,6 +14,7 @@ A call of which nothing takes a gradient has no step: the capture says so, and i
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from ebbflow.engine.plans import holding, plan_for, resident_bytes
 from ebbflow.engine.reasons import reason_of
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
-from ebbflow.errors import CaptureError, InternalError, VerificationError
+from ebbflow.errors import BudgetError, CaptureError, InternalError, VerificationError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead, leave, watches_of
 from ebbflow.measurement.resident import tensors_in
@@ -73,8 +74,29 @@ def train(model: FittedModel, call: Call) -> Any:
         return _trained(model, call)
 
 
+class _Cramped(Exception):
+    """A refused step whose capture had no room to ask kernels how they lay out results, which it rests on.
+
+    Args:
+        refused: with the budget in whose room it is to be captured again.
+    """
+
+    def __init__(self, refused: BudgetError) -> None:
+        super().__init__()
+        self.refused = refused
+
+
 def _trained(model: FittedModel, call: Call) -> Any:
     """What :func:`train` gives."""
+    try:
+        return _tried(model, call, None)
+    except _Cramped as cramped:
+        refused = cramped.refused
+    return _tried(model, call, refused)
+
+
+def _tried(model: FittedModel, call: Call, refused: BudgetError | None) -> Any:
+    """The same; after it was ``refused`` for the last time, in the room that the named budget leaves."""
     if model.offloaded is not None:
         model.offloaded.leave()
     now = model.look_around(call)
@@ -87,9 +109,12 @@ def _trained(model: FittedModel, call: Call) -> Any:
     for _ in range(_ROUNDS):
         for step in model.steps_for(call, now):
             try:
-                return _planned(model, step, call, now)
+                return _planned(model, step, call, now, refused)
             except StaleCapture as found:
                 stale = found
+            except _Cramped:
+                model.forget(step, now)
+                raise
             except NothingToTrain:
                 model.keep(step, now)
                 return _as_it_is(model, call)
@@ -128,7 +153,7 @@ def _unless_trained(model: FittedModel, call: Call, now: Circumstances, error: E
     return outputs
 
 
-def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Any:
+def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances, refused: BudgetError | None = None) -> Any:
     """``call`` under a plan of ``step`` that holds, or under a new one."""
     if (executable := holding(model, step, now)) is not None:
         return _run(model, step, executable, call, now)
@@ -136,14 +161,18 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances) -> 
     if step.captured is not None:
         model.options.progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
     with narrated(model.options.progress, why):
-        now, executable = _made(model, step, call, now)
+        now, executable = _made(model, step, call, now, refused)
     return _run(model, step, executable, call, now)
 
 
-def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tuple[Circumstances, Executable]:
+def _made(
+    model: FittedModel, step: Step, call: Call, now: Circumstances, refused: BudgetError | None
+) -> tuple[Circumstances, Executable]:
     """What surrounds ``call`` once ``step`` is captured, and an executable for it."""
-    with within(_room(model, step, call, now)):
+    room = _room(model, step, call, now, refused)
+    with within(room):
         _capture(model, step, call, now)
+    step.cramped = step.cramped or bool(room.untried)
     model.keep(step, now)
     step.capture.weigh_questions(call)
     with signals_wait():  # the callbacks of what dies would swallow what a handler raises
@@ -157,9 +186,8 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
     if inside is not None:
         inside.know(call.module)
         captured = inside.looked(captured)
-    with within(_room(model, step, call, now)):
-        program = _cost(model, captured if inside is None else inside.inside(captured), now)
-        plan, provisional = _plan(model, step, captured, program, now, call)
+    finished = captured if inside is None else inside.inside(captured)
+    plan, provisional = _costed_and_planned(model, step, captured, finished, now, call, refused)
     model.options.progress(Progress("lowering the plan and proving its graphs"))
     executable = _lower_and_prove(step, captured, plan, inside)
     executable.provisional = provisional
@@ -167,20 +195,68 @@ def _made(model: FittedModel, step: Step, call: Call, now: Circumstances) -> tup
     return now, executable
 
 
-def _room(model: FittedModel, step: Step, call: Call, now: Circumstances) -> Room:
-    """What of the budget is free for finding out about a step; nothing is known of a share before the capture."""
+def _costed_and_planned(
+    model: FittedModel,
+    step: Step,
+    captured: Captured,
+    finished: Captured,
+    now: Circumstances,
+    call: Call,
+    refused: BudgetError | None,
+) -> tuple[Plan, bool]:
+    """Clause 3, up to the plan; ``finished`` is ``captured`` with the optimizer in it.
+
+    A refused budget may have left no room to try some ops out, and what their kernels take besides their results is
+    missing in the budget that the refusal names. They are tried out in what that one leaves then, as they would be if
+    it were asked for, and the refusal is made anew.
+    """
+    while True:
+        room = _room(model, step, call, now, refused)
+        try:
+            with within(room):
+                planned = _plan(model, step, captured, _cost(model, finished, now), now, call)
+            if refused is not None:  # its trials took more than the budget: no step may follow
+                raise refused
+            return planned
+        except BudgetError as error:
+            if error is not refused and step.cramped and room.trial_bytes == 0:
+                raise _Cramped(error) from None
+            if error is refused or not any(map(_room(model, step, call, now, error).holds, room.untried)):
+                for note in _rests_on(room, step):
+                    error.add_note(note)
+                raise
+            refused = error
+
+
+def _rests_on(room: Room, step: Step) -> Iterator[str]:
+    """What a refusal says of ops whose trial the budget had no room for."""
+    if room.trial_bytes:
+        yield "The smallest budget rests on what all ops took that were tried out in what that budget leaves"
+    if room.untried or step.cramped:
+        yield (
+            "The smallest budget rests on estimates where ops had no room to be tried out: what their kernels take "
+            "besides their results is not in it"
+        )
+
+
+def _room(model: FittedModel, step: Step, call: Call, now: Circumstances, refused: BudgetError | None) -> Room:
+    """What of the budget is free for finding out about a step; nothing is known of a share before the capture.
+
+    Where a budget was ``refused``, that is what the one leaves which the refusal names.
+    """
     resident = resident_bytes(step, now)
     above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
     if model.budget.share is not None and step.captured is None:
-        free = 0
+        free = None
     else:
-        free = model.budget.resolve(resident + above) - resident
+        free = max(0, model.budget.resolve(resident + above) - resident)
     lenders = list(tensors_in([call.module, call.args, call.kwargs, step.hidden_inputs]))
     if step.captured is None:  # an op that has no room may be one that is rewritten, and is in no plan otherwise
         strict = bool(model.rewrites) and model.budget.share is None
     else:
-        strict = above > free and may_be_rewritten(step.captured, model.rewrites)
-    return Room(free, lenders, strict=strict)
+        strict = free is not None and above > free and may_be_rewritten(step.captured, model.rewrites)
+    named = 0 if refused is None else max(0, (refused.smallest_bytes or 0) - resident)
+    return Room(free, lenders, strict=strict, trial_bytes=named)
 
 
 def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> None:

@@ -48,6 +48,7 @@ class Step:
         forward_calls: how many forwards ran.
         hidden: its inputs that no walk over model and arguments finds.
         optimizer_traffic: of the optimizer's state, what has moved since it left last; ``None`` if it does not move.
+        cramped: whether its capture had no room to ask kernels how they lay out their results.
         accumulated: primals whose gradients are copied, unless all of the model's parameters have gradients.
     """
 
@@ -60,6 +61,7 @@ class Step:
         self.forward_calls = 0
         self.hidden: list[weakref.ref[torch.Tensor]] = []
         self.optimizer_traffic: Traffic | None = None
+        self.cramped = False
         self._changed_buffers: list[str] = []
         self._changed_others: list[weakref.ref[torch.Tensor]] = []
         self.accumulated: frozenset[int] = frozenset()

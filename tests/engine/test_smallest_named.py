@@ -1,0 +1,118 @@
+"""The smallest budget that a refusal names is one that holds when it is asked for, whatever was known before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ebbflow
+from ebbflow.cost import attach
+from ebbflow.errors import BudgetError
+from ebbflow.rewrites import facts
+from ebbflow.zoo import MLPChain
+
+
+class Mean(nn.Module):
+    """The mean of what layers give."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+class Classifier(nn.Module):
+    """Its head is what a plan would rewrite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(1009, 16), nn.Linear(16, 1009, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.embedding(ids).tanh()), ids)
+
+
+def _dropping() -> tuple[nn.Module, torch.Tensor]:
+    """Its kernels take something besides their results."""
+    return MLPChain(layers=4, width=16, dropout=0.1), torch.randn(64, 16)
+
+
+def _convolving() -> tuple[nn.Module, torch.Tensor]:
+    return Mean(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)), torch.randn(4, 3, 16, 16)
+
+
+def _elementwise() -> tuple[nn.Module, torch.Tensor]:
+    """Most of it may be written over what dies."""
+    return Mean(nn.Linear(8, 8), nn.GELU(), nn.Tanh(), nn.GELU(), nn.Sigmoid()), torch.randn(512, 8)
+
+
+def _classifying() -> tuple[nn.Module, torch.Tensor]:
+    return Classifier(), torch.arange(128) % 1009
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "dropout": _dropping,
+    "convolutions": _convolving,
+    "elementwise": _elementwise,
+    "head": _classifying,
+}
+
+
+@pytest.fixture
+def _cold(monkeypatch: pytest.MonkeyPatch, cache_directory: object) -> None:
+    """Nothing is known of any kernel."""
+    monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(facts, "_KNOWN", {})
+
+
+def _bytes_named(model: nn.Module, x: torch.Tensor) -> BudgetError:
+    with pytest.raises(BudgetError) as caught:
+        model(x)
+    assert not any(each.grad is not None for each in model.parameters())
+    return caught.value
+
+
+@pytest.mark.usefixtures("_cold")
+@pytest.mark.parametrize("asked", [1, 5_000, "2%"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_refusal_names_is_planned_when_asked_for(
+    name: str, asked: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, x = MODELS[name]()
+    model = ebbflow.fit(copy.deepcopy(plain), asked, progress=None)
+    named = _bytes_named(model, x).smallest_bytes
+    ebbflow.set_budget(model, named)
+    model(x).backward()
+    # In another process as well, which finds on disk what has been measured, and no plan.
+    monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(facts, "_KNOWN", {})
+    other = ebbflow.fit(copy.deepcopy(plain), named, progress=None)
+    other(x).backward()
+
+
+@pytest.mark.usefixtures("_cold")
+def test_the_refusal_says_what_its_smallest_budget_rests_on() -> None:
+    model, x = _dropping()
+    ebbflow.fit(model, 1, progress=None)
+    notes = " ".join(getattr(_bytes_named(model, x), "__notes__", []))
+    assert "rests on what all ops took that were tried out" in notes
+    again = " ".join(getattr(_bytes_named(model, x), "__notes__", []))
+    assert "tried out" not in again, "all is known by now"
+
+
+def test_no_room_is_not_a_room_that_nobody_knows_of() -> None:
+    from ebbflow.cost.room import Room, free_bytes, within
+
+    with within(Room(0)):
+        assert free_bytes() == 0
+    with within(Room(None)):
+        assert free_bytes() == float("inf")
+    assert not Room(0).holds(1)
+    assert Room(None).holds(1)
+    assert Room(0, trial_bytes=2).holds(2)
