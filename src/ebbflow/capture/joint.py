@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.capture.known_ops import KnownOps
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
 from ebbflow.capture.rules.copy_back import insert_copy_back
@@ -115,6 +116,7 @@ class _Reader:
     granularity_bytes: int
     live: set[fx.Node]
     target: str | None
+    known: KnownOps | None = None
     resident_storages: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
     buffer_of_storage: dict[int, int] = field(default_factory=dict[int, int])
     buffers: list[Buffer] = field(default_factory=list[Buffer])
@@ -267,27 +269,38 @@ class _Reader:
         if single:
             self.buffer_of[node] = outputs[0]
             self.text[node] = f"b{outputs[0]}"
-        call = call_of(node)
+        op, call = (None if self.known is None else self.known.look_up(node)) or self._alone(node)
         repeat = repeat_of(node) if reads_mutated else None
         self.ops.append(
-            Op(
-                name=node.name,
-                target=str(node.target),
+            replace(
+                op,
                 inputs=tuple(sorted(inputs)),
                 outputs=tuple(outputs),
                 views=(self._call_text(node),),
-                state_bytes=generator_state_bytes(node, self.target) if draws_random(node) else 0,
-                rerunnable=is_rerunnable(node, self.target),
                 reads_mutated=reads_mutated and not repeat,
                 repeat=str(repeat or ""),
                 once=RUNNING_STATISTICS if repeat else 0,
-                source=source_of(node),
-                module=module_of(node),
-                signature=call.signature,
+                until=(),
             )
         )
         self.op_nodes.append(node)
         self.calls.append(call)
+
+    def _alone(self, node: fx.Node) -> tuple[Op, Call]:
+        """The op that ``node`` is and its call, as far as they do not depend on others."""
+        call = call_of(node)
+        op = Op(
+            name=node.name,
+            target=str(node.target),
+            inputs=(),
+            outputs=(),
+            state_bytes=generator_state_bytes(node, self.target) if draws_random(node) else 0,
+            rerunnable=is_rerunnable(node, self.target),
+            source=source_of(node),
+            module=module_of(node),
+            signature=call.signature,
+        )
+        return op, call
 
 
 _INSTEAD = {
@@ -450,6 +463,7 @@ def reread(captured: Captured, graph: fx.Graph) -> Captured:
         captured.granularity_bytes,
         dict(program.context),
         captured.target,
+        KnownOps(zip(captured.op_nodes, program.ops, captured.calls, strict=True)),
     )
     return replace(read, parameters=captured.parameters)
 
@@ -461,6 +475,7 @@ def _read(
     granularity_bytes: int,
     context: dict[str, str],
     target: str | None,
+    known: KnownOps | None = None,
 ) -> Captured:
     outputs = tuple(pytree.tree_leaves(next(iter(graph.find_nodes(op="output"))).args))
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
@@ -469,7 +484,7 @@ def _read(
     updates = mutated_inputs(graph, forward_output_count)
     mutated = _mutated_placeholders(graph, updates.values())
     mutated_storages = frozenset(storage_key(n.meta["val"]) for n in mutated)
-    reader = _Reader(graph, granularity_bytes, live, target)
+    reader = _Reader(graph, granularity_bytes, live, target, known)
     for node in graph.nodes:
         if node.op == "placeholder":
             reader.placeholder(node)
