@@ -58,19 +58,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def with_known_keywords(function: _Function) -> _Function:
+def with_known_keywords(function: _Function, *, refused: tuple[str, ...] = ()) -> _Function:
     """``function``, which refuses a keyword that it does not have with the nearest that it has.
+
+    Args:
+        function: any.
+        refused: keywords that it has only to say what to do instead; they are not listed.
 
     Raises:
         UnknownArgument: when it is called; what else is wrong with a call, Python says.
     """
     parameters = inspect.signature(function).parameters.values()
-    known = tuple(each.name for each in parameters)
+    known = tuple(each.name for each in parameters if each.name not in refused)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name, value in kwargs.items():
-            if name not in known:
+            if name not in known and name not in refused:
                 raise UnknownArgument(
                     f"{function.__name__} has no argument {name!r}; it has: {', '.join(known)}"
                     f"{did_you_mean(name, known)}",

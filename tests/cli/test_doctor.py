@@ -21,12 +21,15 @@ from ebbflow.cli import app
 from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.bounds.floor_parts import floor_parts
+from ebbflow.planning.alternatives import Alternative
 from ebbflow.report.records.advice import Advice
 from ebbflow.report.records.diagnosis import Break, Findings, break_of, find, place_of
+from ebbflow.report.records.rewriting import rewritings
 from ebbflow.report.text.doctor import write_findings
 from ebbflow.step.occupancy import moment_at
 from ebbflow.step.plan import Plan, Status
 from ebbflow.step.program import Buffer, Op, Program
+from ebbflow.step.rewrite import Rewrite
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_schedule
 from random_schedule import random_schedule
@@ -523,3 +526,23 @@ def test_a_published_graph_has_no_layers_to_tell_by_type() -> None:
     found = find(a_plan())
     assert [kind.name for kind in found.kinds if kind.resident] == ["resident"]
     assert "type of layer" not in text_of(found)
+
+
+def test_rewrites_that_lower_nothing_are_not_offered_and_nothing_has_no_sign() -> None:
+    def other(name: str, **changed: object) -> Alternative:
+        program = dataclasses.replace(PROGRAM, **changed)  # type: ignore[arg-type]
+        return Alternative((Rewrite("rule", name, "net.py:7", name, ()),), program, lambda: None)
+
+    bigger = tuple(dataclasses.replace(each, bytes=3 * each.bytes) for each in PROGRAM.buffers)
+    smaller = tuple(dataclasses.replace(each, bytes=each.bytes // 2) for each in PROGRAM.buffers)
+    ops = tuple(dataclasses.replace(each, seconds=(1 - 1e-9) * each.seconds) for each in PROGRAM.ops)
+    others = [other("higher", buffers=bigger), other("lower", buffers=smaller, ops=ops)]
+    told = rewritings(PROGRAM, others, [], 0)
+    assert [each.what for each in told] == ["rule at net.py:7: lower ()"]
+    assert told[0].seconds is not None
+    assert -1e-6 < told[0].seconds < 0
+    stream = StringIO()
+    write_findings(dataclasses.replace(find(a_plan(), 3), rewrites=told), stream)
+    assert "-0 us" not in stream.getvalue()
+    assert "+0 us" not in stream.getvalue()
+    assert " 0 us  rule at net.py:7: lower" in stream.getvalue()

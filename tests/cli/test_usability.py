@@ -72,6 +72,14 @@ resident, pinned by gelu (aten.gelu.default) at gpt.py:61. Ask for 2048 bytes"
     assert told(UsageError("no. Never"), ["plan"]) == "ebbflow: no. Never"
 
 
+@pytest.mark.parametrize(("name", "command"), [("sweep", "ebbflow compare"), ("fit", "ebbflow plan")])
+def test_functions_that_are_no_commands_say_which_one_does_that(name: str, command: str) -> None:
+    done = CliRunner().invoke(app, [name, "zoo:gpt"])
+    assert done.exit_code == 2
+    assert f"No such command '{name}'" in done.output
+    assert command in done.output
+
+
 @pytest.mark.parametrize("budget", ["60", "12.5"])
 def test_a_bare_number_gets_a_suggestion(budget: str) -> None:
     result = run("plan", "zoo:gpt", "--budget", budget)

@@ -54,6 +54,7 @@ NO_TORCH = {
 LATE = {
     ("step/plan.py", "ebbflow.report.text.explain"): "a plan's text belongs to the renderers; it is asked for by name",
     ("step/plan.py", "ebbflow.report.text.plan"): "likewise",
+    ("planning/frontier.py", "ebbflow.report.text.compare"): "likewise, of several plans",
     ("step/plan.py", "ebbflow.report.html.plan"): "likewise",
     ("step/plan.py", "ebbflow.report.html.page"): "likewise",
     ("step/plan.py", "ebbflow.report.records.page"): "likewise",

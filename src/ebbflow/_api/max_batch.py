@@ -151,13 +151,7 @@ def max_batch(
         raise UsageError(
             f"vary={vary!r} is none of {', '.join(WORDS)}", argument="vary", value=vary, accepted=tuple(WORDS)
         )
-    if not callable(make_case):
-        raise UsageError(
-            "make_case is a function from a batch, or what else varies, to an ebbflow.Case, not "
-            f"{type(make_case).__name__}",
-            argument="make_case",
-            value=make_case,
-        )
+    _refuse_no_factory(make_case)
     options = Options(
         planner=planner,
         machine=machine,
@@ -193,6 +187,22 @@ def max_batch(
         plan = search.best_plan(of_batch, batch)
     failed = tuple(sorted(search.failed.items()))
     return BatchPlan(batch, plan, search.unplanned, search.limit(of_batch.program), search.captures, vary, failed)
+
+
+def _refuse_no_factory(make_case: object) -> None:
+    """Refuse what makes no cases; a module is callable too, and takes no batch but its inputs."""
+    import torch
+
+    of_module = isinstance(getattr(make_case, "__self__", None), torch.nn.Module)
+    if callable(make_case) and not isinstance(make_case, torch.nn.Module) and not of_module:
+        return
+    raise UsageError(
+        "make_case is a function from a batch, or what else varies, to an ebbflow.Case, not "
+        f"{type(make_case).__name__}{' of a module' if of_module else ''}: "
+        "max_batch(lambda batch: ebbflow.Case(model, (inputs(batch),)), budget=...)",
+        argument="make_case",
+        value=make_case,
+    )
 
 
 def _check_limit(overhead: object) -> None:

@@ -33,6 +33,11 @@ __all__ = ["app"]
 
 
 _WORDS = "ebbflow.words"
+_INSTEAD = {
+    "sweep": "compare plans one step within several budgets: ebbflow compare CASE --budgets 80%,60% --planners auto",
+    "fit": "ebbflow.fit(model, budget) is for your training script; ebbflow plan CASE --budget 60% plans without it",
+}
+"""Functions of the API that are no commands, and what does that here."""
 
 
 class _Group(TyperGroup):
@@ -42,6 +47,12 @@ class _Group(TyperGroup):
         """Remember what was typed: a refusal may say how it would do."""
         ctx.meta[_WORDS] = list(args)
         return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that was typed; of some that there are not it is said which one does that."""
+        if args and args[0] in _INSTEAD:
+            ctx.fail(f"No such command {args[0]!r}: {_INSTEAD[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""

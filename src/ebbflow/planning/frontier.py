@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,9 +16,9 @@ from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.schedule import Schedule
-from ebbflow.units import Budget, format_allowed
+from ebbflow.units import Budget, format_allowed, format_bytes
 
-__all__ = ["Refusal", "frontier"]
+__all__ = ["Frontier", "Refusal", "frontier"]
 
 
 def _told_as(what: str, progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
@@ -42,6 +43,41 @@ class Refusal:
     error: BudgetError
     plan_seconds: float
     status: Status = Status.INFEASIBLE
+
+
+class Frontier(list[Plan]):
+    """Plans over budgets, ascending, and what has none; printed, it is a table of both.
+
+    Attributes:
+        refusals: budgets and planners without a plan, each with the reason and the least budget for which there is one.
+    """
+
+    def __init__(self, outcomes: Iterable[Plan | Refusal] = ()) -> None:
+        made = list(outcomes)
+        super().__init__(each for each in made if isinstance(each, Plan))
+        self.refusals = tuple(each for each in made if isinstance(each, Refusal))
+
+    def __str__(self) -> str:
+        """The table."""
+        from ebbflow.report.text.compare import row_of, write_rows
+
+        stream = io.StringIO()
+        name = next((each.case for each in self), "")
+        write_rows([row_of(name, each) for each in (*self, *self.refusals)], stream)
+        return stream.getvalue()
+
+    def left_out(self) -> str:
+        """What has no plan and why, in a sentence; empty if all have one."""
+        budgets: dict[int, list[Refusal]] = {}
+        for each in self.refusals:
+            budgets.setdefault(each.budget_bytes, []).append(each)
+        parts: list[str] = []
+        for budget, refused in sorted(budgets.items()):
+            least = min(each.error.smallest_bytes for each in refused)
+            what = f"{', '.join(each.planner for each in refused)} within {format_allowed(budget)} ({budget} bytes)"
+            too_small = f"the smallest for which a plan was found is {format_bytes(least)} ({least} bytes)"
+            parts.append(f"{what}: {too_small if budget < least else 'another planner has one'}")
+        return "; ".join(parts)
 
 
 def frontier(

@@ -1,7 +1,7 @@
 """What rewrites would do to a step's floor, what they cost, and why others are left: a part of the doctor's findings.
 
 Of the alternatives to a program that rewrite the same places in the same forms, with slices of other sizes, one is
-told: the one of the least floor.
+told: the one of the least floor. One whose floor is above that of the captured program lowers nothing and is not.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def rewritings(
         held_bytes: of any budget, besides what the step adds.
     """
     least: dict[tuple[object, ...], tuple[int, Alternative]] = {}
+    own = held_bytes + floor_bytes(program)[0]
     for each in alternatives:
         kind = tuple((one.rule, one.at, one.form) for one in each.rewrites)
         floor = held_bytes + floor_bytes(each.estimated)[0]
-        if kind not in least or floor < least[kind][0]:
+        if floor <= own and (kind not in least or floor < least[kind][0]):
             least[kind] = floor, each
     found = [
         Rewriting("; ".join(in_words(each.rewrites)), floor, each.estimated.seconds - program.seconds, each.why_not())

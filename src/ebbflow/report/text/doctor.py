@@ -258,12 +258,16 @@ def _rewrites(found: Findings) -> list[str]:
     for each in used:
         assert each.floor_bytes is not None
         assert each.seconds is not None
-        sign = "-" if each.seconds < 0 else "+"
         note = f"; NOT used: {each.why_not}" if each.why_not else ""
-        time = f"{sign}{format_seconds(abs(each.seconds))}"
-        rows.append((format_bytes(each.floor_bytes), time, f"{each.what}{note}"))
+        rows.append((format_bytes(each.floor_bytes), _more_or_less(each.seconds), f"{each.what}{note}"))
     lines = ["", "rewrites, chosen where a budget asks for it", *(_table(rows) if used else ())]
     return [*lines, *(f"  left as it is: {each.what or 'a loss'}: {each.why_not}" for each in left)]
+
+
+def _more_or_less(seconds: float) -> str:
+    """A difference of times with its sign; none where it rounds to nothing."""
+    size = format_seconds(abs(seconds))
+    return size if size == format_seconds(0.0) else f"{'-' if seconds < 0 else '+'}{size}"
 
 
 def _advice(found: Findings) -> list[str]:
