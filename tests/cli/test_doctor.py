@@ -531,7 +531,7 @@ def test_a_published_graph_has_no_layers_to_tell_by_type() -> None:
 def test_rewrites_that_lower_nothing_are_not_offered_and_nothing_has_no_sign() -> None:
     def other(name: str, **changed: object) -> Alternative:
         program = dataclasses.replace(PROGRAM, **changed)  # type: ignore[arg-type]
-        return Alternative((Rewrite("rule", name, "net.py:7", name, ()),), program, lambda: None)
+        return Alternative((Rewrite("rule", name, "net.py:7", name, ()),), lambda: program, lambda: None)
 
     bigger = tuple(dataclasses.replace(each, bytes=3 * each.bytes) for each in PROGRAM.buffers)
     smaller = tuple(dataclasses.replace(each, bytes=each.bytes // 2) for each in PROGRAM.buffers)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import ebbflow
 from ebbflow._api.estimate import capture_program
 from ebbflow.errors import BudgetError
-from ebbflow.planning.alternatives import Alternative, Alternatives, Costed, best_of
+from ebbflow.planning.alternatives import Alternative, Alternatives, Costed, Hints, best_of
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.rewrites import choices
 from ebbflow.step.program import Program
@@ -149,12 +149,12 @@ def program_of(model: nn.Module) -> Program:
     return capture_program(model, (data(),), {})[1]
 
 
-def planned(program: Program, budget: int, alternatives: Alternatives) -> ebbflow.Plan:
+def planned(program: Program, budget: int, alternatives: Alternatives, hints: Hints | None = None) -> ebbflow.Plan:
     def one(candidate: Program, rewritten: Rewritten | None) -> ebbflow.Plan:
         options = PlanningOptions(effort=50, rewritten=rewritten)
         return make_plan(candidate, Budget(bytes=budget), resident_bytes=0, options=options)
 
-    return best_of(program, alternatives, budget, one)
+    return best_of(program, alternatives, budget, one, hints=hints)
 
 
 def with_seconds(program: Program, share: float) -> Program:
@@ -189,7 +189,38 @@ def test_of_a_dear_plan_and_another_one_the_cheaper_wins() -> None:
         buffers = tuple(replace(each, bytes=each.bytes // 2) for each in program.buffers)
         ops = tuple(replace(op, seconds=op.seconds * factor) for op in program.ops)
         smaller = replace(program, buffers=buffers, ops=ops)
-        other = Alternative(rewrites, smaller, lambda made=smaller: Costed(rewrites, made))
+        other = Alternative(rewrites, lambda made=smaller: made, lambda made=smaller: Costed(rewrites, made))
         plan = planned(program, budget, Alternatives(lambda other=other: [other]))
         assert (plan.rewritten is not None) == wins
         assert plan.step_seconds <= dear.step_seconds
+
+
+def test_what_another_shapes_plan_rewrites_is_looked_at_first() -> None:
+    """The others are made where that gives no plan of about as little overhead, and only there."""
+    program = with_seconds(program_of(Deep()), 2.0)
+    budget = int(0.75 * unplanned_bytes(program))
+    made: list[str] = []
+
+    def other(form: str, factor: float, rows: int) -> Alternative:
+        rewrites = (Rewrite("made up", "x", "", form, (("rows", rows),)),)
+        buffers = tuple(replace(each, bytes=each.bytes // 2) for each in program.buffers)
+        ops = tuple(replace(op, seconds=op.seconds * factor) for op in program.ops)
+        smaller = replace(program, buffers=buffers, ops=ops)
+        return Alternative(rewrites, lambda: made.append(form) or smaller, lambda: Costed(rewrites, smaller))
+
+    def overhead_with(hints: Hints | None, rows: int = 8) -> float:
+        made.clear()
+        return planned(
+            program, budget, Alternatives(lambda: [other("a", 1.1, rows), other("b", 1.2, rows)]), hints
+        ).overhead
+
+    assert overhead_with(None) == pytest.approx(0.1)
+    assert set(made) == {"a", "b"}
+    before = planned(program, budget, Alternatives(lambda: [other("b", 1.15, 16)]))
+    hints = Hints.of([before], program, budget)
+    assert overhead_with(hints) == pytest.approx(0.1), "b at 1.2 is dearer than it was"
+    hints = Hints.of([planned(program, budget, Alternatives(lambda: [other("b", 1.2, 16)]))], program, budget)
+    assert overhead_with(hints) == pytest.approx(0.2)
+    assert set(made) == {"b"}
+    tighter = Hints.of([before], program, 2 * budget)
+    assert tighter == Hints(), "a plan of a tighter budget says nothing"

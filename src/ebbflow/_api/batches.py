@@ -76,7 +76,7 @@ def interpolated(
     def at(batch: int) -> AheadStep:
         resident = round(_between(small.resident_bytes, large.resident_bytes, (batch - low) / (high - low)))
         alternatives = [
-            replace(each, estimated=made, costed=partial(Costed, each.rewrites, made), refined=tuple)
+            replace(each, make=partial(_itself, made), costed=partial(Costed, each.rewrites, made), refined=tuple)
             for each, other_at in others
             for made in (other_at(batch),)
         ]
@@ -85,6 +85,10 @@ def interpolated(
         )
 
     return at
+
+
+def _itself(program: Program) -> Program:
+    return program
 
 
 def _between(a: float, b: float, share: float) -> float:

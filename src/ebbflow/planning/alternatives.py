@@ -10,6 +10,9 @@
    they are so for slices of any size. The plan of least predicted time wins.
 5. All this is done with the *first* alternatives. The *further* ones are looked at, likewise, where these have given no
    plan, or a dear one: making and pricing them takes long before the first step, 40 CPU seconds for some hundred ops.
+6. Plans of the same model at other shapes are *hints*: where one of a budget no tighter than this has rewritten
+   something, alternatives of its forms are looked at before the others, which are not made where those give a plan of
+   about as little overhead.
 """
 
 from __future__ import annotations
@@ -31,12 +34,16 @@ from ebbflow.step.rewrite import Rewrite, Rewritten
 from ebbflow.step.simulate import simulate
 from ebbflow.step.unplanned import unplanned_bytes
 
-__all__ = ["Alternative", "Alternatives", "Costed", "best_of"]
+__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
 _DEAR = 0.5
 """Overhead from which on the further alternatives are looked at where there is a plan."""
+_ABOUT = 0.02
+"""How far a budget, as a share, or an overhead may be from another for definition 6."""
+_AS_LITTLE = 1.1
+"""Of another shape's overhead, what counts as about as little: costs measured twice differ by as much."""
 _MOST_TRIED = 3
 """Alternatives that are planned in earnest and fit."""
 _MOST_REFUSED = 2
@@ -62,7 +69,7 @@ class Alternative:
 
     Attributes:
         rewrites: from the captured program to it.
-        estimated: it, with estimated costs.
+        make: gives it with estimated costs.
         costed: gives it in earnest, less what it can do without and does not hold; ``None`` where something that it
             takes for granted does not hold, or nobody knows.
         free: whether nothing in it takes time.
@@ -72,12 +79,59 @@ class Alternative:
     """
 
     rewrites: tuple[Rewrite, ...]
-    estimated: Program
+    make: Callable[[], Program] = field(repr=False)
     costed: Callable[[], Costed | None] = field(repr=False)
     free: bool = False
     further: bool = False
     refined: Callable[[], Sequence[Alternative]] = field(default=tuple, repr=False)
     why_not: Callable[[], str] = field(default=str, repr=False)
+
+    @cached_property
+    def estimated(self) -> Program:
+        """What ``make`` gives."""
+        return self.make()
+
+    @property
+    def forms(self) -> _Forms:
+        """Its forms in their places, without the sizes of their slices and free rewrites besides."""
+        return _forms_of(self.rewrites)
+
+
+_Forms = frozenset[tuple[str, str, str]]
+
+
+def _forms_of(rewrites: Iterable[Rewrite]) -> _Forms:
+    return frozenset((one.rule, one.at, one.form) for one in rewrites)
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Definition 6.
+
+    Attributes:
+        rewrites: of plans of the same model at other shapes.
+        most_overhead: above which all alternatives are looked at after all.
+    """
+
+    rewrites: tuple[tuple[Rewrite, ...], ...] = ()
+    most_overhead: float = -1.0
+
+    @staticmethod
+    def of(plans: Iterable[Plan], program: Program, above_budget_bytes: int) -> Hints:
+        """What ``plans`` tell of a plan of ``program`` within a budget."""
+        share = above_budget_bytes / max(unplanned_bytes(program), 1)
+        alike = [
+            plan for plan in plans if plan.rewritten is not None and _share_of(plan, plan.rewritten) >= share - _ABOUT
+        ]
+        if not alike:
+            return Hints()
+        least = min(plan.overhead for plan in alike)
+        rewrites = tuple(plan.rewritten.rewrites for plan in alike if plan.rewritten is not None)
+        return Hints(rewrites, least * _AS_LITTLE + _ABOUT)
+
+    def has(self, each: Alternative) -> bool:
+        """Whether one of the plans has rewritten what ``each`` does, free rewrites besides."""
+        return any(each.forms and each.forms <= _forms_of(rewrites) for rewrites in self.rewrites)
 
 
 class Alternatives(Sequence[Alternative]):
@@ -135,6 +189,7 @@ def best_of(
     plan_one: Callable[[Program, Rewritten | None], Plan],
     interrupted: Callable[[], bool] = lambda: False,
     links: Mapping[str, Link] | None = None,
+    hints: Hints | None = None,
 ) -> Plan:
     """The best plan of any of the programs.
 
@@ -145,13 +200,14 @@ def best_of(
         plan_one: plans one program; raises ``BudgetError``.
         interrupted: whether a plan that is at hand is to do.
         links: to the tiers that plans may move buffers to.
+        hints: what plans of the same model at other shapes tell.
 
     Raises:
         BudgetError: if none fits; it tells the least budget of all of them.
     """
     tries = _Tries(program, plan_one)
-    captured = Alternative((), program, lambda: Costed((), program), free=True)
-    search = _Search(program, above_budget_bytes, links, interrupted, tries)
+    captured = Alternative((), lambda: program, lambda: Costed((), program), free=True)
+    search = _Search(program, above_budget_bytes, links, interrupted, tries, hints or Hints())
     search.look(_first(alternatives), captured)
     if tries.best is None or (tries.best.overhead > _DEAR and not interrupted()):
         search.look(_further(alternatives), None)
@@ -162,6 +218,11 @@ def best_of(
     if captured.rewrites not in tries.tried:
         tries.plan(captured)
     raise min(tries.refusals, key=lambda each: each.smallest_bytes or 0)
+
+
+def _share_of(plan: Plan, rewritten: Rewritten) -> float:
+    """What a plan may take above the step's start, of what the captured step takes unplanned."""
+    return (plan.budget_bytes - plan.resident_bytes - plan.reserve_bytes) / max(rewritten.above_bytes, 1)
 
 
 def _first(alternatives: Sequence[Alternative]) -> Callable[[], list[Alternative]]:
@@ -185,6 +246,7 @@ class _Search:
     links: Mapping[str, Link] | None
     interrupted: Callable[[], bool]
     tries: _Tries
+    hints: Hints
 
     def look(self, made: Callable[[], Sequence[Alternative]], captured: Alternative | None) -> None:
         """At alternatives, and at the captured program beside them unless that has been tried.
@@ -201,7 +263,10 @@ class _Search:
             if self.tries.plan(each):
                 break
         if not self._is_enough():
-            self._look_at_others([each for each in made() if not each.free])
+            others = [each for each in made() if not each.free]
+            self._look_at_others([each for each in others if self.hints.has(each)])
+            if not self._is_as_hinted():
+                self._look_at_others(others)
 
     def _look_at_others(self, others: Sequence[Alternative]) -> None:
         tried = 0
@@ -216,6 +281,10 @@ class _Search:
         best = self.tries.best
         return best is not None and (best.overhead <= _ENOUGH or self.interrupted())
 
+    def _is_as_hinted(self) -> bool:
+        best = self.tries.best
+        return best is not None and best.overhead <= self.hints.most_overhead
+
     def _with_free(self, each: Alternative) -> Sequence[Alternative]:
         """``each`` with free rewrites besides, the best first; as it is where there are none."""
         refined = each.refined()
@@ -227,10 +296,10 @@ class _Search:
 
 def _of_each_form(ranked: Sequence[Alternative]) -> list[Alternative]:
     """Those first of which none before them has the same forms in the same places; then the second of each."""
-    seen: dict[tuple[tuple[str, str, str], ...], int] = {}
+    seen: dict[_Forms, int] = {}
     rounds: list[tuple[int, int, Alternative]] = []
     for position, each in enumerate(ranked):
-        form = tuple((one.rule, one.at, one.form) for one in each.rewrites)
+        form = each.forms
         seen[form] = seen.get(form, -1) + 1
         rounds.append((seen[form], position, each))
     return [each for _, _, each in sorted(rounds, key=lambda entry: entry[:2])]

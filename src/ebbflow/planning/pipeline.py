@@ -14,7 +14,7 @@ from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.hybrid.floor import floor_with_tiers
 from ebbflow.planners.narration import interruption_noted
 from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.alternatives import Alternative, best_of
+from ebbflow.planning.alternatives import Alternative, Hints, best_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
 from ebbflow.planning.resident_in_words import parts_of, resident_sentence
 from ebbflow.planning.shape_plans import Buckets
@@ -139,6 +139,7 @@ def make_plan(
             plan_one,
             interrupted=lambda: stop is not None and bool(stop),
             links=_links(told),
+            hints=Hints.of(options.known, program, above_budget),
         )
 
 

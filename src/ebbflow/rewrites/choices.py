@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import is_measured, with_measured_costs
@@ -286,7 +286,8 @@ def alternatives_here(
 
     def made(choice: Choice) -> Alternative:
         costed = partial(choice.costed, device, program)
-        return Alternative(choice.rewrites, choice.estimated(program), costed, why_not=partial(choice.why_not, device))
+        estimated = cache(partial(choice.estimated, program))
+        return Alternative(choice.rewrites, estimated, costed, why_not=partial(choice.why_not, device))
 
     def usable(found: Iterator[Alternative]) -> Iterator[Alternative]:
         for each in found:
@@ -307,7 +308,8 @@ def alternatives_elsewhere(
     """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
 
     def made(choice: Choice) -> Alternative:
-        return Alternative(choice.rewrites, choice.estimated(program), partial(choice.assumed, program))
+        estimated = cache(partial(choice.estimated, program))
+        return Alternative(choice.rewrites, estimated, partial(choice.assumed, program))
 
     return _in_rounds(captured, made, rules, first, finish, iter)
 
