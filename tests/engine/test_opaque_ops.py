@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow.errors import UsageError
+from ebbflow.errors import CaptureError, UsageError
 from ebbflow.step.schedule import Compute
 
 RUNS: list[int] = []
@@ -118,3 +118,59 @@ def test_an_op_is_declared_by_any_of_its_names(given: str) -> None:
 def test_what_is_no_op_is_refused(given: Any) -> None:
     with pytest.raises(UsageError, match="repeatable takes an op that is registered"):
         ebbflow.repeatable(given)
+
+
+@torch.library.triton_op("foreign_lib::of_triton", mutates_args=())
+def of_triton(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh()
+
+
+of_triton.register_autograd(lambda context, gradient: of_triton(gradient))
+
+
+def test_an_op_of_tritons_is_planned_as_a_whole() -> None:
+    """Torch would take it apart, into launches that return nothing."""
+    eager = trained(Layers(of_triton))
+    model = ebbflow.fit(Layers(of_triton), "85%", progress=None)
+    assert all(map(torch.equal, trained(model), eager))
+    assert runs_of(model) == [1] * 12
+
+
+@torch.library.custom_op("foreign_lib::in_a_circle", mutates_args=())
+def in_a_circle(x: torch.Tensor) -> torch.Tensor:
+    circle: list[Any] = [made := x.tanh()]
+    circle.append(circle)
+    return made
+
+
+@torch.library.custom_op("foreign_lib::keeps", mutates_args=())
+def keeps(x: torch.Tensor) -> torch.Tensor:
+    KEPT.append(made := x.tanh())
+    return made
+
+
+KEPT: list[torch.Tensor] = []
+for each in (in_a_circle, keeps):
+    each.register_fake(torch.empty_like)
+    each.register_autograd(lambda context, gradient: gradient * 0.5)
+
+
+@pytest.mark.parametrize("op", [in_a_circle, keeps], ids=["in_a_circle", "keeps"])
+def test_one_that_keeps_memory_of_its_runs_is_refused_by_name(op: Callable[..., torch.Tensor]) -> None:
+    """What nobody counts would exceed any budget."""
+    model = ebbflow.fit(Layers(op), "100%", progress=None)
+    with pytest.raises(CaptureError, match=r"32\.00 KiB of a run are in use when its result is not any more"):
+        model(torch.randn(256, 32))
+    assert not ebbflow.calls_of(model).planned
+    KEPT.clear()
+
+
+@torch.library.triton_op("foreign_lib::of_values", mutates_args=())
+def of_values(x: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(x, float(x.data_ptr() > 0))
+
+
+def test_a_kernel_that_needs_values_in_a_trace_is_refused_by_name() -> None:
+    model = ebbflow.fit(Layers(of_values), "100%", progress=None)
+    with pytest.raises(CaptureError, match=r"Register what launches it as an op"):
+        model(torch.randn(256, 32))

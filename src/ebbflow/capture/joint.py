@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.capture.known_breaks import LAUNCHES_AS_OPS
 from ebbflow.capture.known_ops import KnownOps
 from ebbflow.capture.origin import module_of, source_of
 from ebbflow.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
@@ -205,6 +206,8 @@ class _Reader:
                     or "give such numbers to the forward as Python ints, or compute with the tensor; keep all rows "
                     "and mask (torch.where) instead of cutting out as many as the data say",
                 )
+            if str(node.target).startswith("triton_kernel_wrapper"):
+                raise _refusal(node, "is a Triton kernel that is launched in the model itself", LAUNCHES_AS_OPS)
             raise _refusal(
                 node,
                 "returns "

@@ -15,7 +15,14 @@ from ebbflow.torch_seams.context_variables import STAYS_SET
 from ebbflow.torch_seams.input_branches import TELLS_NAN
 from ebbflow.torch_seams.tracing import PYTHON_DRAWS
 
-__all__ = ["is_only_in_traces", "known_break"]
+__all__ = ["LAUNCHES_AS_OPS", "is_only_in_traces", "known_break"]
+
+LAUNCHES_AS_OPS = (
+    "Register what launches it as an op (torch.library.custom_op with register_fake and register_autograd, or "
+    "torch.library.triton_op), which is then planned as a whole; a library's kernels that are not registered, such as "
+    "Liger's, are to be left off"
+)
+"""What to do about kernels that are launched inside of a model."""
 
 _DRAW_OUTSIDE = (
     "Draw it before the call and give it to the forward as a tensor, so that one plan serves all values "
@@ -88,7 +95,25 @@ _OF_FUNCTIONS = (
         "Let it compute tensors and return them, and do the rest outside of the forward",
     ),
 )
+_ON_FAKE = r"Cannot access data pointer of Tensor"
 _BREAKS = (
+    _Break(
+        _ON_FAKE,
+        "It launches a kernel that needs values, and a step is traced with fake tensors, which have shapes alone.",
+        LAUNCHES_AS_OPS,
+    ),
+    _Break(
+        r"-packages[/\\](triton|liger_kernel)[/\\]",  # a frame of the user's, not always the innermost
+        "It launches a Triton kernel from code that does not become part of one graph.",
+        LAUNCHES_AS_OPS,
+    ),
+    _Break(
+        r"mutate tensor data attribute to different|set_ on a graph input",
+        "It gives a parameter, a buffer or an argument another tensor's data (parameter.data = ...) while it runs.",
+        "Do it before the call. bitsandbytes' layers cast their bias once: call the model once before, as it will be "
+        "trained, under torch.no_grad(). Its 4-bit layers pack their weights when they are called in eval mode on a "
+        "CPU: have them in training mode (train())",
+    ),
     _Break(
         r"modified by an inplace operation",
         "It changes in place something that its own backward needs as it was; eager's backward refuses that as well.",
@@ -235,6 +260,8 @@ def known_break(said: str, line: str, module: torch.nn.Module) -> tuple[str, str
 
 def is_only_in_traces(said: str, line: str) -> bool:
     """Whether what a trace would raise at ``line`` is no error of the model's: eager's call may well be right."""
+    if re.search(_ON_FAKE, said) is not None:
+        return True
     return re.search(_CLASS_METHODS.words, said) is not None and re.search(_CLASS_METHODS.line, line) is not None
 
 

@@ -152,7 +152,8 @@ def _unexpected(program: Program, calls: Sequence[Call], error: UnexpectedResult
     op = program.ops[[call.signature for call in calls].index(error.call.signature)]
     return CaptureError(
         f"{op} cannot be planned: {error.difference}",
-        remedy="if it is a custom op of yours, let its fake kernel (register_fake) describe what it returns; if it is "
+        remedy=error.remedy
+        or "if it is a custom op of yours, let its fake kernel (register_fake) describe what it returns; if it is "
         "one of torch's, pass it contiguous tensors (contiguous()) and report it",
         op=str(op),
         source=op.source,

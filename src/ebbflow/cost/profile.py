@@ -30,12 +30,14 @@ from ebbflow.measurement.peak import peak_above
 from ebbflow.step.machine import machine_named
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.fake_tensors import without_modes
-from ebbflow.units import format_count
+from ebbflow.units import format_bytes, format_count
 
 __all__ = ["MOST_TIMED", "Cost", "UnexpectedResult", "profile_calls", "run_alone", "workspace_alone"]
 
 MOST_TIMED = 256
 """Distinct calls that are timed at once. A 12-layer transformer has some 60, DenseNet-201 some 1,100."""
+_RELEASE = ("aten", "prims")
+"""Namespaces of ops whose memory goes with their results."""
 # Definition 3: the least is what the op takes undisturbed, and machines are shared.
 _LEAST_RUNS = 3
 _MOST_RUNS = 30
@@ -54,12 +56,14 @@ class UnexpectedResult(Exception):
     Attributes:
         call: which one.
         difference: what is different.
+        remedy: what would work, where that is known.
     """
 
-    def __init__(self, call: Call, difference: str) -> None:
+    def __init__(self, call: Call, difference: str, remedy: str | None = None) -> None:
         super().__init__(f"{call.signature}: {difference}")
         self.call = call
         self.difference = difference
+        self.remedy = remedy
 
 
 class NotAlone(Exception):
@@ -130,6 +134,8 @@ def _profile_on_cpu(call: Call, runs: int) -> Cost:
     peak, result = _peak_on_cpu(call, args, kwargs)
     workspace = peak - sum(kept)
     del result
+    if getattr(call.target, "namespace", "aten") not in _RELEASE:
+        _refuse_retaining(call, args, kwargs)
     alone = torch.get_num_threads() == 1
     seconds = _seconds_on_cpu(call, args, kwargs, runs if alone else min(runs, _RUNS_OF_A_ROUND))
     return Cost(seconds, max(workspace, 0), kept)
@@ -251,6 +257,28 @@ def _peak_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     finally:
         events = recorder.stop()
     return peak_above(events), result
+
+
+def _refuse_retaining(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise for an op that still has memory of a run when nobody has its result any more: no plan could count it.
+
+    Raises:
+        UnexpectedResult: with the bytes.
+    """
+    recorder = AllocationRecorder()
+    recorder.start(_PATIENCE_SECONDS)
+    try:
+        call.target(*args, **kwargs)
+    finally:
+        recorder.stop()
+    if left := sum(recorder.live.values()):
+        raise UnexpectedResult(
+            call,
+            f"{format_bytes(left)} of a run are in use when its result is not any more, until Python's garbage "
+            "collection finds them",
+            "let the op keep nothing: objects that refer to each other hold the tensors that they hold (Triton's "
+            "interpreter, TRITON_INTERPRET=1, leaves such ones behind), and gc.collect() at the op's end frees them",
+        )
 
 
 def _peak_on_cuda(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:

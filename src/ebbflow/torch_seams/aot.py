@@ -100,6 +100,8 @@ def joint_graph_settings() -> Iterator[None]:
     - Casts of autocast are kept as in eager, which casts a float32 leaf once in a block and sums the gradients
       of its uses in 16 bits: ``disable_autocast_cache`` does nothing, and leaves are leaves in the trace too
       (``FunctionalTensor.to_functional``).
+    - ``decompose_custom_triton_ops`` off: an op of ``torch.library.triton_op`` stays the one op that it is registered
+      as, with the fake kernel and the backward that it has; decomposed, it is a launch that returns no tensor.
     - Inductor's ``fallback_random`` on: AOTAutograd drops draws whose result nobody reads unless it is, and all later
       draws would be others than eager's.
     """
@@ -108,7 +110,12 @@ def joint_graph_settings() -> Iterator[None]:
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental import proxy_tensor
 
-    values = {"donated_buffer": True, "enable_autograd_cache": False, "backward_pass_autocast": "off"}
+    values = {
+        "donated_buffer": True,
+        "enable_autograd_cache": False,
+        "backward_pass_autocast": "off",
+        "decompose_custom_triton_ops": False,
+    }
     with ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(patched(Setting(config, name), value))

@@ -212,3 +212,21 @@ def autocast_casts_a_leaf_once() -> None:
     counts = sorted(casts.count(n) for n in split.joint.graph.find_nodes(op="placeholder") if n in casts)
     expect(counts == [1, 2], f"a leaf and an input are cast {counts} times")
     dynamo.forget_compiled(step)
+
+
+@canary
+def triton_ops_stay_whole() -> None:
+    """An op of ``torch.library.triton_op`` is one call in the joint graph, and so is its backward."""
+
+    def sine(x: Tensor) -> Tensor:
+        return x.sin()
+
+    whole: Any = torch.library.triton_op("ebbflow_canary::whole", mutates_args=())(sine)
+    whole.register_autograd(lambda _, gradient: whole(gradient))
+    split, weight = Split(), torch.ones(2, requires_grad=True)
+    with settings():
+        step = compiled(lambda x: whole(x * weight).sum(), split)
+        step(torch.ones(2))
+    calls = [n.target for n in split.joint.graph.nodes]
+    expect(calls.count(torch.ops.ebbflow_canary.whole.default) == 2, f"a Triton op is traced as {calls}")
+    dynamo.forget_compiled(step)
