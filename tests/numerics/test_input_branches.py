@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ebbflow
 from ebbflow.engine import compiled
@@ -28,6 +29,8 @@ class Model(nn.Module):
         super().__init__()
         self.linear, self.body = nn.Linear(8, 8), body
         self.register_buffer("flag", torch.tensor(False))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.body(self, self.linear(x), x, mask).sum()
@@ -451,16 +454,76 @@ def as_a_size(m: Any, y: Any, x: Any, mask: Any) -> Any:
     return y[: mask.sum().item()]
 
 
+def _asks_flag(m: Any, y: Any) -> Any:
+    return y * 2 if m.flag else y * 3
+
+
+def of_an_augmented_buffer(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    m.flag |= mask.any()
+    return _asks_flag(m, y)
+
+
+def of_a_buffer_written_by_a_view(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    view = m.flag[None]
+    view ^= mask[:1] > 0
+    return _asks_flag(m, y)
+
+
+def of_a_copy_written_by_a_view(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    seen = mask.clone()
+    part = seen[1:]
+    part &= 0
+    part.copy_(part * 2)
+    return y * 2 if torch.ops.aten.add_.Tensor(seen, 1).all() and m.flag.logical_or_(mask[0] > 0) else y * 3
+
+
+def of_a_buffer_written_by_an_operator(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    torch.ops.aten.logical_not_.default(m.flag)
+    return _asks_flag(m, y)
+
+
+@torch.library.custom_op("ebbflow_input_branches::turn", mutates_args=("flag",))
+def turn(flag: torch.Tensor) -> None:
+    flag.logical_not_()
+
+
+def of_a_buffer_written_by_a_custom_operator(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    turn(m.flag)
+    return _asks_flag(m, y)
+
+
+def of_statistics(m: Any, y: Any, x: Any, mask: Any) -> Any:
+    """A norm writes to them, which no schema says."""
+    F.batch_norm(x + 5, m.mean, m.variance, training=True)
+    return y * 2 if m.mean.sum() > 0 else y * 3
+
+
 @pytest.mark.parametrize(
-    "body", [of_features, of_weights, drawn, of_written_input, as_a_size], ids=lambda body: body.__name__
+    "body",
+    [
+        of_features,
+        of_weights,
+        drawn,
+        of_written_input,
+        as_a_size,
+        of_an_augmented_buffer,
+        of_a_buffer_written_by_a_view,
+        of_a_copy_written_by_a_view,
+        of_a_buffer_written_by_an_operator,
+        of_a_buffer_written_by_a_custom_operator,
+        of_statistics,
+    ],
+    ids=lambda body: body.__name__,
 )
 def test_other_questions_are_refused_at_their_line(body: Body) -> None:
     model = ebbflow.fit(Model(body), "1GiB", progress=None)
     mask = torch.ones(4, dtype=torch.int64)
     state = torch.get_rng_state()
+    before = [each.clone() for each in model.buffers()]
     with pytest.raises(CaptureError, match=r"test_input_branches\.py"):
         model(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), mask)
     assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, model.buffers(), before)), "nothing of the model has run"
     assert mask.tolist() == [1] * 4
     assert open_patches() == 0
 
@@ -495,3 +558,16 @@ def test_a_mask_that_masks_nothing_is_left_out_as_in_eager(autocast: bool) -> No
             found.append([loss.detach(), *(each.grad for each in model.parameters())])
         assert all(map(torch.equal, *found)), f"padded: {padded}"
     assert ebbflow.calls_of(fitted).planned == 3
+
+
+def test_each_of_many_ways_is_captured_once(captures: list[Any]) -> None:
+    def ways(m: Any, y: Any, x: Any, mask: Any) -> Any:
+        for place in range(4):
+            if mask[place] > 0:
+                y = y * (place + 2)
+        return y
+
+    masks = [[number >> place & 1 for place in range(4)] for number in range(11)]
+    with pytest.warns(UserWarning, match="calls go many ways"):
+        trains_as_eager(ways, (torch.tensor(each) for each in [*masks, *masks]))
+    assert len(captures) == len(masks)

@@ -289,3 +289,21 @@ def test_what_is_handed_through_is_what_it_was(gradients: Any, takes: bool) -> N
             (outputs["loss"] + outputs["w"].square().sum()).backward()
         assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
         assert not takes or torch.equal(rows.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_the_first_step_of_another_shape_has_room_for_what_a_loss_outside_took_for_the_first() -> None:
+    """As much more as the step is larger; the next step goes by what was measured."""
+    torch.manual_seed(0)
+    model = ebbflow.fit(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 64)), "1GiB", progress=None)
+    seen: list[int] = []
+    for rows in (64, 64, 192, 192):
+        model.zero_grad()
+        out = model(torch.randn(rows, 16))
+        (torch.log_softmax(out, 1).exp() * torch.log_softmax(out * 2, 1)).mean().backward()
+        plan = ebbflow.plan_of(model)
+        assert plan is not None
+        seen.append(plan.program.between_bytes)
+    first, known, likely, measured = seen
+    assert first == 0
+    assert 64 * 64 * 4 < known
+    assert measured <= likely <= 4 * known

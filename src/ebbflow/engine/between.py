@@ -4,11 +4,14 @@
 2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
    while it runs, and leaves what crosses its boundary, or the gradients that its backward has made by then; its
    arguments come on top.
-3. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
+3. Of a slot of which nothing is known, something is *likely* if losses of others are: what the largest of them took,
+   as much more as the new step is larger than its step was, by its outputs or by its unplanned peak.
+4. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field
 
@@ -16,6 +19,8 @@ from ebbflow.engine.flights import Flight
 from ebbflow.engine.key import Slot
 from ebbflow.engine.retained import Retained
 from ebbflow.faults import users_level
+from ebbflow.step.program import Program
+from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.units import format_bytes
 
 __all__ = ["Between", "Knowledge", "learn_flight", "learn_retained"]
@@ -49,6 +54,7 @@ class Knowledge:
     """All that was learned of one model (definition 2)."""
 
     _losses: dict[Slot, Between] = field(default_factory=dict[Slot, Between])
+    _sizes: dict[Slot, tuple[int, int]] = field(default_factory=dict[Slot, "tuple[int, int]"])
     _forwards: dict[Slot, dict[Slot, Between]] = field(default_factory=dict[Slot, "dict[Slot, Between]"])
     _retained: dict[Slot, Retained] = field(default_factory=dict[Slot, Retained])
 
@@ -76,9 +82,23 @@ class Knowledge:
         """The slots of forwards that are known to start before the backward of calls of ``slot``."""
         return frozenset(self._forwards.get(slot, ()))
 
-    def learn_loss(self, slot: Slot, peak_bytes: int, held_bytes: int) -> None:
-        """What user code took, once."""
+    def learn_loss(self, slot: Slot, peak_bytes: int, held_bytes: int, program: Program) -> None:
+        """What user code took, once, and the step."""
         self._losses[slot] = Between(peak_bytes, held_bytes, peak_bytes)
+        self._sizes[slot] = _sizes_of(program)
+
+    def likely(self, program: Program) -> Between | None:
+        """What user code may take in a step that has not run (definition 3)."""
+        found: Between | None = None
+        own = _sizes_of(program)
+        for slot, known in self._losses.items():
+            if not known.peak_bytes:
+                continue
+            times = max(1.0, *(mine / theirs for mine, theirs in zip(own, self._sizes[slot], strict=True) if theirs))
+            peak = math.ceil(times * known.peak_bytes)
+            each = Between(peak, math.ceil(times * known.held_bytes), peak)
+            found = each if found is None else found.joined(each)
+        return found
 
     def retained(self, slot: Slot) -> Retained | None:
         """How backwards of calls of ``slot`` retain their graphs, if any did that can be planned for."""
@@ -100,6 +120,11 @@ class Knowledge:
     def learn_forward(self, slot: Slot, other: Slot, between: Between) -> None:
         """A call of ``other`` starts before the backward of one of ``slot``, of this model or of another fitted one."""
         self._forwards.setdefault(slot, {})[other] = between
+
+
+def _sizes_of(program: Program) -> tuple[int, int]:
+    """Bytes of what the forward returns, and of the unplanned peak."""
+    return sum(program.buffers[each].bytes for each in set(program.forward_outputs)), unplanned_bytes(program)
 
 
 def learn_flight(flight: Flight, before: list[Flight]) -> None:

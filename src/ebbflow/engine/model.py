@@ -56,9 +56,23 @@ __all__ = ["FittedModel"]
 
 _MOST_STEPS = 256  # captured steps kept of one model: 5 to 20 MiB each of the process' own memory, not of the budget
 _MOST_OF_A_KEY = 8
+_MOST_WAYS = 64  # captures of one key that differ by what branches on their inputs were answered
 _numbers = itertools.count(1)
 _MOST_IN_A_ROW = 16  # captures of one key of which none served a second call, after which the next is refused
 _MANY_CAPTURES = 8  # captures of one key after which it is said that something changes at every call
+
+
+_CHANGES = (
+    "something that its step depends on changes between calls (a number that counts steps, a list or a dictionary that "
+    "grows)",
+    "keep counters in tensors (register_buffer), and append to lists outside of the forward, where its outputs are at "
+    "hand",
+)
+_WAYS = (
+    "values of its inputs decide its branches, and calls go many ways",
+    "compute without branches (torch.where), or decide outside of the model",
+)
+"""Why a call is captured again and again, and what to do."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -201,7 +215,8 @@ class FittedModel:
             if shared is not None:
                 yield Step(shared, verify=self.verify, tiers=self.tiers)
                 self._kinds.failed(shared)
-        self._refuse_endless(now.key, functools.partial(known[-1].capture.changed_for, call) if known else str)
+        changed = functools.partial(known[-1].capture.changed_for, call) if known else str
+        self._refuse_endless(now.key, changed, another_way=self.answered_otherwise(call, now) is not None)
         yield Step(self._capture(call.device, None), verify=self.verify, tiers=self.tiers)
 
     def knows(self, now: Circumstances) -> bool:
@@ -234,25 +249,22 @@ class FittedModel:
         self._captures[now.key] = self._captures.get(now.key, 0) + 1
         self._in_a_row[now.key] = self._in_a_row.get(now.key, 0) + 1
 
-    def _refuse_endless(self, key: object, changed: Callable[[], str]) -> None:
-        """The call of this key is about to be captured again."""
+    def _refuse_endless(self, key: object, changed: Callable[[], str], *, another_way: bool) -> None:
+        """The call of this key is about to be captured again; ``another_way`` if it answers its branches otherwise."""
         count, in_a_row = self._captures.get(key, 0) + 1, self._in_a_row.get(key, 0) + 1
-        if count != _MANY_CAPTURES and in_a_row <= _MOST_IN_A_ROW:
+        most = _MOST_WAYS if another_way else _MOST_IN_A_ROW
+        if count != _MANY_CAPTURES and in_a_row <= most:
             return
         what = changed()
+        why, remedy = _WAYS if another_way else _CHANGES
         reason = (
             f"{self.plain_class.__name__} has been captured "
-            f"{format_count(count - (in_a_row > _MOST_IN_A_ROW), 'time')} for the same inputs: something that its step "
-            "depends on changes between calls (a number that counts steps, a list or a dictionary that grows)"
+            f"{format_count(count - (in_a_row > most), 'time')} for the same inputs: {why}"
         ) + (f". It was captured where {what}, which this call is not" if what else "")
-        remedy = (
-            "keep counters in tensors (register_buffer), and append to lists outside of the forward, where its "
-            "outputs are at hand"
-        )
-        if in_a_row > _MOST_IN_A_ROW:
-            raise CaptureError(f"{reason}. Each of the last {_MOST_IN_A_ROW} calls took seconds", remedy=remedy)
+        if in_a_row > most:
+            raise CaptureError(f"{reason}. Each of the last {most} calls took seconds", remedy=remedy)
         warnings.warn(
-            f"{reason}. Each capture takes seconds, and after {_MOST_IN_A_ROW} in a row calls are refused; {remedy}",
+            f"{reason}. Each capture takes seconds, and after {most} in a row calls are refused; {remedy}",
             stacklevel=users_level(),
         )
 
@@ -260,7 +272,8 @@ class FittedModel:
         """``step`` is captured, or ran once more."""
         key = now.key
         others = [each for each in self._steps.get(key, ()) if each is not step]
-        self._steps[key] = [*others[1 - _MOST_OF_A_KEY :], step]  # Ctrl-C in between loses no step
+        most = _MOST_WAYS if step.capture.way else _MOST_OF_A_KEY
+        self._steps[key] = [*others[1 - most :], step]  # Ctrl-C in between loses no step
         self._steps.move_to_end(key)
         if len(self._steps) <= _MOST_STEPS:
             return
@@ -321,7 +334,7 @@ class FittedModel:
         tangents = plan.program.late_bytes - plan.program.held_bytes
         if peak_bytes - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
             peak_bytes = left_bytes = 0
-        self.between.learn_loss(now.slot, peak_bytes, max(left_bytes - tangents, 0))
+        self.between.learn_loss(now.slot, peak_bytes, max(left_bytes - tangents, 0), plan.program)
         total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
         if total > plan.budget_bytes:
             warnings.warn(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ebbflow.capture.joint import Captured
@@ -120,6 +121,9 @@ def plan_for(
         )
     wanted = _Wanted(model, program, now, resident, reserve, end, options)
     between = model.between.of(now.slot)
+    if between is None and guess and (likely := model.between.likely(program)) is not None:
+        with suppress(BudgetError):  # nobody is refused for what is likely alone
+            return wanted.plan(likely), guess
     try:
         plan = wanted.plan(between)
     except BudgetError as error:

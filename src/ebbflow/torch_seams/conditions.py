@@ -16,6 +16,7 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from ebbflow.signals import raised_by_a_handler
+from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
 from ebbflow.torch_seams.fake_tensors import without_modes
 from ebbflow.torch_seams.storages import storage_key
 
@@ -33,8 +34,14 @@ __all__ = [
     "truth_of",
     "written_by",
     "written_to",
+    "written_unseen",
 ]
 
+_AUGMENTED_NAMES = frozenset(
+    name for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name[1:]}__")
+) | {"setitem"}
+_AUGMENTED = frozenset(getattr(operator, name) for name in _AUGMENTED_NAMES)
+"""What Python calls for ``x += y`` and its kin."""
 _MODULES = ("torch", "_operator", "math", "builtins")
 _DEVICES = ("cpu", "cuda")
 
@@ -98,13 +105,20 @@ def is_torchs(node: fx.Node) -> bool:
 
 def changes(node: fx.Node) -> bool:
     """Whether a call may write to an argument."""
+    if isinstance(node.target, OpOverload):
+        return schema_of(node.target).is_mutable or _keeps_statistics(node)
     name = str(getattr(node.target, "__name__", node.target))
-    plain = name.strip("_")
-    if node.target is operator.setitem or "out" in node.kwargs or plain == "setitem":
+    if node.target in _AUGMENTED or "out" in node.kwargs or name.strip("_") in _AUGMENTED_NAMES:
         return True
-    if (plain.startswith("i") and hasattr(operator, plain[1:])) or _is_in_place(node):  # iadd
+    if _keeps_statistics(node) or _is_in_place(node):
         return True
     return name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
+
+
+def _keeps_statistics(node: fx.Node) -> bool:
+    """Whether it is a norm that may write to statistics among its arguments, which no schema says."""
+    name = str(getattr(node.target, "__name__", node.target))
+    return "batch_norm" in name or "instance_norm" in name
 
 
 def _is_in_place(node: fx.Node) -> bool:
@@ -162,14 +176,28 @@ def written_to(root: fx.Node, used: Iterable[fx.Node]) -> bool:
     """Whether something has been written to the memory of these nodes by the time that ``root`` is computed."""
     ours = storages_of(used)
     before = itertools.takewhile(lambda node: node is not root, root.graph.nodes)
+    if written_unseen(used, ()):
+        return True
     return any(not ours.isdisjoint(written_by(node)) for node in before if changes(node))
 
 
 def written_by(node: fx.Node) -> set[int]:
-    """The memory that a call of :func:`changes` writes to: of its first argument, and of what is given as ``out``."""
+    """The memory that a call of :func:`changes` may write to.
+
+    That is of its first argument and of what is given as ``out``; of an operator or a norm, of all arguments.
+    """
+    if isinstance(node.target, OpOverload) or _keeps_statistics(node):
+        return storages_of(node.all_input_nodes)
     targets: list[fx.Node] = []
     fx.map_arg([node.args[:1], node.kwargs.get("out")], targets.append)
     return storages_of(targets)
+
+
+def written_unseen(nodes: Iterable[fx.Node], seen: Collection[int]) -> bool:
+    """Whether an input among nodes has been written to, by torch's own count, whose memory is not among ``seen``."""
+    given = (node.meta.get("example_value") for node in nodes if node.op == "placeholder")
+    tensors = [value for value in given if isinstance(value, torch.Tensor) and not value.is_inference()]
+    return any(value._version and storage_key(value) not in seen for value in tensors)
 
 
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:

@@ -47,6 +47,7 @@ from ebbflow.torch_seams.conditions import (
     tables_of_codes,
     truth_of,
     written_by,
+    written_unseen,
 )
 from ebbflow.torch_seams.graphs import hint_of, size_source
 from ebbflow.torch_seams.patches import Attribute, patched
@@ -237,7 +238,7 @@ def _computed_from(root: fx.Node) -> set[fx.Node] | None:
         stack = [n for n in writes if n not in used and not memory.isdisjoint(written_by(n))]
     written: set[int] = set().union(*(written_by(node) for node in used if changes(node)))
     given = storages_of(node for node in used if node.op == "placeholder")
-    return used if written.isdisjoint(given) else None
+    return used if written.isdisjoint(given) and not written_unseen(used, written) else None
 
 
 def _collect(stack: list[fx.Node], used: set[fx.Node]) -> bool:
