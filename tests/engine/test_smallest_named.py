@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,6 +105,36 @@ def test_the_refusal_says_what_its_smallest_budget_rests_on() -> None:
     assert "rests on what all ops took that were tried out" in notes
     again = " ".join(getattr(_bytes_named(model, x), "__notes__", []))
     assert "tried out" not in again, "all is known by now"
+
+
+@pytest.mark.parametrize("name", ["elementwise", "head"])
+def test_the_same_is_named_whatever_was_asked_for_and_found_out_again(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each time by a process that knows nothing; the named budget itself is found out by a first call, or holds."""
+    plain, x = MODELS[name]()
+
+    def asked(budget: int | str) -> tuple[nn.Module, BudgetError | None]:
+        monkeypatch.setattr(attach, "_KNOWN", {})
+        monkeypatch.setattr(facts, "_KNOWN", {})
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(budget)))
+        model = ebbflow.fit(copy.deepcopy(plain), budget, progress=None)
+        try:
+            model(x).backward()
+        except BudgetError as refused:
+            return model, refused
+        return model, None
+
+    errors = [asked(budget)[1] for budget in (1, "1%", 20_000)]
+    named = [each.smallest_bytes for each in errors if each is not None]
+    assert len(named) == len(errors)
+    assert max(named) <= 1.01 * min(named)
+    model, refused = asked(named[0])
+    if refused is not None:
+        assert "call the model again" in str(refused)
+        assert refused.smallest_bytes <= named[0]
+        model(x).backward()
+    assert ebbflow.calls_of(model).planned == 1
 
 
 def test_no_room_is_not_a_room_that_nobody_knows_of() -> None:

@@ -29,7 +29,7 @@ from ebbflow.cost.call import Call, TensorSpec
 from ebbflow.torch_seams import trees as pytree
 from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
 
-__all__ = ["NoRoom", "Room", "arguments_for", "free_bytes", "within"]
+__all__ = ["NoRoom", "Room", "arguments_for", "free_bytes", "has_room", "within"]
 
 SMALL_PART = 16
 """Of the room, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
@@ -205,6 +205,15 @@ def _vector(spec: TensorSpec) -> torch.Tensor:
 def _drawing(device: str) -> torch.Generator:
     """A generator of our own, which starts as every one does: other threads draw from torch's meanwhile."""
     return torch.Generator(device)
+
+
+def has_room(needs_bytes: float, *, matters: bool = True) -> bool:
+    """Whether this thread may take so much to find something out; if not, and it ``matters``, it counts as untried."""
+    room = _current.room
+    found = room.holds(needs_bytes)
+    if not found and matters:
+        room.untried.append(needs_bytes)
+    return found
 
 
 def free_bytes() -> float:

@@ -49,7 +49,7 @@ from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
 from ebbflow.torch_seams.stance import NO_FRAMES
 from ebbflow.torch_seams.trees import tree_leaves
-from ebbflow.units import format_count
+from ebbflow.units import format_allowed, format_count
 
 __all__ = ["train"]
 
@@ -216,6 +216,7 @@ def _costed_and_planned(
             with within(room):
                 planned = _plan(model, step, captured, _cost(model, finished, now), now, call)
             if refused is not None:  # its trials took more than the budget: no step may follow
+                refused = _found_out(refused, planned[0])
                 raise refused
             return planned
         except BudgetError as error:
@@ -226,6 +227,22 @@ def _costed_and_planned(
                     error.add_note(note)
                 raise
             refused = error
+
+
+def _found_out(refused: BudgetError, plan: Plan) -> BudgetError:
+    """The refusal of a budget for which there is ``plan``, which rests on what more than the budget found out."""
+    smallest = min(plan.smallest_bytes, refused.budget_bytes)
+    return BudgetError(
+        f"whether a budget of {format_allowed(refused.budget_bytes)} is enough could not be found out within it. "
+        "It is, as has been found out now with more memory than that: call the model again, and it trains within this budget. "
+        f"The smallest for which a plan was found is {format_allowed(smallest)}",
+        budget_bytes=refused.budget_bytes,
+        floor_bytes=min(refused.floor_bytes, smallest),
+        smallest_bytes=smallest,
+        resident_bytes=refused.resident_bytes,
+        pinned_by=refused.pinned_by,
+        resident_parts=refused.resident_parts,
+    )
 
 
 def _rests_on(room: Room, step: Step) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ebbflow.cost.cache import device_context, product_precisions
 from ebbflow.cost.call import TensorSpec
-from ebbflow.cost.room import free_bytes
+from ebbflow.cost.room import has_room
 from ebbflow.files import cache_directory, keep, kept
 from ebbflow.torch_seams.fake_tensors import without_modes
 
@@ -114,7 +114,7 @@ def measured(facts: Iterable[Fact], device: str) -> dict[str, bool | None]:
 def _measured(fact: Fact, device: str) -> bool | None:
     known = known_facts(device)
     if fact.signature not in known:
-        if fact.bytes * _BESIDES > free_bytes():
+        if not has_room(fact.bytes * _BESIDES, matters=fact.smaller is None):
             return None if fact.smaller is None else _measured(fact.smaller, device)
         with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
             known[fact.signature] = fact.holds()
