@@ -234,8 +234,8 @@ def _found_out(refused: BudgetError, plan: Plan) -> BudgetError:
     smallest = min(plan.smallest_bytes, refused.budget_bytes)
     return BudgetError(
         f"whether a budget of {format_allowed(refused.budget_bytes)} is enough could not be found out within it. "
-        "It is, as has been found out now with more memory than that: call the model again, and it trains within this budget. "
-        f"The smallest for which a plan was found is {format_allowed(smallest)}",
+        "It is, as has been found out now with more memory than that: call the model again, and it trains within this "
+        f"budget. The smallest for which a plan was found is {format_allowed(smallest)}",
         budget_bytes=refused.budget_bytes,
         floor_bytes=min(refused.floor_bytes, smallest),
         smallest_bytes=smallest,
