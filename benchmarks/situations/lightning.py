@@ -256,9 +256,12 @@ def lightning_stream(run: Run) -> None:
     train(run, Module(), data=Stream(), workers={"batch_size": None}, callbacks=run.lightning())
 
 
-@situation(share=0.9, captures=2)
+@situation(share=0.9, captures=3)
 def lightning_holds_from_the_first_step(run: Run) -> None:
-    """The least budget that the first call takes is enough for all that follow, though gradients come."""
+    """The least budget that the first call takes is enough for all that follow, though gradients come.
+
+    What is refused is captured twice: without room to ask kernels for layouts, and in what the named budget leaves.
+    """
     callbacks = run.lightning()
     if callbacks:
         probe = run.lightning()

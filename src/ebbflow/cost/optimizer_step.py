@@ -61,7 +61,7 @@ def step_bytes(
     lenders = [each for group in groups for each in group["params"]]
     kernels = _Kernels(any(device not in (None, each.device.type) for each in lenders))
     found: list[int] = []
-    with signals_wait(), without_modes(), quiet_log(), within(Room(None, lenders)):
+    with signals_wait(), without_modes(), quiet_log(), within(Room(0, lenders)):
         for answer in (1, 0):  # a step that asks its own state, as ASGD does whether to average, may go either way
             try:
                 with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():

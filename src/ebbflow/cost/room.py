@@ -62,6 +62,7 @@ class Room:
         strict: by definition 2.
         trial_bytes: of the budget that a refusal names, by definition 2; 0 where none was refused.
         untried: what each op takes that has had no room, bytes.
+        unknown: what each fact about ops takes to find out that has had none (:func:`has_room`).
     """
 
     free_bytes: float | None = float("inf")
@@ -69,6 +70,7 @@ class Room:
     strict: bool = False
     trial_bytes: float = 0
     untried: list[float] = field(default_factory=list[float], repr=False, compare=False)
+    unknown: list[float] = field(default_factory=list[float], repr=False, compare=False)
 
     def holds(self, needs_bytes: float) -> bool:
         """Whether an op that takes so much may be tried out, for all that is known."""
@@ -208,11 +210,11 @@ def _drawing(device: str) -> torch.Generator:
 
 
 def has_room(needs_bytes: float, *, matters: bool = True) -> bool:
-    """Whether this thread may take so much to find something out; if not, and it ``matters``, it counts as untried."""
+    """Whether this thread may take so much to find something out; if not, and it ``matters``, it is noted."""
     room = _current.room
     found = room.holds(needs_bytes)
     if not found and matters:
-        room.untried.append(needs_bytes)
+        room.unknown.append(needs_bytes)
     return found
 
 

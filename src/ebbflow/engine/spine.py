@@ -222,7 +222,8 @@ def _costed_and_planned(
         except BudgetError as error:
             if error is not refused and step.cramped and room.trial_bytes == 0:
                 raise _Cramped(error) from None
-            if error is refused or not any(map(_room(model, step, call, now, error).holds, room.untried)):
+            named = _room(model, step, call, now, error)
+            if error is refused or not any(map(named.holds, (*room.untried, *room.unknown))):
                 for note in _rests_on(room, step):
                     error.add_note(note)
                 raise
