@@ -99,6 +99,31 @@ def test_the_amount_of_measuring_does_not_depend_on_the_clock(monkeypatch: pytes
     assert runs() == quiet
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_clock_that_stands_still_now_and_then_makes_no_op_free(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """As a guest's clock of CPU time does while it pays back what the host took from it."""
+    torch.set_num_threads(threads)
+    readings = {"count": 0, "at": 0.0}
+
+    def clock() -> float:
+        readings["count"] += 1
+        if readings["count"] % 6 != 0:  # of three runs, the third takes no time by this clock
+            readings["at"] += 1e-6
+        return readings["at"]
+
+    for name in ("thread_time", "process_time"):
+        monkeypatch.setattr(f"ebbflow.cost.profile.time.{name}", clock)
+    cost = cost_of(ATEN.neg.default, spec(64))
+    assert cost.timed and cost.seconds > 0
+
+
+def test_calls_that_no_clock_has_seen_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("thread_time", "process_time"):
+        monkeypatch.setattr(f"ebbflow.cost.profile.time.{name}", lambda: 1.0)
+    cost = cost_of(ATEN.neg.default, spec(64))
+    assert not cost.timed and cost.seconds > 0
+
+
 def test_short_calls_are_timed_in_rounds_so_that_what_disturbs_one_has_gone_by_another() -> None:
     order: list[str] = []
 

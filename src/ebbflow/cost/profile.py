@@ -144,7 +144,8 @@ def _profile_on_cpu(call: Call, runs: int) -> Cost:
 def _seconds_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], runs: int) -> float:
     """The least that one of ``runs`` took; infinity if there is none.
 
-    Of several threads that is no more than all CPU time of the process: beyond it, they have waited for cores.
+    Of several threads that is no more than all CPU time of the process: beyond it, they have waited for cores. A run
+    that took no time at all is none: a guest's clock of CPU time stands still while it pays back what the host took.
     """
     alone = torch.get_num_threads() == 1
     used_until_now = time.thread_time if alone else time.process_time
@@ -153,7 +154,8 @@ def _seconds_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], 
         begin, used = time.perf_counter(), used_until_now()
         call.target(*args, **kwargs)
         used = used_until_now() - used
-        seconds = min(seconds, used if alone else min(used, time.perf_counter() - begin))
+        if used > 0:
+            seconds = min(seconds, used if alone else min(used, time.perf_counter() - begin))
     return seconds
 
 
