@@ -21,6 +21,10 @@ import ebbflow
 __all__ = ["Times", "above_bytes", "interleaved", "step"]
 
 
+TICK_SECONDS = 1e-9
+"""What a step takes by a clock of CPU time that stood still: a guest's does, while it pays back what the host took."""
+
+
 def clear(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
@@ -44,13 +48,17 @@ def above_bytes(model: torch.nn.Module, run: Callable[..., Any], args: Sequence[
 
 @dataclass(frozen=True)
 class Times:
-    """CPU seconds of one method's steps, one per round."""
+    """CPU seconds of one method's steps, one per round. None is nothing: see :data:`TICK_SECONDS`."""
 
     seconds: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", tuple(max(each, TICK_SECONDS) for each in self.seconds))
+
     @property
     def best(self) -> float:
-        return min(self.seconds)
+        """The least that a step took, of those that the clock saw."""
+        return min((each for each in self.seconds if each > TICK_SECONDS), default=TICK_SECONDS)
 
     @property
     def median(self) -> float:
