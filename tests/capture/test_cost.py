@@ -24,6 +24,7 @@ from ebbflow.cost.profile import Cost, profile_calls
 from ebbflow.cost.room import Room, arguments_for, within
 from ebbflow.errors import CaptureError
 from ebbflow.files import keep
+from ebbflow.step.program import Buffer, Op, Program
 from ebbflow.step.provenance import Costs
 from ebbflow.zoo import GPTConfig, gpt, mlp_chain
 
@@ -118,12 +119,48 @@ def test_a_clock_that_stands_still_now_and_then_makes_no_op_free(monkeypatch: py
     assert cost.seconds > 0
 
 
+def test_a_clock_that_stands_still_for_all_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = 0
+
+    def clock() -> float:
+        nonlocal readings
+        readings += 1
+        return 1.0 if readings < 200 else 1.0 + 1e-4
+
+    monkeypatch.setattr("ebbflow.cost.profile.time.thread_time", clock)
+    cost = cost_of(ATEN.neg.default, spec(64))
+    assert cost.timed
+    assert 0 < cost.seconds < 1e-5
+
+
 def test_calls_that_no_clock_has_seen_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("thread_time", "process_time"):
-        monkeypatch.setattr(f"ebbflow.cost.profile.time.{name}", lambda: 1.0)
+    monkeypatch.setattr("ebbflow.cost.profile.time.thread_time", lambda: 1.0)
     cost = cost_of(ATEN.neg.default, spec(64))
     assert not cost.timed
     assert cost.seconds > 0
+
+
+def test_what_a_result_has_by_default_has_a_cost_of_its_own(
+    cache_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that is divided has the default type, and so has what the kernel takes besides."""
+    monkeypatch.setattr(attach, "_KNOWN", {})
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            one = call(ATEN.div.Scalar, spec(64, 64, dtype=torch.bool), 3)
+            program = Program(
+                "x",
+                (Op("div", "aten.div.Scalar", (), (0,), signature=one.signature),),
+                (Buffer("b", 64 * 64 * dtype.itemsize, 0),),
+                0,
+            )
+            found[dtype] = attach.with_measured_costs(program, [one], "cpu").ops[0].workspace_bytes
+        finally:
+            torch.set_default_dtype(before)
+    assert found[torch.float32] - found[torch.bfloat16] == pytest.approx(64 * 64 * 2, abs=64)
 
 
 def test_short_calls_are_timed_in_rounds_so_that_what_disturbs_one_has_gone_by_another() -> None:

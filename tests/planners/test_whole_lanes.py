@@ -88,6 +88,22 @@ def test_bytes_of_reruns_are_counted() -> None:
     assert infeasible or few >= HORIZON / 100 - 1.0
 
 
+def test_what_reads_a_changed_buffer_is_not_taken_for_a_rerun_after_the_boundary() -> None:
+    """It would be the cheapest way, within the budget: the search for a bound ended at it."""
+    made = ((0, 0), (7, 0), (5, 0), (6, 1), (1, 1), (8, 1), (0, 2))
+    buffers = tuple(Buffer(f"b{b}", size, op) for b, (size, op) in enumerate(made))
+    ops = (
+        Op("op0", "test", (), (0, 1, 2), seconds=0.004, reads_mutated=True),
+        Op("op1", "test", (), (3, 4, 5), seconds=0.001, rerunnable=False),
+        Op("op2", "test", (0, 2, 5), (6,), seconds=0.003),
+    )
+    program = Program("late", ops, buffers, 2, gradients=(0, 4), mutations=(1, 3), between_bytes=12)
+    links = {"host": Link("host", 12, 1660.0, 2037.0), "disk": Link("disk", 10**6, 745.0, 1780.0)}
+    exact = optimal_with_moves(program, 22, links)
+    assert exact is not None
+    assert last_bound(program, 22, links) == pytest.approx(exact[0], abs=LOST)
+
+
 def test_the_plan_of_a_small_program_is_proven() -> None:
     links = {"host": Link("host", 100, 0.25, 0.5, least_bytes=4)}
     answer = planner_named("auto")(Problem(forced(), 19, machine=machine(links), tiers=("host",)))

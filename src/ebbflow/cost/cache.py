@@ -41,6 +41,8 @@ def device_context(device: str) -> dict[str, str]:
         context["mkldnn"] = str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
         if (precision := product_precisions()[0]) != _EXACT:  # oneDNN's products of 16 bits make copies
             context["products"] = precision
+    if (default := torch.get_default_dtype()) is not torch.float32:  # what an integer divided by a number has
+        context["default"] = str(default)
     return context
 
 

@@ -5,7 +5,8 @@ The relaxation says what is rerun and what is loaded after each cut. Here
    read earlier, and never before the cut: it takes bytes from then on;
 2. a buffer is held after its last use before it leaves until its copy is written, as far as its first cut allows, so
    that nobody waits for it;
-3. what no tier has room for stays.
+3. what no tier has room for stays;
+4. what reads something that the forward changes is rerun before the boundary, wherever it is wanted first.
 Seconds are those of first runs and reruns, without waits. Nothing is proven of the choice: it may be over the budget.
 """
 
@@ -74,7 +75,7 @@ def rounded(
         reruns: as ``(op, stage)``.
         loads: after which cut each; a buffer's tier is that of its first, if there is room.
     """
-    reruns = frozenset(reruns)
+    reruns = frozenset((op, _in_time(program, op, stage)) for op, stage in reruns)
     tiers = _tiers(program, links, loads)
     loads = [load for load in loads if load.buffer in tiers]
     reads = _read_stages(program, reruns, set(tiers))
@@ -88,6 +89,11 @@ def rounded(
         leaves[load.buffer] = min(leaves.get(load.buffer, len(program.ops)), cuts[load.cut])
     holds = _holds(program, links, leaves, tiers, reads, begin)
     return Choice(reruns, frozenset(issued), frozenset(holds), {b: tiers[b] for b, _ in issued})
+
+
+def _in_time(program: Program, op: int, stage: int) -> int:
+    """The stage of a rerun by clause 4."""
+    return min(stage, program.boundary - 1) if program.ops[op].reads_mutated else stage
 
 
 def _tiers(program: Program, links: Mapping[str, Link], loads: Iterable[Load]) -> dict[int, str]:

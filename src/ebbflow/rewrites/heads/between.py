@@ -2,7 +2,7 @@
 
 It is written as text, for ops take no lists of several types: ``"div 30.0, tanh, mul 30.0, cast"`` caps logits at 30
 and casts them then. Each step is torch's own op, and its gradient is the op that autograd has for it. They are called
-on slices of what eager calls them on whole, which the facts hold against each other (``head_facts``).
+on slices of what eager calls them on whole, which the facts hold against each other (``heads.facts``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ops of ``head_kernels`` take, estimated from the captured ops whose place they take.
+"""What the ops of ``heads.kernels`` take, estimated from the captured ops whose place they take.
 
 1. Seconds are sums of those of eager's own ops. A slice of a product takes its share of the product's, or what reading
    the other operand takes, which every slice reads whole; how fast memory is read is told by the log-softmax.

@@ -1,4 +1,4 @@
-"""The facts that ``head_kernels`` rests on, for one head and sizes of slices."""
+"""The facts that ``heads.kernels`` rests on, for one head and sizes of slices."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class HeadSizes:
         bias: whether there is one.
         reduction: 0 for none, 1 for the mean, 2 for the sum.
         device: type.
-        cut: which rows the loss reads (``head_cuts``).
+        cut: which rows the loss reads (``heads.cuts``).
         smoothed: whether labels are.
         weighted: whether classes have weights.
-        between: what is made of the logits before their softmax (``head_between``); empty for a cast alone.
+        between: what is made of the logits before their softmax (``heads.between``); empty for a cast alone.
     """
 
     rows: int

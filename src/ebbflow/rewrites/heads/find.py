@@ -1,8 +1,8 @@
 """Heads of language models in a joint graph: a linear layer whose result goes into a cross-entropy, and nowhere else.
 
-1. Nodes are *seen through views* that keep the order of elements (``head_ways``).
-2. A *head* is the product, a cast of it or none, numbers that scale and caps that bend it (``head_between``), a cut of
-   its rows or none (``head_cuts``), its log-softmax over the last dimension, the negative log-likelihood of class
+1. Nodes are *seen through views* that keep the order of elements (``heads.ways``).
+2. A *head* is the product, a cast of it or none, numbers that scale and caps that bend it (``heads.between``), a cut of
+   its rows or none (``heads.cuts``), its log-softmax over the last dimension, the negative log-likelihood of class
    indices, of classes with weights or without, by mean, sum or none, and their backward as autograd writes it, down to
    the products that make the gradients of the hidden states and of the weight.
 3. With *smoothed labels* the log-probabilities of each row are summed too, and their gradient is that of the loss plus

@@ -1,7 +1,7 @@
 """A linear layer and the cross-entropy of what it gives, without all of the logits at once: the same bits as eager's.
 
 Eager makes the logits (N x V), their log-softmax and its gradient, of the same size each. Nothing of them is needed
-whole, where slices of a product are the rows or columns of the whole product (``rewrites.facts`` finds out):
+whole, where slices of a product are the rows or columns of the whole product (``heads.facts`` finds out):
 
 1. The log-softmax of a row, and its gradient, are of that row alone. So the loss and the gradient of the hidden states
    (``dh = dlogits @ W``, sums over V) are made from a few rows at a time.
@@ -18,15 +18,15 @@ whole, where slices of a product are the rows or columns of the whole product (`
    weight's gradient is made from columns then.
 7. Where classes have weights, the loss of a row and its gradient are multiplied by the weight of its label. The sums
    are those of the kernel, taken apart: over the products, and over the weights, by which a mean is divided.
-8. What is made of the logits before their softmax, each number for itself (``head_between``), is made of slices, and
+8. What is made of the logits before their softmax, each number for itself (``heads.between``), is made of slices, and
    so is the gradient of that.
 9. On request the gradient of the weight is added up from rows, which definition 3 is there to avoid: its last bits are
    other ones than eager's. All other results are eager's.
 
 ``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` as many as ``cut`` leaves of
-N (``head_cuts``); ``class_weights`` are V numbers or ``None``. ``dtype`` is that of the softmax; ``reduction`` 0 is
+N (``heads.cuts``); ``class_weights`` are V numbers or ``None``. ``dtype`` is that of the softmax; ``reduction`` 0 is
 none (the loss and its gradient are vectors), 1 the mean, 2 the sum. Sizes of slices are ``rows`` and ``columns``. What
-the ops do with a slice lies in ``head_slices``.
+the ops do with a slice lies in ``heads.slices``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The heads of language models as a rule: a form for every linear layer with a cross-entropy (``head_forms``)."""
+"""The heads of language models as a rule: a form for every linear layer with a cross-entropy (``heads.forms``)."""
 
 from __future__ import annotations
 

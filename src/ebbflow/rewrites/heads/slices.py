@@ -1,4 +1,4 @@
-"""What the ops of ``head_kernels`` do with slices of a head; its definitions are cited here."""
+"""What the ops of ``heads.kernels`` do with slices of a head; its definitions are cited here."""
 
 from __future__ import annotations
 

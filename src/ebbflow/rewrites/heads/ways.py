@@ -1,6 +1,6 @@
 """The way from the product of a head to its log-softmax, and the way back of the gradient, in a joint graph.
 
-On it logits are cast, scaled and capped (``head_between``), and cut (``head_cuts``), one after the other; all else is
+On it logits are cast, scaled and capped (``heads.between``), and cut (``heads.cuts``), one after the other; all else is
 left, with the reason. A node is *seen through views* that keep the order of elements: they name the same numbers.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
 
 _aten = torch.ops.aten
 BENDS = {_aten.div.Tensor: DIV, _aten.mul.Tensor: MUL, _aten.tanh.default: TANH}
-"""What scales and caps, by its word for ``head_between``."""
+"""What scales and caps, by its word for ``heads.between``."""
 READ_AGAIN = frozenset({_aten.tanh_backward.default})
 """What reads the result of one of these for its gradient."""
 _CUT_FIRST = "logits are scaled or capped after they are cut: cut them after that"
@@ -104,7 +104,7 @@ class Way:
 
     @property
     def text(self) -> str:
-        """For ``head_between``; empty where there is none of these."""
+        """For ``heads.between``; empty where there is none of these."""
         if not self.between:
             return ""
         words = [_word_of(each) for each in self.steps if each is self.cast or each in self.between]
@@ -157,7 +157,7 @@ def way_to(node: fx.Node) -> Way:
 
 
 def cut_of(way: Way) -> tuple[int, ...]:
-    """The rows that are read (``head_cuts``)."""
+    """The rows that are read (``heads.cuts``)."""
     if way.cut is None:
         return ()
     source = arguments_of(way.cut)[0].meta["val"]
