@@ -124,7 +124,7 @@ class WholeModel(SpanModel):
                         known[b] = self._there(j, i, b, first, runs)
                     there[b] = known[b]
             fits = self._run_row(j, i, there, first) and fits
-            if i != BOUNDARY and leaving:
+            if leaving:
                 self._gone_rows(j, i, there, first)
         return fits
 
@@ -178,12 +178,13 @@ class WholeModel(SpanModel):
             self.model.integer.add(there[b])
             away = self._away(column, j + 1, b, tier)
             free = sum(program.ops[k].seconds for k in range(maker + 1, j + 1)) * unit
-            terms = [(column, away.seconds), (self.rerun[j][i], away.seconds), (there[b], -away.seconds)]
+            terms = [(column, away.seconds), (there[b], -away.seconds)]
+            terms += [] if i == BOUNDARY else [(self.rerun[j][i], away.seconds)]
             terms += [(self.rerun[j][maker], -away.seconds)] if maker in self.rerun[j] else []
             terms += [(lost, -1.0) for lost in self._lost[maker + 1 : j + 1]] + [(self.stall[j + 1], -1.0)]
             terms += [(first[k, i], -program.ops[k].seconds * unit) for k in self.rerun[j] if k != i]
             terms += [(c, -program.ops[k].seconds * unit) for k, c in self.twice[j].items()]
-            self._row("gone", terms, -math.inf, free + away.seconds)
+            self._row("gone", terms, -math.inf, free + (0.0 if i == BOUNDARY else away.seconds))
 
     def _queue_rows(self) -> None:
         """Clause 9."""
@@ -281,7 +282,7 @@ class WholeModel(SpanModel):
         program, size = self.program, self.program.buffers
         left = self._left(j)
         terms = [(column, float(size[b].bytes)) for b, column in there.items()]
-        terms += list(self._states_at(j, i))
+        terms += list(self._states_at(j, i, first))
         gone = sum(size[b].bytes for b in program.mutations)
         if i == BOUNDARY:
             return self._within("runs", terms, left - program.late_bytes - program.between_excess_bytes)
@@ -294,11 +295,19 @@ class WholeModel(SpanModel):
             terms.append((first[i, BOUNDARY], float(gone)))
         return self._within("runs", terms, left)
 
-    def _states_at(self, j: int, i: int) -> Iterator[tuple[int, float]]:
-        """Generator states at the run of ``i``: those of later spans, and its own twice."""
+    def _states_at(self, j: int, i: int, first: Mapping[tuple[int, int], int]) -> Iterator[tuple[int, float]]:
+        """Generator states at the run of ``i``: those of later spans and of later runs of this one, its own twice."""
         following = self.state[j + 1] if j + 1 < len(self.cuts) else {}
-        for o, column in following.items():
-            if o != i and o <= j:
-                yield column, float(self.program.ops[o].state_bytes)
-        if i != BOUNDARY and self.program.ops[i].random:
-            yield self.rerun[j][i], 2.0 * self.program.ops[i].state_bytes
+        ops = self.program.ops
+        for o in {*following, *(k for k in self.rerun[j] if ops[k].random)} - {i}:
+            wanted = [c for c in (following.get(o), first.get((i, o))) if c is not None]
+            if o > j or not wanted:
+                continue
+            column = wanted[0]
+            if len(wanted) > 1:
+                column = self.model.column()
+                for each in wanted:
+                    self._row("states", [(column, 1.0), (each, -1.0)], 0.0, math.inf)
+            yield column, float(ops[o].state_bytes)
+        if i != BOUNDARY and ops[i].random:
+            yield self.rerun[j][i], 2.0 * ops[i].state_bytes
