@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -287,3 +288,31 @@ def test_hooks_that_change_saved_values_are_blamed_by_name() -> None:
         loss = model(torch.randn(256, 64, dtype=torch.float64)).square().mean()
     with pytest.raises(ebbflow.errors.VerificationError, match="saved-tensor hooks"):
         loss.backward()
+
+
+class _Kept(torch.autograd.Function):
+    made: list[weakref.ref[torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: object, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return one + other
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = gradients[0] + 1, gradients[0] + 2
+        _Kept.made = [weakref.ref(each) for each in made]
+        return made
+
+
+def test_a_backward_that_failed_leaves_nothing_in_the_next_step(pair: Pair) -> None:
+    """Torch keeps the gradients that were on their way until the next backward: those are in no plan."""
+    leaves = [torch.ones(1000, requires_grad=True) for _ in range(2)]
+    for each in leaves:
+        each.register_hook(lambda _: 1 / 0)
+    pair[0](rows(1)).backward()
+    with pytest.raises(ZeroDivisionError):
+        _Kept.apply(*leaves).sum().backward()  # type: ignore[attr-defined]
+    assert any(each() is not None for each in _Kept.made), "torch releases them by itself"
+    loss = pair[0](rows(1))
+    assert all(each() is None for each in _Kept.made)
+    loss.backward()

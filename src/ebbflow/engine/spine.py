@@ -47,6 +47,7 @@ from ebbflow.signals import signals_wait
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.unplanned import unplanned_bytes
+from ebbflow.torch_seams.autograd import release_failed_backward
 from ebbflow.torch_seams.stance import NO_FRAMES
 from ebbflow.torch_seams.trees import tree_leaves
 from ebbflow.units import format_allowed, format_count
@@ -68,6 +69,7 @@ def train(model: FittedModel, call: Call) -> Any:
         TierError: if a tier has no room or fails.
     """
     refuse_transforms()
+    release_failed_backward()
     if model.inside is None:
         return _trained(model, call)
     with model.inside.applied.aside():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -48,6 +50,38 @@ def backwards_have_numbers() -> None:
     torch.autograd.grad(output, value, retain_graph=True)
     torch.autograd.grad(output, value)
     expect(-1 not in _Node.tasks and len(set(_Node.tasks)) == 2, f"backwards have the numbers {_Node.tasks}")
+
+
+class _Kept(torch.autograd.Function):
+    gradients: list[weakref.ref[Tensor]]
+
+    @staticmethod
+    def forward(ctx: object, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        made = gradients[0] + 1, gradients[0] + 2
+        _Kept.gradients = [weakref.ref(each) for each in made]
+        return made
+
+
+@canary
+def a_failed_backward_is_released() -> None:
+    """Gradients on their way to other leaves than the one whose hook raised stay queued until another backward."""
+    leaves = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    for each in leaves:
+        each.register_hook(fail)
+    root: Tensor = _Kept.apply(*leaves)  # type: ignore[assignment]
+    with contextlib.suppress(ArithmeticError):
+        root.backward()
+    del root
+    autograd.release_failed_backward()
+    expect(not any(each() is not None for each in _Kept.gradients), "a failed backward's gradients stay in use")
 
 
 class _Saving(torch.autograd.Function):
