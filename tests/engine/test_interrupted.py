@@ -86,7 +86,9 @@ def test_a_finalizer_that_is_interrupted_leaves_no_forward_in_flight(
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 0.45, 0.65, 0.85])
-def test_an_interrupt_while_torch_traces_comes_once_it_has_traced(share: float) -> None:
+def test_an_interrupt_while_torch_traces_comes_once_it_has_traced(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle it would end the process, be swallowed, or leave torch tracing otherwise from then on."""
 
     class Interrupts:
@@ -114,8 +116,17 @@ def test_an_interrupt_while_torch_traces_comes_once_it_has_traced(share: float) 
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         captured(Interrupts(0.0))  # what only a first one imports
-        captured(counted := Interrupts(0.0))
-        interrupts = Interrupts(round(share * counted.calls))
+        counted, until_traced = Interrupts(0.0), list[int]()
+        partition = Capture.partition
+
+        def partitioned(*given: Any, **named: Any) -> Any:
+            until_traced.append(counted.calls)
+            return partition(*given, **named)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Capture, "partition", partitioned)
+            captured(counted)
+        interrupts = Interrupts(round(share * until_traced[0]))
         with pytest.raises(KeyboardInterrupt) as raised:
             captured(interrupts)
         assert Path(raised.traceback[-1].path).name == "signals.py", "it waited"
