@@ -34,6 +34,7 @@ import torch
 
 import ebbflow
 from ebbflow import Budget, Case, Plan
+from ebbflow.errors import BudgetError
 from ebbflow.planners.base import NEED_TIERS
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.transfers.disk import disk_tier
@@ -204,7 +205,7 @@ def _smallest_named(method: Method) -> int:
     ebbflow.fit(model, "1KiB", progress=None)
     try:
         method.step()
-    except ebbflow.BudgetError as refused:
+    except BudgetError as refused:
         return refused.smallest_bytes
     finally:
         ebbflow.unfit(model)
