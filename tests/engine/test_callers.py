@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow.engine.calls import Calls, _counted_with
+from ebbflow.engine.calls import Calls, Watched, _counted_with
 from ebbflow.errors import UsageError
 from ebbflow.torch_seams.patches import open_patches
 
@@ -370,7 +370,7 @@ def test_an_optimizers_step_walks_no_fitted_model_twice(count: int, monkeypatch:
     walked: list[nn.Module] = []
     walk = nn.Module.modules
     monkeypatch.setattr(nn.Module, "modules", lambda self: walked.append(self) or walk(self))
-    models = [(each, Calls(planned=1 << index)) for index, each in enumerate(parts)]
+    models = [Watched(each, Calls(planned=1 << index), lambda _: None) for index, each in enumerate(parts)]
     found = _counted_with(models)
     assert walked == ([] if count == 1 else parts)
     sums = [sum(each.planned for each in found.get(id(part), ())) for part in parts]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 import ebbflow
-from ebbflow.errors import UsageError
+from ebbflow.errors import BudgetError, UsageError
 from ebbflow.zoo import MLPChain, mlp_chain
 
 
@@ -90,3 +93,112 @@ def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     other, _ = chain()
     with pytest.raises(UsageError, match="holds no parameter of this MLPChain"):
         ebbflow.set_optimizer(model, torch.optim.SGD(other.parameters()))
+
+
+def state_of(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> int:
+    """Bytes of optimizer state that count at the next call."""
+    ebbflow.set_budget(model, "1KiB")
+    with pytest.raises(BudgetError) as refused:
+        model(*args)
+    ebbflow.set_budget(model, "1GiB")
+    return refused.value.resident_parts.get("optimizer state", 0)
+
+
+def moments_of(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(2 * each.nbytes + 4 for each in parameters)
+
+
+def test_one_that_takes_its_place_counts_from_its_first_step_on() -> None:
+    model, args = chain()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "1GiB", optimizer=sgd, progress=None)
+    train(model, args, sgd)
+    adam = torch.optim.Adam(model.parameters())  # nobody tells
+    train(model, args, adam)
+    assert state_of(model, args) == moments_of(model.parameters())
+    del sgd, adam
+    assert state_of(model, args) == 0
+
+
+def test_what_it_has_replaced_counts_while_somebody_has_it() -> None:
+    model, args = chain()
+    adam = torch.optim.Adam(model.parameters())
+    ebbflow.fit(model, "1GiB", optimizer=adam, progress=None)
+    train(model, args, adam)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, args, sgd)
+    weights = sum(each.nbytes for each in model.parameters())
+    assert state_of(model, args) == weights + moments_of(model.parameters())
+    gone = weakref.ref(adam)
+    del adam
+    assert gone() is None, "nobody else keeps its state"
+    assert state_of(model, args) == weights
+
+
+def test_one_for_other_weights_counts_beside_it() -> None:
+    model, args = chain()
+    first, *others = model.parameters()
+    adam, another = torch.optim.Adam([first]), torch.optim.Adam(others)
+    ebbflow.fit(model, "1GiB", optimizer=adam, progress=None)
+    model(*args).backward()
+    for each in (adam, another):
+        each.step()
+        each.zero_grad()
+    assert state_of(model, args) == moments_of(model.parameters())
+
+
+def test_one_that_holds_the_one_that_was_told_is_no_other() -> None:
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    model, args = chain()
+    adam = torch.optim.Adam(model.parameters())
+    ebbflow.fit(model, "1GiB", optimizer=adam, step="inside", progress=None)
+    outer = Outer(adam)
+    train(model, args, outer)
+    train(model, args, outer)
+    assert adam.state
+
+
+def test_state_that_leaves_no_room_is_refused_before_the_next_step() -> None:
+    model, args = chain()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "1KiB", optimizer=sgd, progress=None)
+    with pytest.raises(BudgetError) as refused:
+        model(*args)
+    ebbflow.set_budget(model, f"{refused.value.smallest_bytes + 1024}B")
+    train(model, args, sgd)
+    train(model, args, torch.optim.Adam(model.parameters()))  # its state goes with it
+    train(model, args, adam := torch.optim.Adam(model.parameters()))
+    with pytest.raises(BudgetError) as refused:
+        model(*args)
+    assert refused.value.resident_parts["optimizer state"] == moments_of(model.parameters())
+    assert adam.state
+
+
+def test_where_nobody_told_of_any_none_counts() -> None:
+    model, args = chain()
+    ebbflow.fit(model, "1GiB", progress=None)
+    train(model, args, torch.optim.Adam(model.parameters()))
+    assert state_of(model, args) == 0
+
+
+def test_another_one_than_the_one_inside_the_step_is_refused() -> None:
+    model, args = chain()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "1GiB", optimizer=sgd, step="inside", progress=None)
+    train(model, args, sgd)
+    model(*args).backward()
+    with pytest.raises(UsageError, match=r"another optimizer \(Adam\).*set_optimizer"):
+        torch.optim.Adam(model.parameters()).step()
+    sgd.step()
+    sgd.zero_grad()
+    adam = torch.optim.Adam(model.parameters())
+    ebbflow.set_optimizer(model, adam)
+    train(model, args, adam)
+    assert adam.state

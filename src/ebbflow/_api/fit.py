@@ -23,7 +23,7 @@ from ebbflow._api.refusals import (
 )
 from ebbflow.clipping import Clipping
 from ebbflow.engine.calls import Calls, watch_optimizers
-from ebbflow.engine.fitted_class import FITTED, calls_of_fitted, fitted_class, set_class
+from ebbflow.engine.fitted_class import FITTED, fitted_class, set_class, watched_of_fitted
 from ebbflow.engine.inside import Inside
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.offloaded import Offloaded
@@ -181,8 +181,8 @@ def fit(
         refuse_to_step_inside(optimizer, options.scaler)
     FITTED[model] = _known_of(model, limit, given, options, optimizer, opened)
     set_class(model, fitted_class(type(model)))
-    watch_optimizers(calls_of_fitted)
-    watch_batches(calls_of_fitted)
+    watch_optimizers(watched_of_fitted)
+    watch_batches(watched_of_fitted)
     return model
 
 

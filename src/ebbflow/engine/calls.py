@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,7 +23,7 @@ from ebbflow.faults import users_level
 from ebbflow.torch_seams.optimizers import gradient_of
 from ebbflow.torch_seams.storages import StorageWatch, version_of
 
-__all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "watch_optimizers"]
+__all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "Watched", "watch_optimizers"]
 
 NOTHING_TO_TRAIN = "nothing to train: no parameter or argument takes a gradient"
 SWITCHED_ON = "gradients switched on inside of a call under torch.no_grad"
@@ -99,7 +99,21 @@ class _OfOptimizer:
         return before is not None and (before[0].key, before[1]) == (self.used[0].key, self.used[1])
 
 
-_Fitted = Callable[[], Iterable[tuple[torch.nn.Module, Calls]]]
+class Watched(NamedTuple):
+    """A fitted model as optimizers look at it.
+
+    Attributes:
+        model: it.
+        calls: of it.
+        meet: what is told of an optimizer that is about to step its weights.
+    """
+
+    model: torch.nn.Module
+    calls: Calls
+    meet: Callable[[torch.optim.Optimizer], None]
+
+
+_Fitted = Callable[[], Iterable[Watched]]
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakKeyDictionary[torch.nn.Module, _OfOptimizer]]
 _seen = weakref.WeakKeyDictionary()
 _handles: list[Any] = []
@@ -109,7 +123,7 @@ def watch_optimizers(fitted: _Fitted) -> None:
     """Look at every optimizer step from now on, until no fitted model is left.
 
     Args:
-        fitted: the fitted models with their counts.
+        fitted: the fitted models.
     """
     if not _handles:
         hook = functools.partial(_before_step, fitted)
@@ -144,27 +158,28 @@ def _before_step(
     return args, {**kwargs, "closure": looked_at}
 
 
-def _look(models: list[tuple[torch.nn.Module, Calls]], optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
+def _look(models: list[Watched], optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
     stepping = optimizer()
     assert stepping is not None
     of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
     outside = _counted_with(models)
-    for model, calls in models:
+    for model, calls, meet in models:
         planned = calls.planned + sum(each.planned for each in outside.get(id(model), ()))
         of_model = of_optimizer.get(model)
         if of_model is None or of_model.calls is not calls:
             of_model = of_optimizer[model] = _OfOptimizer(_trains(stepping, model), calls)
         if of_model.trains:
+            meet(stepping)
             _look_at(of_model, stepping, model, calls, planned)
 
 
-def _counted_with(models: list[tuple[torch.nn.Module, Calls]]) -> dict[int, list[Calls]]:
+def _counted_with(models: list[Watched]) -> dict[int, list[Calls]]:
     """By id of each model the counts of those that it is a part of: planned calls of these are planned for it too."""
     found: dict[int, list[Calls]] = {}
     if len(models) < 2:
         return found
-    fitted = {id(model) for model, _ in models}
-    for outer, calls in models:
+    fitted = {id(each.model) for each in models}
+    for outer, calls, _ in models:
         for each in outer.modules():
             if id(each) in fitted and each is not outer:
                 found.setdefault(id(each), []).append(calls)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ebbflow.capture.trace import without_model
-from ebbflow.engine.calls import ADVICE, PAST_THE_MODEL, SWITCHED_ON, Calls
+from ebbflow.engine.calls import ADVICE, PAST_THE_MODEL, SWITCHED_ON, Watched
 from ebbflow.engine.compiled import Call
 from ebbflow.engine.copies import copying
 from ebbflow.engine.flights import returned_tensors
@@ -38,7 +38,7 @@ from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.graphs import own_names_of
 from ebbflow.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
 
-__all__ = ["FITTED", "calls_of_fitted", "fitted_class", "set_class"]
+__all__ = ["FITTED", "fitted_class", "set_class", "watched_of_fitted"]
 
 FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
 """All fitted models."""
@@ -48,9 +48,9 @@ _NO_GRADIENTS = "no gradients (torch.no_grad or inference_mode)"
 _Forward = Callable[..., Any]
 
 
-def calls_of_fitted() -> Iterator[tuple[torch.nn.Module, Calls]]:
-    """Every fitted model with its counts."""
-    return ((model, fitted.calls) for model, fitted in list(FITTED.items()))
+def watched_of_fitted() -> Iterator[Watched]:
+    """Every fitted model, as optimizers look at it."""
+    return (Watched(model, fitted.calls, fitted.meet) for model, fitted in list(FITTED.items()))
 
 
 def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,10 +38,11 @@ from ebbflow.engine.movers import refuse_movers
 from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
-from ebbflow.errors import CaptureError
+from ebbflow.errors import CaptureError, UsageError
 from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
-from ebbflow.measurement.resident import start_bytes, watched_in
+from ebbflow.measurement.resident import optimizers_in, start_bytes, watched_in
+from ebbflow.measurement.together import class_of
 from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions
 from ebbflow.step.plan import Plan
@@ -84,7 +86,8 @@ class FittedModel:
         budget: of every step.
         given_plan: the plan to run, if the user gave one.
         options: how to plan.
-        optimizer: whose state counts as resident.
+        optimizer: whose state counts as resident, also before it exists.
+        other_optimizers: that have stepped weights of the model whose optimizer was told: what state they have counts.
         verify: whether first steps are proven and later ones measured, or every step proven.
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
@@ -123,18 +126,23 @@ class FittedModel:
     number: int = field(default_factory=_numbers.__next__)
     calls: Calls = field(default_factory=Calls)
     not_captured: set[object] = field(default_factory=set[object])
+    other_optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(
+        default_factory=lambda: weakref.WeakSet[torch.optim.Optimizer]()
+    )
     _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
     between: Knowledge = field(default_factory=Knowledge)
     after: AfterBackward = field(default_factory=AfterBackward)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _in_a_row: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
+    _was_told: bool = field(init=False)
     _kinds: Kinds = field(default_factory=Kinds)
     _code: Code = field(default_factory=Code)
     _numbers: Numbers = field(default_factory=Numbers)
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.between)
+        self._was_told = self.optimizer is not None
 
     def set_budget(self, budget: Budget, plan: Plan | None) -> None:
         """Plan for another budget, or run another plan, from the next call on. What is captured stays."""
@@ -145,12 +153,47 @@ class FittedModel:
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Plan for the state of another optimizer, from the next call on. What is captured stays."""
         if optimizer is not self.optimizer:
-            self.optimizer = optimizer
+            self.optimizer, self._was_told = optimizer, True
+            self.other_optimizers.clear()
             if self.inside is not None:
                 self.inside.close()
                 self.inside = Inside(optimizer, self.inside.clipping, self.inside.scaler)
             for step in self.steps():
                 step.forget_plans()
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step weights of the model, maybe one that nobody told of.
+
+        Where none was ever told, no state counts. Else one that takes the place of it counts from the next call on, and
+        the one before as long as somebody else has it.
+
+        Raises:
+            UsageError: if the steps have another optimizer inside. Nothing has been changed.
+        """
+        told = self.optimizer
+        if not self._was_told or optimizer is told or optimizer in self.other_optimizers:
+            return
+        if told is not None and any(each is optimizer for each in optimizers_in(told)):
+            return
+        shared = told is not None and not _parameters_of(told).isdisjoint(_parameters_of(optimizer))
+        if self.inside is not None and shared and not any(each is told for each in optimizers_in(optimizer)):
+            raise UsageError(
+                f"another optimizer ({class_of(optimizer)}) is about to step weights that the fitted model's own "
+                f'({class_of(self.inside.optimizer)}) has stepped in the backward (step="inside"). '
+                "ebbflow.set_optimizer(model, optimizer), before the forward, puts it in its place",
+                argument="optimizer",
+                value=optimizer,
+            )
+        self.other_optimizers.add(optimizer)
+        if told is not None and self.offloaded is None and _parameters_of(told) <= _parameters_of(optimizer):
+            self.other_optimizers.add(told)
+            self.optimizer = None
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All whose state counts."""
+        told = [] if self.optimizer is None else [self.optimizer]
+        return [*told, *(each for each in self.other_optimizers if each is not self.optimizer)]
 
     # -- a call ---------------------------------------------------------------------------------------------
 
@@ -159,7 +202,7 @@ class FittedModel:
         inputs = watched_in([call.args, call.kwargs]) if call.device == "cpu" else []
         others = {**kept_inputs(), **{each.key: each.bytes for each in inputs}}
         trained, accumulating, own, classes, hooks = walk(call.module)
-        resident = start_bytes(own, self.optimizer, others, call.device)
+        resident = start_bytes(own, self.optimizers, others, call.device)
         flying = aloft(self.flights)
         modes = (modes_of(call.module, call.device, trained), self._code.of(classes))
         return Circumstances(
@@ -343,3 +386,7 @@ class FittedModel:
                 "from the next step on it is planned for",
                 stacklevel=users_level(),
             )
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}

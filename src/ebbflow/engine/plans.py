@@ -98,7 +98,7 @@ def plan_for(
     reserve = reserve_bytes(program, now.device, verify=model.verify)
     to_come = _to_come(model, now)
     resident = resident_bytes(step, now) + sum(to_come.values())
-    held = resident_by_kind(step, now, arguments, model.optimizer, to_come=to_come, resident_bytes=resident)
+    held = resident_by_kind(step, now, arguments, model.optimizers, to_come=to_come, resident_bytes=resident)
     if model.given_plan is not None:
         here = program_of(model.given_plan, captured, program, now.device, _finish(model, now))
         return _given(model, step, model.given_plan, here, now, resident, reserve, held), False

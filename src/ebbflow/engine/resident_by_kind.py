@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ def resident_by_kind(
     step: Step,
     now: Circumstances,
     arguments: object,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
     to_come: Mapping[str, int],
     resident_bytes: int,
@@ -41,12 +41,12 @@ def resident_by_kind(
         step: that is to run.
         now: what surrounds the call.
         arguments: of it.
-        optimizer: of the model.
+        optimizers: whose state counts.
         to_come: what is counted that is not there yet, by kind.
         resident_bytes: with that.
     """
     granularity = ALLOCATOR_GRANULARITY_BYTES[now.device]
-    state = () if optimizer is None else tensors_in(optimizer)
+    state = tensors_in(optimizers)
     parts = resident_parts(now.module, arguments, state, granularity, device=now.device)
     parts[_FLIGHTS] = kept_bytes()
     if now.device == "cpu":

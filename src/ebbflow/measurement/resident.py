@@ -165,23 +165,23 @@ def device_of(roots: Iterable[object]) -> str:
 
 
 def start_bytes(
-    own: Mapping[int, int], optimizer: torch.optim.Optimizer | None, others: Mapping[int, int], device: str
+    own: Mapping[int, int], optimizers: Iterable[torch.optim.Optimizer], others: Mapping[int, int], device: str
 ) -> int:
     """Bytes allocated right now that a step has to count.
 
-    On CUDA that is all that the allocator has handed out. On CPU it is what the model and its optimizer reach, what
+    On CUDA that is all that the allocator has handed out. On CPU it is what the model and its optimizers reach, what
     still lives of what fitted models have returned and data loaders have given (``leftovers``), and ``others``, each
     storage once.
 
     Args:
         own: bytes of the model's storages by key.
-        optimizer: whose state counts.
+        optimizers: whose state counts.
         others: likewise, of further storages: the call's arguments, those of forwards in flight.
         device: ``"cpu"`` or ``"cuda"``.
     """
     if device == "cuda":
         return torch.cuda.memory_allocated()
-    state = {} if optimizer is None else storages_in([optimizer])
+    state = storages_in(optimizers)
     reached = {**others, **state, **own}
     return sum(reached.values()) + left_bytes(reached)
 
