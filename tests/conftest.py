@@ -5,15 +5,21 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+from ebbflow.cost import attach
+from ebbflow.cost.call import Call
+from ebbflow.cost.profile import Cost
+from ebbflow.cost.roofline import roofline_seconds
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning import cache as plan_cache
+from ebbflow.step.machine import machine_named
 
 # A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
 # that a red run is about the change; elsewhere each run draws new ones.
@@ -49,6 +55,39 @@ def short_descents() -> Iterator[tuple[object, ...]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(smallest_of, "__defaults__", (500, *defaults[1:]))
         yield defaults
+
+
+_seconds_are_measured = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _steady_seconds() -> Iterator[None]:
+    """Ops run and their bytes are measured, but what they take is made up, so that plans are the same in every run.
+
+    They are the roofline. Which plan of a small program is the best is a matter of microseconds, and a test that asks
+    for one kind of plan would pass on one day and fail on the next. ``measured_seconds`` undoes it for one test.
+    """
+    measure = attach.profile_calls
+    machine = machine_named("cpu")
+
+    def steady(calls: Sequence[Call], device: str) -> dict[str, Cost]:
+        costs = measure(calls, device)
+        if _seconds_are_measured:
+            return costs
+        seconds = {call.signature: roofline_seconds(call, machine) for call in calls}
+        return {key: replace(cost, seconds=seconds[key]) for key, cost in costs.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attach, "profile_calls", steady)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _measured_seconds(request: pytest.FixtureRequest) -> Iterator[None]:
+    global _seconds_are_measured
+    _seconds_are_measured = request.node.get_closest_marker("measured_seconds") is not None
+    yield
+    _seconds_are_measured = False
 
 
 _frozen_modules = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +15,16 @@ from ebbflow.capture.joint import Captured, reread
 from ebbflow.capture.offline import capture
 from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.profile import profile_calls
+from ebbflow.cost.roofline import flops_of
+from ebbflow.cost.room import arguments_for
 from ebbflow.lower.lowering import lower
 from ebbflow.lower.proof import prove
+from ebbflow.rewrites import choices
 from ebbflow.rewrites.choices import choice_of
+from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.heads.costs import guess_workspace_bytes
 from ebbflow.rewrites.heads.find import find_heads
-from ebbflow.rewrites.heads.forms import forms_of, rewritten
+from ebbflow.rewrites.heads.forms import forms_of, rewritten, summed_forms_of
 from ebbflow.rewrites.heads.kernels import NAMESPACE
 from ebbflow.rewrites.heads.proof import prove_rewritten
 from ebbflow.step.rewrite import Rewrite
@@ -89,6 +95,34 @@ def test_what_a_wrong_guess_takes_is_not_underestimated() -> None:
             assert cost.workspace_bytes <= guess_workspace_bytes(head, each)
 
 
+def _product_flops(event: Any) -> int:
+    if event.name == "aten::addmm_":  # of which the profiler does not tell
+        _, (n, d), (_, m), *_ = event.input_shapes
+        return 2 * n * d * m
+    return event.flops if event.name in ("aten::mm", "aten::addmm") else 0
+
+
+@pytest.mark.parametrize("form", ["plain", "frozen", "bias", "smoothed"])
+def test_the_arithmetic_of_an_op_is_that_of_the_products_in_it(form: str) -> None:
+    step = captured_of(FORMS[form]())
+    (head,), _ = find_heads(step)
+    seen: set[str] = set()
+    for each in [*forms_of(head), *summed_forms_of(head)]:
+        for call in rewritten(step, each).calls:
+            if not str(call.target).startswith(NAMESPACE):
+                continue
+            args, kwargs = arguments_for(call)
+            if "other_columns" in str(call.target):
+                args = [*args[:7], args[1], *args[8:]]  # a guess that was right
+            with torch.profiler.profile(with_flops=True, record_shapes=True) as profile, torch.no_grad():
+                call.target(*args, **kwargs)
+            made = sum(map(_product_flops, profile.events() or ()))
+            seen.add(str(call.target))
+            assert flops_of(call) == made or "settle_guess" in str(call.target)
+    assert seen
+
+
+@pytest.mark.measured_seconds
 def test_estimated_costs_are_of_the_same_order_as_measured_ones() -> None:
     step = captured_of(FORMS["plain"]())
     program = with_measured_costs(step.program, step.calls, "cpu")
@@ -226,3 +260,36 @@ def test_the_proof_sees_a_reader_of_what_is_written_over() -> None:
 def test_a_captured_step_is_itself() -> None:
     step = captured_of(FORMS["tied"]())
     assert not prove_rewritten(step, reread(step, step.graph))
+
+
+@pytest.mark.parametrize("form", ["plain", "frozen"])
+@pytest.mark.parametrize(("axis", "least"), [("rows", 96), ("columns", 150), ("rows", 1_000_000)])
+def test_where_short_slices_do_not_hold_the_shortest_that_do_take_their_place(
+    form: str, axis: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that sum otherwise for few rows than for many do not for few columns, and the other way round."""
+    word = re.compile(r"(\d+) " + ("rows of the (logits|hidden)" if axis == "rows" else "(columns|rows of the weight)"))
+
+    def measured(found: Iterable[Fact], _device: str) -> dict[str, bool | None]:
+        sizes = {fact.signature: word.match(fact.says) for fact in found}
+        return {key: match is None or int(match[1]) >= least for key, match in sizes.items()}
+
+    monkeypatch.setattr(choices, "measured", measured)
+    step = captured_of(FORMS[form]())
+    (head,), _ = find_heads(step)
+    seen = 0
+    for each in forms_of(head):
+        asked, holding = dict(each.settings), choice_of(step, [each]).holding("cpu")
+        if holding is None:
+            assert each.form != "kept"
+            assert least > asked.get(axis, 0)
+            continue
+        (found,) = holding.rewrites
+        settings = dict(found.settings)
+        assert found.form == each.form
+        assert {**settings, axis: 0} == {**asked, axis: 0}
+        if each.form != "kept" and asked.get(axis):
+            assert least <= settings[axis] < max(2 * least, asked[axis] + 1)
+            seen += settings != asked
+        assert not holding.not_held("cpu")
+    assert seen or least == 1_000_000 or (axis, form) == ("columns", "frozen")

@@ -20,7 +20,7 @@ from ebbflow.errors import CaptureError
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planning.alternatives import Alternative, Alternatives, Costed
 from ebbflow.rewrites.attention.rule import AttentionRule, left_attention
-from ebbflow.rewrites.facts import measured
+from ebbflow.rewrites.facts import Fact, measured
 from ebbflow.rewrites.feed_forward.rule import TileRule, left_regions
 from ebbflow.rewrites.heads.kernels import KEPT
 from ebbflow.rewrites.heads.reordered import ReorderedHeadRule, stated
@@ -59,6 +59,8 @@ RULES: tuple[Rule, ...] = (
 """In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbflow calibrate CASE finds out ahead"
 """Why a rewrite is not used of which something is not known."""
+NOT_HERE = "not the bits of the whole here"
+"""Why one is not used of which something does not hold."""
 
 Finish = Callable[[Captured], Captured]
 """What is done to a step after its rewrites (``inside``)."""
@@ -148,33 +150,34 @@ class Choice:
         Raises:
             LookupError: if the step has not what the rewrites replace.
         """
-        for stage in self.stages:
-            for each in stage.rewrites:
-                if missing := _not_held(stage, each, device):
-                    return missing
-        return ""
+        missing = (_missing(stage, each, device) for stage in self.stages for each in stage.rewrites)
+        return next((fact.says for fact, _ in filter(None, missing)), "")
 
     def why_not(self, device: str) -> str:
         """Why no plan on ``device`` may use it, in words; empty where one may."""
-        for stage in () if self.holding(device) else self.stages:
-            for each in stage.rewrites:
-                for fact in stage.rule.facts(stage.before, each):
-                    if not (held := measured([fact], device)[fact.signature]):
-                        return f"{fact.says}: " + (UNKNOWN if held is None else "not the bits of the whole here")
-        return ""
+        if self.holding(device):
+            return ""
+        missing = (_missing(stage, each, device) for stage in self.stages for each in stage.rewrites)
+        known = ((fact.says, held) for fact, held in filter(None, missing))
+        return next((f"{says}: {UNKNOWN if held is None else NOT_HERE}" for says, held in known), "")
 
     def holding(self, device: str) -> Choice | None:
-        """It, less the rewrites of free rules whose facts do not hold; ``None`` where another's does not."""
+        """It, of rewrites whose facts hold.
+
+        Of free rules, others are left out; of the rest, what the rule has instead takes their place. ``None`` where
+        there is nothing.
+        """
         known: list[_Stage] = []
         for stage in self.stages:
             before = known[-1].after if known else self.source
-            kept = tuple(each for each in stage.rewrites if not _not_held(stage, each, device))
-            if kept == stage.rewrites and before is stage.before:
-                known.append(stage)
-            elif not stage.rule.free:
+            at = stage if before is stage.before else _Stage(stage.rule, before, stage.rewrites)
+            kept = tuple(filter(None, (_held(at, each, device) for each in at.rewrites)))
+            if kept == at.rewrites:
+                known.append(at)
+            elif len(kept) < len(at.rewrites) and not at.rule.free:
                 return None
             elif kept:
-                known.append(_Stage(stage.rule, before, kept))
+                known.append(_Stage(at.rule, before, kept))
         if not known:
             return None
         rewrites = tuple(each for stage in known for each in stage.rewrites)
@@ -243,10 +246,23 @@ class Choice:
         return Costed(self.rewrites, self.estimated(program))
 
 
-def _not_held(stage: _Stage, rewrite: Rewrite, device: str) -> str:
-    facts = stage.rule.facts(stage.before, rewrite)
-    found = measured(facts, device)
-    return next((fact.says for fact in facts if not found[fact.signature]), "")
+def _missing(stage: _Stage, rewrite: Rewrite, device: str) -> tuple[Fact, bool | None] | None:
+    """The first fact of ``rewrite`` that does not hold, or of which nobody knows; ``None`` if all hold."""
+    for fact in stage.rule.facts(stage.before, rewrite):
+        if not (held := measured([fact], device)[fact.signature]):
+            return fact, held
+    return None
+
+
+def _held(stage: _Stage, rewrite: Rewrite, device: str) -> Rewrite | None:
+    """``rewrite``, or the first that the rule has instead, of which all facts hold; ``None`` if there is none."""
+    found = _missing(stage, rewrite, device)
+    if found is None:
+        return rewrite
+    for each in stage.rule.instead(stage.before, rewrite) if found[1] is not None else ():
+        if _missing(stage, each, device) is None:
+            return each
+    return None
 
 
 def choice_of(captured: Captured, rewrites: Sequence[Rewrite], finish: Finish = itself) -> Choice:
@@ -370,13 +386,19 @@ def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> It
     """All facts that rewrites of ``captured`` rest on, in words, and whether they hold; those are kept for later."""
     seen: set[str] = set()
     costly = [rule.name for rule in RULES if rule.name in rules and not rule.free]  # the others take little to find out
+
+    def of(stage: _Stage, rewrite: Rewrite) -> Iterator[tuple[str, bool | None]]:
+        for fact in stage.rule.facts(stage.before, rewrite):
+            if fact.signature not in seen:
+                seen.add(fact.signature)
+                yield f"{rewrite.where or rewrite.at}: {fact.says}", measured([fact], device)[fact.signature]
+
     for choice in _Ways(captured, itself).choices(costly):
         for stage in choice.stages:
             for each in stage.rewrites:
-                for fact in stage.rule.facts(stage.before, each):
-                    if fact.signature not in seen:
-                        seen.add(fact.signature)
-                        yield f"{each.where or each.at}: {fact.says}", measured([fact], device)[fact.signature]
+                yield from of(stage, each)
+                if (instead := _held(stage, each, device)) is not None:
+                    yield from of(stage, instead)
 
 
 class _Ways:

@@ -73,6 +73,10 @@ class Rule(Protocol):
         """What ``rewrite`` takes for granted of the kernels; raises ``LookupError`` if the step has not its place."""
         ...
 
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """What may stand for ``rewrite`` where a fact of it does not hold, what takes the least memory first."""
+        ...
+
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """``step`` with all of ``rewrites`` in it, which are of one way; ``step`` is left as it is."""
         ...

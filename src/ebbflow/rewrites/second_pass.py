@@ -43,6 +43,10 @@ class SecondPassRule:
             raise LookupError("the step has no such second pass over its gradients")
         return ()
 
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """Nothing."""
+        return iter(())
+
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """The second pass of the one of ``rewrites``."""
         (rewrite,) = rewrites

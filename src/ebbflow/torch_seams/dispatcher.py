@@ -11,7 +11,7 @@ from torch import _meta_registrations, fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._prims_common import get_computation_dtype, suggest_memory_format
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
 from ebbflow.torch_seams.patches import Attribute, Item, Patch, wrapped
 
@@ -25,6 +25,7 @@ __all__ = [
     "is_composite",
     "is_pointwise",
     "python_kernels",
+    "register_flop_formula",
     "schema_of",
     "sdpa_backward_flop",
     "sdpa_flop",

@@ -55,6 +55,10 @@ class AttentionRule:
         """Of each op of its calls."""
         return _facts(_at(_by_name(step), rewrite), rewrite["entries"])
 
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """Nothing."""
+        return iter(())
+
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """All regions that ``rewrites`` name."""
         return with_tiles(step, _calls(step, rewrites))

@@ -59,6 +59,10 @@ class TileRule:
         region = _region_at(step, rewrite)
         return _facts(region, dict(rewrite.settings))
 
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """Nothing."""
+        return iter(())
+
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """All regions that ``rewrites`` name."""
         return with_tiles(step, _tiles(step, rewrites))

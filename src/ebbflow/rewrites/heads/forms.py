@@ -12,6 +12,7 @@ Where labels are smoothed there is ``kept`` alone.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,7 +35,7 @@ from ebbflow.torch_seams.dispatcher import OpOverload
 from ebbflow.torch_seams.fake_tensors import mode_of
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["REORDERED", "RULE", "facts_of", "forms_of", "rewritten", "summed_forms_of"]
+__all__ = ["REORDERED", "RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten", "summed_forms_of"]
 
 RULE = "linear-cross-entropy"
 REORDERED = "reordered-cross-entropy"
@@ -69,6 +70,32 @@ def summed_forms_of(head: Head) -> Iterator[Rewrite]:
         return
     for part in _PARTS:
         yield _rewrite(head, SUMMED, rule=REORDERED, rows=max(LEAST, head.sizes.rows // part))
+
+
+def larger_slices_of(head: Head, rewrite: Rewrite) -> Iterator[Rewrite]:
+    """``rewrite`` with larger slices of rows, of columns or of both, what takes the least memory first.
+
+    Kernels that sum otherwise for few rows than for many do not for few columns, and the other way round.
+    """
+    settings = dict(rewrite.settings)
+    whole = {"rows": head.sizes.rows, "columns": head.sizes.vocabulary}
+    axes = [name for name in whole if settings.get(name)]
+    sizes = [_doubled(settings[name], max(LEAST, whole[name] // _PARTS[0])) for name in axes]
+
+    def share(found: tuple[int, ...]) -> float:
+        return sum(size / whole[name] for name, size in zip(axes, found, strict=True))
+
+    for found in sorted(itertools.product(*sizes), key=share)[1:]:
+        made = settings | dict(zip(axes, found, strict=True))
+        yield _rewrite(head, rewrite.form, rule=rewrite.rule, **made)
+
+
+def _doubled(size: int, most: int) -> list[int]:
+    """``size``, twice that and so on, up to ``most``."""
+    found = [size]
+    while found[-1] < most:
+        found.append(min(2 * found[-1], most))
+    return found
 
 
 def _rewrite(head: Head, form: str, *, rule: str = RULE, **settings: int) -> Rewrite:

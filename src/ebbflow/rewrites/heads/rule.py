@@ -10,7 +10,8 @@ from ebbflow.capture.origin import source_of
 from ebbflow.rewrites.facts import Fact
 from ebbflow.rewrites.heads.costs import estimates, guess_workspace_bytes
 from ebbflow.rewrites.heads.find import Head, find_heads, worthwhile_heads
-from ebbflow.rewrites.heads.forms import RULE, facts_of, forms_of, rewritten
+from ebbflow.rewrites.heads.flops import tell_flops
+from ebbflow.rewrites.heads.forms import RULE, facts_of, forms_of, larger_slices_of, rewritten
 from ebbflow.rewrites.heads.kernels import NAMESPACE, SETTLES
 from ebbflow.rewrites.heads.proof import prove_rewritten
 from ebbflow.rewrites.replaced import Replaced
@@ -20,6 +21,8 @@ from ebbflow.step.rewrite import Rewrite
 from ebbflow.units import format_bytes
 
 __all__ = ["HeadRule", "head_at", "left_heads"]
+
+tell_flops()
 
 
 class HeadRule:
@@ -42,6 +45,10 @@ class HeadRule:
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
         """Of its head."""
         return facts_of(head_at(step, rewrite), rewrite)
+
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """Larger slices."""
+        return larger_slices_of(head_at(step, rewrite), rewrite)
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """One head after the other."""

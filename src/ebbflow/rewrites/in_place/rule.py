@@ -50,6 +50,10 @@ class InPlaceRule:
         index = _op_at(step, rewrite)
         return [overwriting_fact(step.calls[index], rewrite["operand"])]
 
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """Nothing."""
+        return iter(())
+
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """All islands of the kinds that ``rewrites`` name."""
         kinds = {kind_of(step, _op_at(step, each), each["operand"]) for each in rewrites}
