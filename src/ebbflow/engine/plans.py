@@ -40,7 +40,7 @@ from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planning.alternatives import Alternative
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
 from ebbflow.planning.step_end import StepEnd, most_of
-from ebbflow.rewrites.choices import UNKNOWN, alternatives_here, itself
+from ebbflow.rewrites.choices import alternatives_here, itself
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
 from ebbflow.step.provenance import LossPlace
@@ -150,8 +150,7 @@ def _to_come(model: FittedModel, now: Circumstances) -> dict[str, int]:
 def _unknown_here(alternatives: Sequence[Alternative]) -> Iterator[str]:
     """What a refusal says of a rewrite that would lower the budget most, where the budget leaves no room to try it."""
     lowest = min(alternatives, key=lambda each: floor_bytes(each.estimated)[0], default=None)
-    why = "" if lowest is None else lowest.why_not()
-    if lowest is not None and UNKNOWN in why:
+    if lowest is not None and (why := lowest.unknown()):
         yield (
             f"{'; '.join(map(str, lowest.rewrites))} was not tried: {why}. Or make a plan with this budget once in a "
             "process that has room: ebbflow.plan(model, args, budget=...) keeps what it finds out"

@@ -76,6 +76,7 @@ class Alternative:
         further: by definition 5.
         refined: the same with free rewrites of what it leaves; empty where there are none.
         why_not: says why ``costed`` would give ``None``; empty where it would not.
+        unknown: says what of it, free rewrites included, nobody knows and there is no room to find out.
     """
 
     rewrites: tuple[Rewrite, ...]
@@ -85,6 +86,7 @@ class Alternative:
     further: bool = False
     refined: Callable[[], Sequence[Alternative]] = field(default=tuple, repr=False)
     why_not: Callable[[], str] = field(default=str, repr=False)
+    unknown: Callable[[], str] = field(default=str, repr=False)
 
     @cached_property
     def estimated(self) -> Program:

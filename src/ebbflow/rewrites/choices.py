@@ -161,6 +161,15 @@ class Choice:
         known = ((fact.says, held) for fact, held in filter(None, missing))
         return next((f"{says}: {UNKNOWN if held is None else NOT_HERE}" for says, held in known), "")
 
+    def unknown(self, device: str) -> str:
+        """A fact of it of which nobody knows on ``device``, in words; empty if there is none."""
+        for stage in self.stages:
+            for each in stage.rewrites:
+                missing = _missing(stage, each, device)
+                if missing is not None and missing[1] is None:
+                    return f"{missing[0].says}: {UNKNOWN}"
+        return ""
+
     def holding(self, device: str) -> Choice | None:
         """It, of rewrites whose facts hold.
 
@@ -256,13 +265,18 @@ def _missing(stage: _Stage, rewrite: Rewrite, device: str) -> tuple[Fact, bool |
 
 def _held(stage: _Stage, rewrite: Rewrite, device: str) -> Rewrite | None:
     """``rewrite``, or the first that the rule has instead, of which all facts hold; ``None`` if there is none."""
-    found = _missing(stage, rewrite, device)
-    if found is None:
-        return rewrite
-    for each in stage.rule.instead(stage.before, rewrite) if found[1] is not None else ():
-        if _missing(stage, each, device) is None:
+    for each in _with_others(stage, rewrite):
+        found = _missing(stage, each, device)
+        if found is None:
             return each
+        if found[1] is None:  # nobody knows, and others would take no less to find out
+            return None
     return None
+
+
+def _with_others(stage: _Stage, rewrite: Rewrite) -> Iterator[Rewrite]:
+    yield rewrite
+    yield from stage.rule.instead(stage.before, rewrite)
 
 
 def choice_of(captured: Captured, rewrites: Sequence[Rewrite], finish: Finish = itself) -> Choice:
@@ -303,7 +317,8 @@ def alternatives_here(
     def made(choice: Choice) -> Alternative:
         costed = partial(choice.costed, device, program)
         estimated = cache(partial(choice.estimated, program))
-        return Alternative(choice.rewrites, estimated, costed, why_not=partial(choice.why_not, device))
+        why_not, unknown = partial(choice.why_not, device), partial(choice.unknown, device)
+        return Alternative(choice.rewrites, estimated, costed, why_not=why_not, unknown=unknown)
 
     def usable(found: Iterator[Alternative]) -> Iterator[Alternative]:
         for each in found:
@@ -388,17 +403,23 @@ def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> It
     costly = [rule.name for rule in RULES if rule.name in rules and not rule.free]  # the others take little to find out
 
     def of(stage: _Stage, rewrite: Rewrite) -> Iterator[tuple[str, bool | None]]:
-        for fact in stage.rule.facts(stage.before, rewrite):
-            if fact.signature not in seen:
-                seen.add(fact.signature)
-                yield f"{rewrite.where or rewrite.at}: {fact.says}", measured([fact], device)[fact.signature]
+        """As far as :func:`_held` looks."""
+        for each in _with_others(stage, rewrite):
+            held: bool | None = True
+            for fact in stage.rule.facts(stage.before, each):
+                held = measured([fact], device)[fact.signature]
+                if fact.signature not in seen:
+                    seen.add(fact.signature)
+                    yield f"{each.where or each.at}: {fact.says}", held
+                if not held:
+                    break
+            if held is not False:
+                return
 
     for choice in _Ways(captured, itself).choices(costly):
         for stage in choice.stages:
             for each in stage.rewrites:
                 yield from of(stage, each)
-                if (instead := _held(stage, each, device)) is not None:
-                    yield from of(stage, instead)
 
 
 class _Ways:

@@ -15,15 +15,20 @@ from ebbflow.torch_seams import trees as pytree
 
 __all__ = ["overwriting_fact"]
 
-_ENOUGH_ELEMENTS = 2**20
-"""Of a result, for a fact on fewer rows: several times what a thread takes at a time (``at::internal::GRAIN_SIZE``)."""
+_ENOUGH_ELEMENTS = (2**20, 2**18, 2**16)
+"""Of a result, for a fact on fewer rows: times what a thread takes at a time (``at::internal::GRAIN_SIZE``, 2**15), as
+many as there is room for. In the step an op that writes over its operand takes half of what trying it whole does.
+"""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def overwriting_fact(call: Call, operand: int) -> Fact:
     """About ``call``, whose tensor argument number ``operand`` is written over."""
-    few = _fewer_rows(call)
-    return _fact(call, operand, None if few is None else _fact(few, operand, None))
+    found: Fact | None = None
+    for elements in reversed(_ENOUGH_ELEMENTS):
+        if (few := _fewer_rows(call, elements)) is not None:
+            found = _fact(few, operand, found)
+    return _fact(call, operand, found)
 
 
 def _fact(call: Call, operand: int, smaller: Fact | None) -> Fact:
@@ -45,11 +50,14 @@ def _bytes(spec: TensorSpec) -> int:
     return spec.extent * spec.dtype.itemsize
 
 
-def _fewer_rows(call: Call) -> Call | None:
-    """The same call on the first rows, where its result is large and its rows do not depend on each other."""
+def _fewer_rows(call: Call, elements: int) -> Call | None:
+    """The same call on the first rows, of a result of ``elements``, where its rows do not depend on each other.
+
+    ``None`` where the whole result has no more.
+    """
     (out,) = call.outputs
     rows = out.shape[0] if out.shape else 1
-    wanted = -(-_ENOUGH_ELEMENTS * rows // max(out.numel, 1))
+    wanted = -(-elements * rows // max(out.numel, 1))
     along_rows = "softmax" in str(call.target) and any(each in (0, -len(out.shape)) for each in call.args[1:3])
     if wanted >= rows or along_rows:
         return None
