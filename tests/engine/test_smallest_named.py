@@ -165,9 +165,10 @@ def test_what_a_process_with_room_names_holds_in_one_that_knows_nothing(
                 ebbflow.plan(copy.deepcopy(plain), (x,), budget=1, progress=None)
     assert refused.value.smallest_bytes is not None
     model = ebbflow.fit(copy.deepcopy(plain), int(1.05 * refused.value.smallest_bytes), progress=None)
-    with contextlib.suppress(BudgetError):  # once: "call the model again"
-        model(x)
-    model(x).backward()
+    for _ in range(2):
+        with contextlib.suppress(BudgetError):  # once: "call the model again"
+            model(x).backward()
+            break
     assert ebbflow.calls_of(model).planned == 1
 
 
