@@ -181,11 +181,32 @@ def test_state_that_leaves_no_room_is_refused_before_the_next_step() -> None:
     assert adam.state
 
 
-def test_where_nobody_told_of_any_none_counts() -> None:
+def test_where_nobody_told_of_any_its_state_counts_from_its_first_step_on() -> None:
     model, args = chain()
     ebbflow.fit(model, "1GiB", progress=None)
-    train(model, args, torch.optim.Adam(model.parameters()))
+    adam = torch.optim.Adam(model.parameters())
     assert state_of(model, args) == 0
+    train(model, args, adam)
+    assert state_of(model, args) == moments_of(model.parameters())
+    del adam
+    assert state_of(model, args) == 0, "nobody has it any more"
+
+
+def test_an_optimizer_for_each_weight_that_steps_in_a_hook_counts() -> None:
+    """ "Optimizer in backward": nobody could tell of them at once."""
+    model, args = chain()
+    ebbflow.fit(model, "1GiB", progress=None)
+    optimizers = {each: torch.optim.Adam([each]) for each in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        model(*args).backward()
+    assert state_of(model, args) == moments_of(model.parameters())
 
 
 def test_another_one_than_the_one_inside_the_step_is_refused() -> None:

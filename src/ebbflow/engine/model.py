@@ -87,7 +87,7 @@ class FittedModel:
         given_plan: the plan to run, if the user gave one.
         options: how to plan.
         optimizer: whose state counts as resident, also before it exists.
-        other_optimizers: that have stepped weights of the model whose optimizer was told: what state they have counts.
+        other_optimizers: that have stepped weights of the model and were not told: what state they have counts.
         verify: whether first steps are proven and later ones measured, or every step proven.
         every_output: whether outputs beside a scalar loss take gradients too.
         start: a plan from whose schedule searches start too, made anywhere.
@@ -135,14 +135,12 @@ class FittedModel:
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _in_a_row: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
-    _was_told: bool = field(init=False)
     _kinds: Kinds = field(default_factory=Kinds)
     _code: Code = field(default_factory=Code)
     _numbers: Numbers = field(default_factory=Numbers)
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.between)
-        self._was_told = self.optimizer is not None
 
     def set_budget(self, budget: Budget, plan: Plan | None) -> None:
         """Plan for another budget, or run another plan, from the next call on. What is captured stays."""
@@ -153,7 +151,7 @@ class FittedModel:
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Plan for the state of another optimizer, from the next call on. What is captured stays."""
         if optimizer is not self.optimizer:
-            self.optimizer, self._was_told = optimizer, True
+            self.optimizer = optimizer
             self.other_optimizers.clear()
             if self.inside is not None:
                 self.inside.close()
@@ -164,14 +162,13 @@ class FittedModel:
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step weights of the model, maybe one that nobody told of.
 
-        Where none was ever told, no state counts. Else one that takes the place of it counts from the next call on, and
-        the one before as long as somebody else has it.
+        Its state counts from the next call on, and that of one whose place it takes as long as somebody else has it.
 
         Raises:
             UsageError: if the steps have another optimizer inside. Nothing has been changed.
         """
         told = self.optimizer
-        if not self._was_told or optimizer is told or optimizer in self.other_optimizers:
+        if optimizer is told or optimizer in self.other_optimizers:
             return
         if told is not None and any(each is optimizer for each in optimizers_in(told)):
             return
