@@ -188,6 +188,13 @@ def test_where_nobody_told_of_any_its_state_counts_from_its_first_step_on() -> N
     assert state_of(model, args) == 0
     train(model, args, adam)
     assert state_of(model, args) == moments_of(model.parameters())
+    train(model, args, adam)
+    assert "arguments, state of Adam;" in str(ebbflow.plan_of(model))
+    ebbflow.set_budget(model, 1)
+    with pytest.raises(BudgetError) as refused:
+        model(*args)
+    assert any("The state of Adam counts since its first step" in note for note in refused.value.__notes__)
+    ebbflow.set_budget(model, "1GiB")
     del adam
     assert state_of(model, args) == 0, "nobody has it any more"
 
@@ -196,7 +203,7 @@ def test_an_optimizer_for_each_weight_that_steps_in_a_hook_counts() -> None:
     """ "Optimizer in backward": nobody could tell of them at once."""
     model, args = chain()
     ebbflow.fit(model, "1GiB", progress=None)
-    optimizers = {each: torch.optim.Adam([each]) for each in model.parameters()}
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {p: torch.optim.Adam([p]) for p in model.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
         optimizers[parameter].step()

@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+
+import torch
 
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import loss_is_outside
@@ -128,7 +130,7 @@ def plan_for(
         plan = wanted.plan(between)
     except BudgetError as error:
         if (other := _instead(wanted, between, error, guess=guess)) is None:
-            for note in _unknown_here(options.alternatives if model.rewrites else ()):
+            for note in (*_unknown_here(options.alternatives if model.rewrites else ()), *_untold(model)):
                 error.add_note(note)
             raise  # here, with no frame more than it has
         return other
@@ -155,6 +157,20 @@ def _unknown_here(alternatives: Sequence[Alternative]) -> Iterator[str]:
             f"{'; '.join(map(str, lowest.rewrites))} was not tried: {why}. Or make a plan with this budget once in a "
             "process that has room: ebbflow.plan(model, args, budget=...) keeps what it finds out"
         )
+
+
+def _untold(model: FittedModel) -> Iterator[str]:
+    """What a refusal says of optimizers that have come after the first plan."""
+    if model.optimizer is None and model.other_optimizers:
+        yield (
+            f"The state of {_names_of(model.optimizers)} counts since its first step. optimizer= of ebbflow.fit, or "
+            "ebbflow.set_optimizer(model, optimizer), tells of it before, so that a budget without room for it is "
+            "refused before training"
+        )
+
+
+def _names_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    return " and ".join(sorted({class_of(each) for each in optimizers}))
 
 
 def _finish(model: FittedModel, now: Circumstances) -> Callable[[Captured], Captured]:
@@ -272,7 +288,7 @@ def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool)
         machine=now.device,
         costs=costs,
         estimate=estimated,
-        optimizer="" if model.optimizer is None else class_of(model.optimizer),
+        optimizer=_names_of(model.optimizers),
         offloaded="" if model.offloaded is None else model.offloaded.note,
         loss=LossPlace.OUTSIDE if guess else None,
     )
