@@ -148,6 +148,25 @@ class Numbers(Module):
         return {"loss": loss}
 
 
+class Normed(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.BatchNorm1d(4))
+
+
+def test_averaged_weights_get_their_statistics() -> None:
+    """In an epoch without a backward, with batch norms whose momentum is none."""
+
+    def averaging() -> Any:
+        return pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+
+    budget = MemoryBudget("97%", progress=None)
+    ours = trained(budget, averaging(), kind=Normed, max_epochs=2)
+    assert_same(trained(averaging(), kind=Normed, max_epochs=2), ours)
+    assert budget.calls is not None
+    assert (budget.calls.planned, budget.calls.unplanned) == (6, {})
+
+
 def test_what_is_logged_is_never_stale() -> None:
     budget = MemoryBudget("97%", progress=None)
     ours = trained(budget, kind=Numbers, max_epochs=2)

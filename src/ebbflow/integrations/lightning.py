@@ -83,8 +83,9 @@ class MemoryBudget(Callback):
         self._fitted = losses
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Have the batches counted that are fetched ahead."""
+        """Have the batches counted that are fetched ahead, and see whether a backward follows."""
         if self._fitted is not None:
+            self._fitted.trains = not getattr(trainer.fit_loop, "_skip_backward", False)
             self._fitted.ahead = getattr(trainer.fit_loop._data_fetcher, "batches", [])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

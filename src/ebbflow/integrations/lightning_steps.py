@@ -10,7 +10,9 @@
 3. What a metric returns is a :class:`Later` until then. It can be logged and returned, and nothing else.
 4. The number of the batch is an attribute, not an argument: a step that does not compute with it serves all batches
    for which it goes the same way (``capture.numbers``).
-5. Batches that the trainer has fetched ahead are resident in a step; they are held where Ebbflow counts them.
+5. Where the trainer leaves the backward out, as for the epoch in which averaged weights (SWA) get the statistics of
+   their batch norms, there is nothing to train: the method runs without gradients, and nothing is kept for a backward.
+6. Batches that the trainer has fetched ahead are resident in a step; they are held where Ebbflow counts them.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class Losses(torch.nn.Module):
         super().__init__()
         self.module = module
         self.batch_idx: Any = 0
+        self.trains = True
         self.ahead: list[Any] = []
         self._methods = {name: getattr(module, name) for name in names}
         self._kept: list[Any] = []
@@ -93,9 +96,10 @@ class Losses(torch.nn.Module):
         return outputs, kept
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of the method, planned if gradients are on."""
-        if not torch.is_grad_enabled():
-            return self._methods[name](*args, **kwargs)
+        """A call of the method, planned if gradients are on and a backward follows (definition 5)."""
+        if not torch.is_grad_enabled() or not self.trains:
+            with torch.no_grad():
+                return self._methods[name](*args, **kwargs)
         if name == TRAINING_STEP and len(args) > 1:
             self.batch_idx = args[1]
             args = (args[0], None, *args[2:])
