@@ -55,7 +55,7 @@ class UsageError(EbbflowError, ValueError):
 
 
 class UnknownArgument(UsageError, TypeError):
-    """A public function was given a keyword that it does not have; the message names the nearest that it has.
+    """A public function was given an argument that it does not have; the message names those that it has.
 
     Attributes:
         argument: the keyword.

@@ -61,6 +61,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def with_known_keywords(function: _Function, *, refused: tuple[str, ...] = ()) -> _Function:
     """``function``, which refuses a keyword that it does not have with the nearest that it has.
 
+    It says as well what goes by name where more is given by place than it takes.
+
     Args:
         function: any.
         refused: keywords that it has only to say what to do instead; they are not listed.
@@ -70,6 +72,7 @@ def with_known_keywords(function: _Function, *, refused: tuple[str, ...] = ()) -
     """
     parameters = inspect.signature(function).parameters.values()
     known = tuple(each.name for each in parameters if each.name not in refused)
+    places = tuple(each.name for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +85,14 @@ def with_known_keywords(function: _Function, *, refused: tuple[str, ...] = ()) -
                     value=value,
                     accepted=known,
                 )
+        if len(args) > len(places):
+            raise UnknownArgument(
+                f"{function.__name__} takes {' and '.join(places) or 'nothing'} by place, and {len(args)} arguments "
+                f"were given so; by name it takes {', '.join(name for name in known if name not in places)}",
+                argument=places[-1] if places else "",
+                value=args,
+                accepted=known,
+            )
         return function(*args, **kwargs)
 
     return cast("_Function", checked)

@@ -78,6 +78,12 @@ def test_a_keyword_that_there_is_not_is_answered_with_the_nearest(name: str) -> 
     assert not isinstance(raised_by_python.value, UsageError)
 
 
+def test_what_is_given_by_place_and_goes_by_name_is_told() -> None:
+    said = r"max_batch takes make_case by place, and 2 .* by name it takes budget, vary"
+    with pytest.raises(UnknownArgument, match=said):
+        ebbflow.max_batch(Untouchable(), mlp_chain, budget="1MiB")  # type: ignore[misc, arg-type]
+
+
 PAIRS = [(entry, option) for entry in ENTRIES for option in ABSURD if (entry, option) != ("fit", "machine")]
 
 
