@@ -43,7 +43,7 @@ class AfterBackward:
 
     def learn(self, slot: Slot, hooks: object, plan: Plan, peak_bytes: int, left_bytes: int) -> None:
         """A step took and left so many bytes above the level at which its backward graph returned."""
-        taken = peak_bytes - max(left_bytes, 0)
+        taken = max(peak_bytes - max(left_bytes, 0), 0)
         self._known.setdefault((slot, hooks), []).append(taken if peak_bytes > SCALARS_BYTES else 0)
         total = plan.resident_bytes + end_bytes(plan.program) + peak_bytes
         if total > plan.budget_bytes and peak_bytes > SCALARS_BYTES:

@@ -41,7 +41,7 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, UsageError
 from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
-from ebbflow.measurement.resident import optimizers_in, start_bytes, watched_in
+from ebbflow.measurement.resident import kept_by, optimizers_in, resident_bytes, start_bytes, watched_in
 from ebbflow.measurement.together import class_of
 from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions
@@ -129,6 +129,9 @@ class FittedModel:
     other_optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(
         default_factory=lambda: weakref.WeakSet[torch.optim.Optimizer]()
     )
+    _met_with: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = field(
+        default_factory=lambda: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+    )  # bytes of state that the other optimizers had
     _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
     between: Knowledge = field(default_factory=Knowledge)
     after: AfterBackward = field(default_factory=AfterBackward)
@@ -182,6 +185,7 @@ class FittedModel:
                 value=optimizer,
             )
         self.other_optimizers.add(optimizer)
+        self._met_with[optimizer] = _state_bytes(optimizer)
         if told is not None and self.offloaded is None and _parameters_of(told) <= _parameters_of(optimizer):
             self.other_optimizers.add(told)
             self.optimizer = None
@@ -343,7 +347,7 @@ class FittedModel:
         if now.flying_bytes:
             learn_flight(flight, [each for each in now.aloft if each.number in each.home.in_the_air])
         elif not self._is_measured(now) and not being_watched(now.device):
-            learn = functools.partial(self._learn_loss, now, step)
+            learn = functools.partial(self._learn_loss, now, step, self._state_sizes())
             flight.between = BetweenGauge(now.device, learn)
             flight.between.begin()
 
@@ -361,14 +365,32 @@ class FittedModel:
 
     # -- what is learned from a first step ------------------------------------------------------------------
 
+    def _state_sizes(self) -> dict[int, int]:
+        """Bytes of the state of each optimizer, by its ``id``."""
+        return {id(each): _state_bytes(each) for each in self.optimizers}
+
     def _learn_loss(
-        self, now: Circumstances, step: Step, peak_bytes: int, left_bytes: int, after_bytes: int, after_left_bytes: int
+        self,
+        now: Circumstances,
+        step: Step,
+        state: dict[int, int],
+        peak_bytes: int,
+        left_bytes: int,
+        after_bytes: int,
+        after_left_bytes: int,
     ) -> None:
-        """What user code took between the two graphs of ``step`` (a loss outside, or what is added) and after them."""
+        """What user code took between the two graphs of ``step`` (a loss outside, or what is added) and after them.
+
+        ``state`` is what optimizers had before: what they have made since, in hooks, is resident from now on, also
+        where as much has been freed meanwhile, such as gradients.
+        """
         plan = step.plan
         if plan is None:
             return
-        self.after.learn(now.slot, now.hooks, plan, after_bytes, after_left_bytes)
+        made = 0
+        for each in self.optimizers if self.inside is None else ():
+            made += _state_bytes(each) - state.get(id(each), self._met_with.get(each, 0))
+        self.after.learn(now.slot, now.hooks, plan, after_bytes, max(after_left_bytes, made))
         if self.between.has_loss_of(now.slot):
             return
         tangents = plan.program.late_bytes - plan.program.held_bytes
@@ -383,6 +405,10 @@ class FittedModel:
                 "from the next step on it is planned for",
                 stacklevel=users_level(),
             )
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return resident_bytes(map(kept_by, optimizers_in(optimizer)))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
