@@ -89,7 +89,8 @@ def fit(
         budget: bytes of the step's peak allocated memory, everything counted: ``"12GiB"``, ``"8GB"``, an ``int``,
             ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
         planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
-        optimizer: if given, its state counts as resident, also before its first step makes it.
+        optimizer: if given, its state counts as resident, also before its first step makes it. That of one that is
+            not given counts from its first step on.
         loss: leave it out; anything but ``None`` is refused with a word on why. The training loop goes on calling its
             loss on what the model returns, and the first step measures what that takes. (:func:`ebbflow.plan` takes a
             ``loss``, since nothing runs there that could be measured.)
