@@ -15,7 +15,15 @@ ROOT = Path(ebbflow.__file__).parent
 
 EXEMPT = ("torch_seams", "zoo")
 
-OTHERS = {"_compiler_ctx", "_data_fetcher", "_fields", "_hf_hook", "_output_capturing_hooks_installed", "_trainer"}
+OTHERS = {
+    "_compiler_ctx",
+    "_data_fetcher",
+    "_fields",
+    "_hf_hook",
+    "_output_capturing_hooks_installed",
+    "_skip_backward",
+    "_trainer",
+}
 """Private names that are not torch's: a named tuple's, accelerate's, Lightning's, transformers'."""
 
 HALF_PRIVATE_MODULES = ("torch.fx.experimental", "torch.utils.flop_counter", "torch.autograd.profiler", "functorch")
