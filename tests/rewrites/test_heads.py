@@ -16,7 +16,7 @@ from ebbflow.capture.offline import capture
 from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.profile import profile_calls
 from ebbflow.cost.roofline import flops_of
-from ebbflow.cost.room import arguments_for
+from ebbflow.cost.room import Room, arguments_for, within
 from ebbflow.lower.lowering import lower
 from ebbflow.lower.proof import prove
 from ebbflow.rewrites import choices
@@ -29,6 +29,7 @@ from ebbflow.rewrites.heads.kernels import NAMESPACE
 from ebbflow.rewrites.heads.proof import prove_rewritten
 from ebbflow.step.rewrite import Rewrite
 from ebbflow.step.unplanned import unplanned_schedule
+from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
 from ebbflow.torch_seams.trees import tree_leaves
 from head_models import CLASSES, FORMS, LEFT, TOKENS, WIDTH, Tower, arguments
 
@@ -119,6 +120,29 @@ def test_the_arithmetic_of_an_op_is_that_of_the_products_in_it(form: str) -> Non
             made = sum(map(_product_flops, profile.events() or ()))
             seen.add(str(call.target))
             assert flops_of(call) == made or "settle_guess" in str(call.target)
+    assert seen
+
+
+def test_made_up_hidden_states_make_logits_whose_softmax_is_all_normal_numbers() -> None:
+    """Whatever weights are lent: for numbers below the least normal one, kernels would take up to ten times as long."""
+    step = captured_of(FORMS["plain"]())
+    (head,), _ = find_heads(step)
+    large = torch.randn(WIDTH * CLASSES) * 20
+    seen = 0
+    for each in forms_of(head):
+        for call in rewritten(step, each).calls:
+            names = (
+                [] if not str(call.target).startswith(NAMESPACE) else [a.name for a in call.target._schema.arguments]
+            )
+            if "h" not in names:
+                continue
+            with within(Room(0, [large])):
+                args, _ = arguments_for(call)
+            h, wt = args[names.index("h")], args[names.index("wt")]
+            assert wt.untyped_storage().data_ptr() == large.untyped_storage().data_ptr()
+            assert h.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
+            assert (h @ wt).log_softmax(1).min() > -80
+            seen += 1
     assert seen
 
 

@@ -12,7 +12,7 @@
    neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
 4. What is made up is the same for all tensors of one shape and type, so a guess of ours (``rewrites.heads.kernels``) is
    right where it is tried out, as it is in nearly every step. Hence single numbers never borrow: what they would find
-   differs, and they take next to nothing.
+   differs, and they take next to nothing. Nor do hidden states that logits are made of (:data:`_SMALL`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ _SINGLE_BYTES = 512
 """What counts as single numbers for definition 4: the least that a card's allocator takes for anything."""
 _WRITTEN = ("kept",)
 """What ops of rewrites call an argument that they write over."""
+_SMALL = ("h",)
+"""What they call hidden states, of which logits are made: with large ones most of a softmax is next to nothing, and
+kernels take up to ten times as long for numbers below the least normal one."""
+_OF_REWRITES = "ebbflow_rewrites"
 _PIVOTS = ("pivots", "LU_pivots")
 """What schemas call the rows that a factorisation has swapped, counted from one: ones permute nothing."""
 _TRUSTED = (
@@ -44,7 +48,7 @@ _TRUSTED = (
     "prims",
     "mkldnn",
     "quantized",
-    "ebbflow_rewrites",
+    _OF_REWRITES,
 )  # whose schemas are right about what is written to
 
 
@@ -123,6 +127,8 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
         for argument, value in zip(schema_of(call.target).arguments, args, strict=False):
             if argument.name in _PIVOTS:
                 value.fill_(1)
+            elif _is_small(call.target, argument.name):
+                value.mul_(1 / max(value.shape[-1], 1))
     return args, kwargs
 
 
@@ -143,10 +149,15 @@ def _arguments_that_borrow(call: Call) -> set[int]:
     for index, value in enumerate((*call.args, call.kwargs)):
         for each in pytree.tree_leaves(value):
             if isinstance(each, TensorSpec):
-                if index >= len(names) or names[index] not in _WRITTEN:
+                name = names[index] if index < len(names) else ""
+                if name not in _WRITTEN and not _is_small(target, name):
                     found.add(position)
                 position += 1
     return found
+
+
+def _is_small(target: OpOverload, name: str) -> bool:
+    return target.namespace == _OF_REWRITES and name in _SMALL
 
 
 def _may_borrow(spec: TensorSpec) -> bool:
