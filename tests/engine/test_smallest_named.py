@@ -70,6 +70,22 @@ def _classifying_twice() -> tuple[nn.Module, torch.Tensor]:
     return TwoLosses(), torch.arange(192) % 1009
 
 
+class WideHead(nn.Module):
+    """One buffer of its logits is more than its smallest budget; a form of its head keeps one, others need none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4099, 64), nn.Linear(64, 4099, bias=False)
+        self.layer = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.layer(self.embedding(ids))), ids)
+
+
+def _classifying_widely() -> tuple[nn.Module, torch.Tensor]:
+    return WideHead(), torch.arange(512)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "dropout": _dropping,
     "convolutions": _convolving,
@@ -121,12 +137,12 @@ def test_the_refusal_says_what_its_smallest_budget_rests_on() -> None:
     assert "tried out" not in again, "all is known by now"
 
 
-@pytest.mark.parametrize("name", ["elementwise", "head", "two losses"])
+@pytest.mark.parametrize("name", ["elementwise", "head", "two losses", "wide head"])
 def test_the_same_is_named_whatever_was_asked_for_and_found_out_again(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each time by a process that knows nothing; the named budget itself is found out by a first call, or holds."""
-    plain, x = MODELS[name]()
+    plain, x = {**MODELS, "wide head": _classifying_widely}[name]()
 
     def asked(budget: int | str) -> tuple[nn.Module, BudgetError | None]:
         monkeypatch.setattr(attach, "_KNOWN", {})
@@ -143,12 +159,14 @@ def test_the_same_is_named_whatever_was_asked_for_and_found_out_again(
     named = [each.smallest_bytes for each in errors if each is not None]
     assert len(named) == len(errors)
     assert max(named) <= 1.01 * min(named)
-    model, refused = asked(named[0])
-    if refused is not None:
-        assert "call the model again" in str(refused)
-        assert refused.smallest_bytes <= named[0]
-        model(x).backward()
-    assert ebbflow.calls_of(model).planned == 1
+    for times in (1, 1.4):  # more room may be enough for what some of the forms rest on, and not for the best
+        budget = int(named[0] * times)
+        model, refused = asked(budget)
+        if refused is not None:
+            assert "call the model again" in str(refused)
+            assert refused.smallest_bytes <= budget
+            model(x).backward()
+        assert ebbflow.calls_of(model).planned == 1
 
 
 @pytest.mark.parametrize("name", MODELS)

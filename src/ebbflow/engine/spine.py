@@ -41,6 +41,7 @@ from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead, leave, watches_of
 from ebbflow.measurement.resident import tensors_in
 from ebbflow.planners import Progress
+from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planners.narration import narrated
 from ebbflow.rewrites.choices import may_be_rewritten
 from ebbflow.signals import signals_wait
@@ -262,7 +263,8 @@ def _rests_on(room: Room, step: Step) -> Iterator[str]:
 def _room(model: FittedModel, step: Step, call: Call, now: Circumstances, refused: BudgetError | None) -> Room:
     """What of the budget is free for finding out about a step; nothing is known of a share before the capture.
 
-    Where a budget was ``refused``, that is what the one leaves which the refusal names.
+    Where a budget was ``refused``, that is what the one leaves which the refusal names, or, if that is more, what no
+    plan of the captured step stays below: what rewrites rest on is then found out whichever of them was planned so far.
     """
     resident = resident_bytes(step, now)
     above = 0 if step.captured is None else unplanned_bytes(step.captured.program)
@@ -275,8 +277,11 @@ def _room(model: FittedModel, step: Step, call: Call, now: Circumstances, refuse
         strict = bool(model.rewrites) and model.budget.share is None
     else:
         strict = free is not None and above > free and may_be_rewritten(step.captured, model.rewrites)
-    named = 0 if refused is None else max(0, (refused.smallest_bytes or 0) - resident)
-    return Room(free, lenders, strict=strict, trial_bytes=named)
+    trial = 0
+    if refused is not None:
+        floor = 0 if step.captured is None else floor_bytes(step.captured.program)[0]
+        trial = max((refused.smallest_bytes or 0) - resident, floor, 0)
+    return Room(free, lenders, strict=strict, trial_bytes=trial)
 
 
 def _capture(model: FittedModel, step: Step, call: Call, now: Circumstances) -> None:
