@@ -74,7 +74,8 @@ def _quantity(value: object) -> tuple[Fraction, str]:
     elif isinstance(value, str):
         match = _QUANTITY.fullmatch(value)
         if match is None:
-            raise _refusal(f"{value!r} is not a number with a unit", value)
+            plan = " (of a plan's file: ebbflow.Plan.load(path))" if value.endswith(".json") else ""
+            raise _refusal(f"{value!r} is not a number with a unit{plan}", value)
         number, unit = Fraction(match[1]), match[2].lower()
         if unit != "%" and unit not in _UNITS:
             wrong = _wrong_unit(value, match[1], match[2])

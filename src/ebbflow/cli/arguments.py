@@ -179,6 +179,7 @@ def optimizer_named(name: str | None) -> Callable[[torch.nn.Module], torch.optim
     """
     if name is None:
         return None
+    name = next((known for known in _OPTIMIZER_NAMES if known.lower() == name.lower()), name)  # its class, AdamW
     if name == "none":
         return no_optimizer
     if name not in OPTIMIZERS:
@@ -206,7 +207,7 @@ def offloading(wanted: bool, tiers: str | None) -> bool:
     Raises:
         UsageError: if there is nowhere to move it to.
     """
-    if wanted and tiers is None:
+    if wanted and tiers in (None, "none"):
         raise UsageError(
             "--offload-optimizer needs a tier to move the state to: --tiers disk on a CPU, --tiers host on a card",
             argument="--offload-optimizer",
@@ -234,5 +235,5 @@ def sizes_of_zoo(case: str, **sizes: int | None) -> dict[str, int]:
 
 
 def several_tiers(names: str | None) -> list[str] | None:
-    """What ``--tiers`` names: one tier, or several with commas between them."""
-    return None if names is None else [name.strip() for name in names.split(",")]
+    """What ``--tiers`` names: one tier, or several with commas between them; ``none`` for none."""
+    return None if names in (None, "none") else [name.strip() for name in names.split(",")]

@@ -41,7 +41,7 @@ from ebbflow.cli.arguments import (
 )
 from ebbflow.cli.imports import import_large
 from ebbflow.cli.interruption import KeepBest
-from ebbflow.cli.output import check_picture, check_writable, save_frontier, save_report, write_json
+from ebbflow.cli.output import check_page, check_picture, save_frontier, save_report, write_json
 from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.errors import UsageError
 from ebbflow.options import DEFAULT_EFFORT, Options
@@ -95,7 +95,7 @@ def compare(
     both at once, and what was found until then is shown. Exit code 2 and the reason if no planner has a plan for any of
     the budgets.
     """
-    check_writable(report, "--report")
+    check_page(report)
     check_picture(plot, "--plot")
     asked = Options(
         machine=machine,

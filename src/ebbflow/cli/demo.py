@@ -10,7 +10,7 @@ import typer
 
 from ebbflow.cli.arguments import ReportFile
 from ebbflow.cli.imports import import_large
-from ebbflow.cli.output import check_writable, save_plan, save_report, write_json
+from ebbflow.cli.output import check_page, check_plan, save_plan, save_report, write_json
 from ebbflow.units import Budget
 
 __all__ = ["demo"]
@@ -34,8 +34,8 @@ def demo(
     Exit code 0 says that losses, parameters and random state are bit-equal to eager's and that the measured peak is
     within the budget; 1 says that something of this is not so.
     """
-    check_writable(out)
-    check_writable(report, "--report")
+    check_plan(out)
+    check_page(report)
     Budget.parse(budget)
 
     import_large("numpy", "torch")

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PICTURES",
+    "check_page",
     "check_picture",
+    "check_plan",
     "check_writable",
     "save_frontier",
     "save_plan",
@@ -55,6 +57,40 @@ def check_writable(path: Path | None, option: str = "--out") -> None:
         raise UsageError(f"{option} {path}: the folder {folder} cannot be written to; name another")
 
 
+def check_page(path: Path | None) -> None:
+    """Refuse a page of ``--report`` that cannot be written, before any work is done.
+
+    Raises:
+        UsageError: as :func:`check_writable`, or for another format.
+    """
+    if path is not None and path.suffix.lower() not in PAGES:
+        raise UsageError(
+            f"--report {path}: a report is a page, FILE.html; ebbflow report makes pictures and traces of a plan "
+            "that --out saves",
+            argument="--report",
+            value=str(path),
+            accepted=PAGES,
+        )
+    check_writable(path, "--report")
+
+
+def check_plan(path: Path | None) -> None:
+    """Refuse a plan's file that cannot be written, or looks like something else, before any work is done.
+
+    Raises:
+        UsageError: as :func:`check_writable`, or for the name of a page or a picture.
+    """
+    if path is not None and path.suffix.lower() in (*PAGES, *PICTURES):
+        raise UsageError(
+            f"--out {path}: a plan is saved as JSON, FILE.json; --report FILE.html writes a page",
+            argument="--out",
+            value=str(path),
+        )
+    check_writable(path)
+
+
+PAGES = (".html", ".htm")
+"""What a page's file may end with."""
 PICTURES = (".png", ".svg", ".pdf")
 """What a picture's file may end with."""
 

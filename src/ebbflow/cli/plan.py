@@ -37,7 +37,7 @@ from ebbflow.cli.arguments import (
 )
 from ebbflow.cli.imports import import_large
 from ebbflow.cli.interruption import KeepBest
-from ebbflow.cli.output import check_writable, save_plan, save_report, write_json
+from ebbflow.cli.output import check_page, check_plan, save_plan, save_report, write_json
 from ebbflow.cli.steps import captured_step, check_request
 from ebbflow.options import DEFAULT_EFFORT, Options
 from ebbflow.units import Budget
@@ -73,8 +73,8 @@ def plan(
 
     Ctrl-C ends planning with the best plan found so far; a second one aborts.
     """
-    check_writable(out)
-    check_writable(report, "--report")
+    check_plan(out)
+    check_page(report)
     asked = Options(
         planner=planner,
         machine=machine,

@@ -33,6 +33,8 @@ from ebbflow.units import Budget, format_allowed, format_bytes
 __all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
 
 
+_SMALL_NUMBER = 100
+"""Bytes up to which a budget is rather meant as a share."""
 REWRITE = frozenset({"auto", "auto_free", "greedy", "least_memory"})
 """Planners that may plan another program than the captured one. What stands for a paper's plans what it is given."""
 
@@ -126,7 +128,7 @@ def make_plan(
             if rewritten is None:
                 return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, seeds, told)
             same = [each.schedule for each in options.known if each.program.fingerprint == candidate.fingerprint]
-            how = replace(told, rewritten=rewritten)
+            how = replace(told, rewritten=rewritten, progress=_telling_of(rewritten, candidate, progress))
             return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, same, how)
 
         assert within.bytes is not None
@@ -141,6 +143,19 @@ def make_plan(
             links=_links(told),
             hints=Hints.of(options.known, program, above_budget),
         )
+
+
+def _telling_of(
+    rewritten: Rewritten, program: Program, progress: Callable[[Progress], None]
+) -> Callable[[Progress], None]:
+    """``progress`` of another program in the captured one's place: it is named, and overheads are over the captured."""
+    rules = ", ".join(sorted({each.rule for each in rewritten.rewrites}))
+
+    def tell(each: Progress) -> None:
+        best, bound = (rewritten.overhead_of(value, program) for value in (each.best_overhead, each.bound))
+        progress(replace(each, stage=f"{each.stage}, with {rules}", best_overhead=best, bound=bound))
+
+    return tell
 
 
 def _best_plan(
@@ -401,7 +416,7 @@ def _budget_error(
         )
     else:
         text = (
-            f"a budget of {format_allowed(budget)} ({budget} bytes) is too small: "
+            f"a budget of {format_allowed(budget)} ({budget} bytes) is too small{_if_a_share_is_meant(budget)}: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
             f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
             f"{resident_sentence(parts)}. "
@@ -422,3 +437,7 @@ def _budget_error(
         pinned_by=pin,
         resident_parts=parts,
     )
+
+
+def _if_a_share_is_meant(budget: int) -> str:
+    return f" (a share is a text, '{budget}%')" if budget <= _SMALL_NUMBER else ""

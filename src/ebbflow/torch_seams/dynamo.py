@@ -53,6 +53,7 @@ def inner_exception(error: BaseException) -> BaseException | None:
 
 
 _RAISED = re.compile(r"raised exception \w+\((.*)\)$", re.MULTILINE)
+_TOLIST = "to_list"  # what Dynamo calls a method that there is
 _NO_METHOD = re.compile(r"call_method (?:TensorVariable\(\) (\w+)|(\w+)\(\*.*got 'attribute not defined')")  # 2.11
 _FALSE_ASSERTION = "Data-dependent assertion failed (cannot compile partial graph)"  # said of constants alone
 _ASSERTION = re.compile(r"^\s*(?:[^#]*:\s)?(assert\s.+)$", re.MULTILINE)
@@ -88,7 +89,7 @@ def raised_by_the_model(error: BaseException) -> Exception | None:
     if _FALSE_ASSERTION in text:
         return AssertionError(*_said_by(text))
     missing = _NO_METHOD.search(text)
-    if missing is not None and not hasattr(torch.Tensor, name := missing[1] or missing[2]):
+    if missing is not None and not hasattr(torch.Tensor, name := missing[1] or missing[2]) and name != _TOLIST:
         return AttributeError(f"'Tensor' object has no attribute '{name}'")
     if text.startswith("failed to bind arguments") and isinstance(last, TypeError):
         return made_anew(TypeError, last.args)

@@ -158,7 +158,8 @@ def _elements(value: object) -> Collection[object]:
     if issubclass(kind, list | tuple | set | frozenset | collections.deque):
         elements = value  # type: ignore[assignment]
     elif issubclass(kind, Mapping):
-        elements = value.values()  # type: ignore[attr-defined]
+        values = value.values()  # type: ignore[attr-defined]
+        elements = values if isinstance(values, Collection) else tuple(values)  # a weak dictionary's are a generator
     elif dataclasses.is_dataclass(kind) and not issubclass(kind, type):
         elements = vars(value).values() if hasattr(value, "__dict__") else ()
     if len(elements) > _MANY and all(type(each) in _PLAIN for each, _ in zip(elements, range(_SAMPLE), strict=False)):

@@ -10,6 +10,7 @@
 6. Dynamo tells in words which exception nobody caught. Its 2.11 tells the arguments in words of its own, which cannot
    be read back: there they are taken from the exception that it keeps.
 7. A context variable is traced (``context_variables.py``).
+8. What Dynamo reads without a guard gets one (``unguarded.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ebbflow.signals import raised_by_a_handler
 from ebbflow.torch_seams.context_variables import context_variables_traced
 from ebbflow.torch_seams.leaves import leaves_traced
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
+from ebbflow.torch_seams.unguarded import unguarded_guarded
 
 __all__ = ["PYTHON_DRAWS", "corrected_tracing", "made_anew", "only_withs", "raised_in_trace", "traced_by_dynamo_as"]
 
@@ -72,7 +74,7 @@ def _example(value: Any) -> Any:
 
 @contextmanager
 def corrected_tracing() -> Iterator[None]:
-    """While open, captures of this thread trace definitions 1 to 7 so."""
+    """While open, captures of this thread trace definitions 1 to 8 so."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import misc, user_defined
 
@@ -83,6 +85,7 @@ def corrected_tracing() -> Iterator[None]:
                 stack.enter_context(wrapped(Attribute(module, "call_random_fn"), _refuse_draw, this_thread=True))
         stack.enter_context(leaves_traced())
         stack.enter_context(context_variables_traced())
+        stack.enter_context(unguarded_guarded())
         if hasattr(user_defined, "UserDefinedExceptionClassVariable"):
             kind = user_defined.UserDefinedExceptionClassVariable  # which in 2.11 inherits the method
             place, inherited = Attribute(kind, "call_function"), kind.call_function

@@ -29,6 +29,7 @@ from ebbflow.torch_seams.canaries import (
     stance,
     storages,
     tracing,
+    unguarded,
 )
 from ebbflow.torch_seams.canaries.registry import CANARIES, run
 
@@ -53,4 +54,5 @@ __all__ = [
     "stance",
     "storages",
     "tracing",
+    "unguarded",
 ]

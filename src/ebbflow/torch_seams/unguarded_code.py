@@ -1,0 +1,155 @@
+"""Guards of code: classes, functions, builtins and registers, of which Dynamo knows what was there when it looked.
+
+1. Whether a class of an object that was looked at has got another attribute of its own, which may hide what was found
+   in a base, or another function. What torch, ``copy`` and ``inspect`` put into a class by themselves does not count.
+2. Whether a function that was traced has got another ``__code__`` (as reloading gives it one).
+3. Whether a global hides a builtin by now.
+4. Whether an object is an instance of a class that others can be registered with.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from abc import ABCMeta
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbflow.torch_seams.own_guards import Held, guard_anywhere, of_this_trace
+
+__all__ = ["guard_classes", "guard_code", "of_builtins", "of_functions", "of_registers"]
+
+_FUNCTIONS = "_ebbflow_functions"  # of a trace: the functions that it has traced, with their code
+_BUILTINS = "_ebbflow_builtins"  # the builtins that it has found, beside the globals that have none of their names
+_HEAP_TYPE = 1 << 9  # of ``type.__flags__``: made by Python code, so that it can change
+_BY_THEMSELVES = frozenset(
+    (
+        *("__annotations__", "__annotations_cache__", "__annotate_func__", "__conditional_annotations__", "__doc__"),
+        *("__slotnames__", "__abstractmethods__", "__static_attributes__", "__firstlineno__", "__weakref__"),
+    )
+)
+"""Of a class's attributes, what ``copyreg``, ``inspect`` and Python itself add when they look at it."""
+_CALLED = (types.FunctionType, staticmethod, classmethod, property)
+
+_Below = Callable[..., Any]
+
+
+def guard_classes(graph: Any) -> None:
+    """Guard the classes of the objects that ``graph``, the output of a trace that is done, has looked at (1)."""
+    seen: dict[type, None] = {}
+    for each in tuple(graph.side_effects.id_to_variable.values()):
+        value = vars(each).get("value")  # an attribute of one that is not made yet would make it
+        for kind in type(value).__mro__ if value is not None else ():
+            if kind.__flags__ & _HEAP_TYPE:
+                seen[kind] = None
+    if seen:
+        watched = [_Watched(each) for each in seen]
+        says = "attributes of the classes of the objects that the step reads"
+        guard_anywhere("classes", says, lambda *_: all([each.is_as_it_was() for each in watched]))
+
+
+class _Watched:
+    """Definition 1 for one class.
+
+    Args:
+        kind: the class, held weakly. Functions of modules' classes are in the key of a step (``engine.key``).
+    """
+
+    __slots__ = ("_functions", "_kind", "_last", "_names")
+
+    def __init__(self, kind: type) -> None:
+        self._kind = weakref.ref(kind)
+        self._names = _own_names(kind)
+        self._last = _at_a_glance(kind)
+        functions = () if issubclass(kind, torch.nn.Module) else vars(kind).items()
+        self._functions = [(name, Held(value)) for name, value in functions if isinstance(value, _CALLED)]
+
+    def is_as_it_was(self) -> bool:
+        """Whether the class has the attributes of its own that it had, and the functions."""
+        kind = self._kind()
+        if kind is None:
+            return True
+        if (glance := _at_a_glance(kind)) != self._last:
+            if _own_names(kind) != self._names:
+                return False
+            self._last = glance
+        attributes = vars(kind)
+        return all([held.get() is attributes.get(name) for name, held in self._functions])
+
+
+def _at_a_glance(kind: type) -> tuple[int, object]:
+    """How many attributes a class has, and which came last: what is new comes last."""
+    attributes = vars(kind)
+    return len(attributes), next(reversed(attributes), None)
+
+
+def _own_names(kind: type) -> frozenset[str]:
+    return frozenset(vars(kind)) - _BY_THEMSELVES
+
+
+def of_functions(below: _Below) -> _Below:
+    """Note which functions are traced, where a trace asks for their code."""
+
+    def get_code(owner: Any) -> Any:
+        code = below(owner)
+        if isinstance(function := vars(owner).get("fn"), types.FunctionType):
+            traced = of_this_trace(_FUNCTIONS)
+            if traced is not None and function.__code__ is code:
+                traced[id(function)] = weakref.ref(function), code
+        return code
+
+    return get_code
+
+
+def of_builtins(below: _Below) -> _Below:
+    """Note which builtins are found, and beside which globals."""
+
+    def load(owner: Any, instruction: Any) -> Any:
+        found = of_this_trace(_BUILTINS)
+        if found is not None and instruction.argval not in owner.f_globals:
+            found.setdefault(id(owner.f_globals), (owner.f_globals, set()))[1].add(instruction.argval)
+        return below(owner, instruction)
+
+    return load
+
+
+def guard_code() -> None:
+    """Guard what the trace has noted (2 and 3)."""
+    traced = list((of_this_trace(_FUNCTIONS) or {}).values())
+    found = list((of_this_trace(_BUILTINS) or {}).values())
+    if traced:
+        guard_anywhere("code", "code of the functions that are called", lambda *_: all(map(_has_code, traced)))
+    if found:
+        says = "no global hides a builtin that is called"
+        guard_anywhere("builtins", says, lambda *_: all([names.isdisjoint(hiding) for hiding, names in found]))
+
+
+def _has_code(traced: tuple[weakref.ref[Any], types.CodeType]) -> bool:
+    return (function := traced[0]()) is None or function.__code__ is traced[1]
+
+
+def of_registers(ask: Callable[[Any, Any], bool], below: _Below) -> _Below:
+    """Guard what ``isinstance`` or ``issubclass`` says of a class with a register (4)."""
+
+    def call(owner: Any, tx: Any, left: Any, right: Any) -> Any:
+        answer = below(owner, tx, left, right)
+        try:
+            kind = left.python_type() if ask is isinstance else left.as_python_constant()
+            classes, known = right.as_python_constant(), answer.as_python_constant()
+        except Exception:
+            return answer
+        kinds: tuple[Any, ...] = classes if isinstance(classes, tuple) else (classes,)
+        if isinstance(kind, type) and kind.__flags__ & _HEAP_TYPE and any(isinstance(each, ABCMeta) for each in kinds):
+            held, holders = Held(kind), tuple(map(Held, kinds))
+            says = f"whether {kind.__name__} is registered with a class"
+            guard_anywhere(("register", kind, kinds), says, lambda *_: _is_registered(held, holders) == known)
+        return answer
+
+    return call
+
+
+def _is_registered(held: Held, holders: tuple[Held, ...]) -> bool | None:
+    kinds = [each.get() for each in holders]
+    return None if (kind := held.get()) is None else any(issubclass(kind, each) for each in kinds if each is not None)
