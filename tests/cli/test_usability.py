@@ -14,17 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import ebbflow
 from ebbflow._api.estimate import AheadStep
 from ebbflow.case import Case
 from ebbflow.cli import app
+from ebbflow.cli.arguments import several_tiers
 from ebbflow.cli.imports import import_large
 from ebbflow.cli.refusals import told
 from ebbflow.errors import BudgetError, UsageError
+from ebbflow.planners import Progress
 from ebbflow.report.text.progress import ProgressDisplay
 from ebbflow.zoo import build, mlp_chain, sizes_of
+
+
+class Tokens(torch.nn.Module):
+    """A head that is most of its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(2048, 16), torch.nn.Linear(16, 2048, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(self.words(tokens)).flatten(0, 1), tokens.flatten())
 
 
 def run(*arguments: object) -> Result:
@@ -39,6 +53,45 @@ def graph(tmp_path: Path) -> Path:
     path = tmp_path / "chain.json"
     path.write_text(json.dumps({"graph": {"name": "chain"}, "nodes": nodes, "links": links}))
     return path
+
+
+# -- names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "ADAMW", "adamw"])
+def test_an_optimizer_is_named_as_its_class_as_well(name: str) -> None:
+    told = run("plan", "zoo:mlp_chain", "--size", 2, "--layers", 1, "--budget", "100%", "--optimizer", name, "--json")
+    assert json.loads(told.stdout)["provenance"]["optimizer"] == "AdamW"
+
+
+def test_no_tiers_can_be_said(graph: Path) -> None:
+    assert run("plan", graph, "--budget", "100%", "--tiers", "none", "--effort", 5).exit_code == 0
+    assert several_tiers("none") is several_tiers(None) is None
+
+
+@pytest.mark.parametrize(("option", "name"), [("--report", "page.png"), ("--report", "page"), ("--out", "plan.html")])
+def test_a_file_is_what_its_name_says(option: str, name: str, graph: Path, tmp_path: Path) -> None:
+    refused = run("plan", graph, "--budget", "100%", option, tmp_path / name)
+    assert refused.exit_code == 2
+    assert "FILE.html" in refused.stderr
+    assert not (tmp_path / name).exists()
+
+
+def test_a_small_whole_number_may_be_meant_as_a_share() -> None:
+    case = mlp_chain(2, layers=1)
+    with pytest.raises(BudgetError, match="'60%'"):
+        ebbflow.plan(case.model, case.args, budget=60, progress=None)
+    with pytest.raises(UsageError, match=r"Plan\.load"):
+        ebbflow.fit(case.model, "chain.json")
+
+
+def test_what_is_told_of_another_program_is_over_the_captured_step() -> None:
+    said: list[Progress] = []
+    tokens = torch.arange(512).remainder(2048)[None]
+    plan = ebbflow.plan(Tokens(), (tokens,), budget="45%", effort=20, progress=said.append)
+    assert plan.rewritten is not None
+    of_others = [each for each in said if "linear-cross-entropy" in each.stage and each.stage.startswith("planned")]
+    assert any(each.best_overhead == pytest.approx(plan.overhead) for each in of_others)
 
 
 # -- refusals -------------------------------------------------------------------------------------------------
