@@ -211,10 +211,31 @@ def branches(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (m.linear(x),)).sum()  # the line
 
 
+def hooks(m: Any, x: torch.Tensor) -> torch.Tensor:
+    handle = m.linear.register_forward_pre_hook(lambda _, args: (args[0] * 2,))  # the line
+    try:
+        return m.linear(x).sum()
+    finally:
+        handle.remove()
+
+
+def parametrizes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    nn.utils.parametrize.register_parametrization(m.linear, "weight", nn.Tanh())  # the line
+    return m.linear(x).sum()
+
+
+def gives_data(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.linear.weight.data = m.linear.weight.data * 0.5  # the line
+    return m.linear(x).sum()
+
+
 @pytest.mark.parametrize(
     ("body", "remedy"),
     [
         (seeds, "before the call"),
+        (hooks, "puts a hook or a parametrization on a module"),
+        (parametrizes, "puts a hook or a parametrization on a module"),
+        (gives_data, "(parameter.data = ...) while it runs. Do it before the call"),
         (notes_gradients, "outside of the forward"),
         (branches, "torch.where"),
     ],
@@ -224,6 +245,7 @@ def test_what_would_work_is_said(body: Body, remedy: str) -> None:
     model.seen = []  # type: ignore[assignment]
     with pytest.raises(CaptureError, match=re.escape(remedy)) as refused:
         ebbflow.fit(model, "1GiB", effort=50)(torch.randn(2, 4))
+    assert "bitsandbytes" not in str(refused.value)
     assert "is_compiling" not in str(refused.value)  # a guard would drop what it guards from the step
 
 

@@ -108,6 +108,18 @@ _BREAKS = (
         LAUNCHES_AS_OPS,
     ),
     _Break(
+        "",
+        "It puts a hook or a parametrization on a module, or takes one off, while it runs.",
+        "Do that before the call (PEFT's X-LoRA, Poly and LoRA with target_parameters do it in every call)",
+        line=r"\b(register_(forward|full_backward|backward)\w*hook|register_parametrization|remove_parametrizations)\(",
+    ),
+    _Break(
+        r"mutate tensor data attribute to different|set_ on a graph input",
+        "It gives a parameter, a buffer or an argument another tensor's data (parameter.data = ...) while it runs.",
+        "Do it before the call",
+        line=r"^(?!.*[/\\]bitsandbytes[/\\])",
+    ),
+    _Break(
         r"mutate tensor data attribute to different|set_ on a graph input",
         "It gives a parameter, a buffer or an argument another tensor's data (parameter.data = ...) while it runs.",
         "Do it before the call. bitsandbytes' layers cast their bias once: call the model once before, as it will be "
