@@ -318,16 +318,51 @@ def registered_class() -> tuple[Read, Change]:
 
 # -- identity
 of(
-    "whether two are one",
-    lambda: Object(a=Object(), b=Object()),
-    lambda x, o: x * (2 if o.a is o.b else 1),
-    lambda o, turn: setattr(o, "b", o.a if turn % 2 else Object()),
-)
-of(
     "whether two are equal",
     lambda: Object(a=Object(), b=Object()),
     lambda x, o: x * (2 if o.a == o.b else 1),
     lambda o, turn: setattr(o, "b", o.a if turn % 2 else Object()),
+)
+
+for kind in (Object, list, dict):
+    of(
+        f"whether two of {kind.__name__} are one",
+        lambda kind=kind: Object(a=kind(), b=kind()),  # type: ignore[misc]
+        lambda x, o: x * (2 if o.a is o.b else 1),
+        lambda o, turn: setattr(o, "b", o.a if turn % 2 else type(o.a)()),
+    )
+of(
+    "which class",
+    lambda: Object(a=Scaled),
+    lambda x, o: x * (2 if o.a is Scaled else 1),
+    lambda o, turn: setattr(o, "a", Scaled if turn % 2 else Object),
+)
+of(
+    "whether two parameters are one",
+    lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+    lambda x, m: x * (2 if m[0].weight is m[1].weight else 1),
+    lambda m, turn: setattr(m[0], "weight", m[1].weight if turn == 3 else nn.Parameter(torch.ones(2, 2))),
+)
+
+
+def attribute(x: Tensor, o: Any) -> Tensor:
+    try:
+        return x * o.scale
+    except AttributeError:
+        return x
+
+
+of(
+    "an attribute whose lookup raises",
+    Object,
+    attribute,
+    lambda o, turn: setattr(o, "scale", 2.0) if turn > 2 else None,
+)
+of(
+    "one of a module",
+    lambda: nn.Linear(2, 2),
+    attribute,
+    lambda o, turn: setattr(o, "scale", 2.0) if turn > 2 else None,
 )
 
 # -- single values

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
-__all__ = ["Held", "can_change", "finder", "guard_anywhere", "guard_at", "of_this_trace"]
+__all__ = ["PLAIN", "Held", "can_change", "finder", "guard_anywhere", "guard_at", "of_this_trace"]
 
 _ASKED = "_ebbflow_asked"  # of a trace: what it has guards for
-_PLAIN = (str, int, bool, float, bytes, type(None))
+PLAIN = (str, int, bool, float, bytes, type(None))
+"""What is the same if it is equal."""
 
 
 def guard_at(
@@ -124,7 +125,7 @@ class Held:
 
     def __init__(self, value: Any) -> None:
         self._value, self._ref = value, None
-        if not isinstance(value, _PLAIN):
+        if not isinstance(value, PLAIN):
             try:
                 self._value, self._ref = None, weakref.ref(value)
             except TypeError:

@@ -3,8 +3,8 @@
 Dynamo guards what it has read, but for these, which get a guard of their own while a step is captured:
 
 1. *Order*: of the keys of a dictionary that was iterated over, ``OrderedDict.move_to_end`` among what changes it.
-2. *What was not there*: an attribute of a function or a module, and a key whose lookup raised ``KeyError``. What was
-   there is guarded by its value, but for environment variables that a function of Python's library reads.
+2. *What was not there*: an attribute of a function or a module, and an attribute or a key whose lookup raised. What
+   was there is guarded by its value, but for environment variables that a function of Python's library reads.
 3. *Attributes as a dictionary*: ``vars(object)`` that was asked for a key or iterated over.
 4. *Identity*: whether two objects that were compared are one.
 5. *Single values*: an attribute of a dictionary of a class of its own, or of a ``functools.partial``, a ``deque``'s
@@ -15,6 +15,7 @@ Dynamo guards what it has read, but for these, which get a guard of their own wh
 from __future__ import annotations
 
 import collections
+import inspect
 import math
 import os
 import types
@@ -23,8 +24,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from ebbflow.torch_seams.own_guards import Held, can_change, finder, guard_anywhere, guard_at, of_this_trace
-from ebbflow.torch_seams.patches import Attribute, wrapped
+from ebbflow.torch_seams.own_guards import PLAIN, Held, can_change, finder, guard_anywhere, guard_at, of_this_trace
+from ebbflow.torch_seams.patches import Attribute, Item, wrapped
 from ebbflow.torch_seams.unguarded_code import guard_classes, guard_code, of_builtins, of_functions, of_registers
 
 __all__ = ["VERSION_READ", "unguarded_guarded"]
@@ -36,13 +37,15 @@ _PARTIALS = "_ebbflow_partials"  # of a trace: the partials that it has found, b
 _KEYWORDS = "L['kwargs']"
 """What Dynamo calls a call's keywords (``capture.trace``), whose order means nothing."""
 
+_NOTHING = object()
+
 _Below = Callable[..., Any]
 
 
 @contextmanager
 def unguarded_guarded() -> Iterator[None]:
     """While open, captures of this thread guard definitions 1 to 6."""
-    from torch._dynamo import variables
+    from torch._dynamo import symbolic_convert, variables
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.variables import builder, builtin, object_protocol
@@ -71,6 +74,8 @@ def unguarded_guarded() -> Iterator[None]:
     for kind in ("UserFunctionVariable", "UserMethodVariable", "PythonModuleVariable"):
         for method in ("var_getattr", "call_obj_hasattr"):
             patches.append((getattr(variables, kind, None), method, partial(_of_attributes, method)))
+    objects = getattr(variables, "UserDefinedObjectVariable", None)
+    patches.append((objects, "var_getattr", _of_missing_attributes))
     partials = getattr(variables, "FunctoolsPartialVariable", None)
     patches += [(partials, each, partial(_of_partials, each)) for each in ("var_getattr", "call_obj_hasattr")]
     with ExitStack() as stack:
@@ -78,6 +83,9 @@ def unguarded_guarded() -> Iterator[None]:
             if (below := getattr(owner, name, None)) is not None:
                 place = Attribute(owner, name)
                 stack.enter_context(wrapped(place, replacement, this_thread=True, default=below))
+        for sign in ("is", "is not"):
+            place = Item(symbolic_convert.compare_op_handlers, sign)
+            stack.enter_context(wrapped(place, _of_identity_by_sign, this_thread=True))
         yield
 
 
@@ -179,6 +187,22 @@ def _of_attributes(method: str, below: _Below) -> _Below:
     return read
 
 
+def _of_missing_attributes(below: _Below) -> _Below:
+    """What a default is given for, or ``hasattr`` asks, Dynamo guards itself."""
+    from torch._dynamo.exc import ObservedAttributeError
+
+    def read(owner: Any, tx: Any, name: str) -> Any:
+        try:
+            return below(owner, tx, name)
+        except ObservedAttributeError:
+            if can_change(owner.source):
+                says = f"whether {name} is an attribute of"
+                guard_at(owner.source, f"has attribute {name}", says, partial(_same_attribute_or_none, name))
+            raise
+
+    return read
+
+
 def _of_partials(method: str, below: _Below) -> _Below:
     """Dynamo takes a ``functools.partial`` to have no attributes of its own."""
     from torch._dynamo.source import AttrSource
@@ -218,8 +242,10 @@ def _had(held: Held, name: str, expected: bool) -> bool:
 
 
 def _has(value: Any, name: str) -> bool:
-    """Without what a module may do where it is asked for something that it has not."""
-    return name in vars(value) if isinstance(value, types.ModuleType) else hasattr(value, name)
+    """Without what a module or an object may do where it is asked for something that it has not."""
+    if isinstance(value, types.ModuleType):
+        return name in vars(value)
+    return inspect.getattr_static(value, name, _NOTHING) is not _NOTHING
 
 
 def _of_attributes_of_dictionaries(below: _Below) -> _Below:
@@ -241,25 +267,44 @@ def _same_attribute(name: str, value: Any) -> Callable[[Any], bool]:
 def _of_identity(below: _Below) -> _Below:
     def compare(left: Any, right: Any) -> Any:
         answer = below(left, right)
-        if answer is not None and left is not right and can_change(left.source) and can_change(right.source):
-            if not (_is_single(left) or _is_single(right)):
-                _guard_identity(left.source.name, right.source.name)
+        if answer is not None:
+            _guard_identity(left, right)
         return answer
 
     return compare
 
 
+def _of_identity_by_sign(below: _Below) -> _Below:
+    def compare(tx: Any, args: Any, *kwargs: Any) -> Any:
+        _guard_identity(*args)
+        return below(tx, args, *kwargs)
+
+    return compare
+
+
 def _is_single(variable: Any) -> bool:
-    """Whether what it is compared with is guarded by value: ``None``, a number, a class, a function, a tensor."""
-    return variable.is_python_constant() or variable.is_tensor()
+    """Whether what it is compared with is guarded by value: ``None``, a number, a text."""
+    from torch._dynamo.variables import LazyVariableTracker
+
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():  # nor is it to be made for this
+        return isinstance(variable.peek_value(), PLAIN)
+    return variable.is_python_constant() and isinstance(variable.as_python_constant(), PLAIN)
 
 
-def _guard_identity(left: str, right: str) -> None:
+def _guard_identity(one: Any, other: Any) -> None:
+    if (
+        one is other
+        or not (can_change(one.source) and can_change(other.source))
+        or _is_single(one)
+        or _is_single(other)
+    ):
+        return
+    left, right = one.source.name, other.source.name
     expected: list[bool] = []
 
     def same(in_locals: Mapping[str, Any], in_globals: Mapping[str, Any]) -> bool:
         now = finder(left, in_globals)(in_locals) is finder(right, in_globals)(in_locals)
-        if not expected:  # Dynamo asks once as soon as it has made its guards
+        if not expected:  # asked once as soon as there are guards
             expected.append(now)
         return now == expected[0]
 
