@@ -54,9 +54,10 @@ def finder(name: str, in_globals: Mapping[str, Any]) -> Callable[[Mapping[str, A
     """
     from torch._dynamo import guards
 
-    code = compile(name, "<ebbflow: guard>", "eval")
-    names = {**guards._get_closure_vars(), "G": in_globals}
-    return lambda in_locals: eval(code, {**names, "L": in_locals})
+    found: Callable[[Mapping[str, Any]], Any] = eval(
+        compile(f"lambda L: {name}", "<ebbflow: guard>", "eval"), {**guards._get_closure_vars(), "G": in_globals}
+    )
+    return found
 
 
 def guard_anywhere(kind: object, says: str, check: Callable[[Mapping[str, Any], Mapping[str, Any]], bool]) -> None:

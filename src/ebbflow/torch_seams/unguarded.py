@@ -15,7 +15,6 @@ Dynamo guards what it has read, but for these, which get a guard of their own wh
 from __future__ import annotations
 
 import collections
-import inspect
 import math
 import os
 import types
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+
+import torch
 
 from ebbflow.torch_seams.own_guards import PLAIN, Held, can_change, finder, guard_anywhere, guard_at, of_this_trace
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
@@ -37,7 +38,7 @@ _PARTIALS = "_ebbflow_partials"  # of a trace: the partials that it has found, b
 _KEYWORDS = "L['kwargs']"
 """What Dynamo calls a call's keywords (``capture.trace``), whose order means nothing."""
 
-_NOTHING = object()
+_NONE: dict[str, Any] = {}
 
 _Below = Callable[..., Any]
 
@@ -243,9 +244,12 @@ def _had(held: Held, name: str, expected: bool) -> bool:
 
 def _has(value: Any, name: str) -> bool:
     """Without what a module or an object may do where it is asked for something that it has not."""
-    if isinstance(value, types.ModuleType):
-        return name in vars(value)
-    return inspect.getattr_static(value, name, _NOTHING) is not _NOTHING
+    own: dict[str, Any] = getattr(value, "__dict__", _NONE)
+    if name in own or hasattr(type(value), name):
+        return True
+    if isinstance(value, torch.nn.Module):
+        return any(name in own[table] for table in ("_parameters", "_buffers", "_modules"))
+    return isinstance(value, types.MethodType) and _has(value.__func__, name)
 
 
 def _of_attributes_of_dictionaries(below: _Below) -> _Below:
@@ -267,7 +271,7 @@ def _same_attribute(name: str, value: Any) -> Callable[[Any], bool]:
 def _of_identity(below: _Below) -> _Below:
     def compare(left: Any, right: Any) -> Any:
         answer = below(left, right)
-        if answer is not None:
+        if answer is not None and not (_is_constant(left) or _is_constant(right)):  # equal if it is one, as few are
             _guard_identity(left, right)
         return answer
 
@@ -280,6 +284,14 @@ def _of_identity_by_sign(below: _Below) -> _Below:
         return below(tx, args, *kwargs)
 
     return compare
+
+
+def _is_constant(variable: Any) -> bool:
+    """Whether it is a class, a function or a single value, or not known yet."""
+    from torch._dynamo.variables import LazyVariableTracker
+
+    lazy = isinstance(variable, LazyVariableTracker) and not variable.is_realized()
+    return lazy or variable.is_python_constant()
 
 
 def _is_single(variable: Any) -> bool:
@@ -301,12 +313,13 @@ def _guard_identity(one: Any, other: Any) -> None:
         return
     left, right = one.source.name, other.source.name
     expected: list[bool] = []
+    finds: list[Callable[[Mapping[str, Any]], Any]] = []
 
     def same(in_locals: Mapping[str, Any], in_globals: Mapping[str, Any]) -> bool:
-        now = finder(left, in_globals)(in_locals) is finder(right, in_globals)(in_locals)
         if not expected:  # asked once as soon as there are guards
-            expected.append(now)
-        return now == expected[0]
+            finds.append(finder(f"({left}) is ({right})", in_globals))
+            expected.append(finds[0](in_locals))
+        return finds[0](in_locals) == expected[0]
 
     guard_anywhere(("identity", left, right), f"whether {left} is {right}", same)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 import weakref
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ _BY_THEMSELVES = frozenset(
     )
 )
 """Of a class's attributes, what ``copyreg``, ``inspect`` and Python itself add when they look at it."""
-_CALLED = (types.FunctionType, staticmethod, classmethod, property)
 
 _Below = Callable[..., Any]
 
@@ -45,7 +44,8 @@ def guard_classes(graph: Any) -> None:
             if kind.__flags__ & _HEAP_TYPE:
                 seen[kind] = None
     if seen:
-        watched = [_Watched(each) for each in seen]
+        traced = {id(function()) for function, _ in (of_this_trace(_FUNCTIONS) or {}).values()}
+        watched = [_Watched(each, traced) for each in seen]
         says = "attributes of the classes of the objects that the step reads"
         guard_anywhere("classes", says, lambda *_: all([each.is_as_it_was() for each in watched]))
 
@@ -55,38 +55,40 @@ class _Watched:
 
     Args:
         kind: the class, held weakly. Functions of modules' classes are in the key of a step (``engine.key``).
+        traced: the ids of the functions that were.
     """
 
-    __slots__ = ("_functions", "_kind", "_last", "_names")
+    __slots__ = ("_count", "_functions", "_kind", "_names")
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type, traced: Container[int]) -> None:
         self._kind = weakref.ref(kind)
         self._names = _own_names(kind)
-        self._last = _at_a_glance(kind)
+        self._count = len(vars(kind))
         functions = () if issubclass(kind, torch.nn.Module) else vars(kind).items()
-        self._functions = [(name, Held(value)) for name, value in functions if isinstance(value, _CALLED)]
+        self._functions = [(name, Held(value)) for name, value in functions if id(_function_of(value)) in traced]
 
     def is_as_it_was(self) -> bool:
-        """Whether the class has the attributes of its own that it had, and the functions."""
+        """Whether the class has the attributes of its own that it had, and the functions that were traced."""
         kind = self._kind()
         if kind is None:
             return True
-        if (glance := _at_a_glance(kind)) != self._last:
+        attributes = kind.__dict__
+        if len(attributes) != self._count:
             if _own_names(kind) != self._names:
                 return False
-            self._last = glance
-        attributes = vars(kind)
-        return all([held.get() is attributes.get(name) for name, held in self._functions])
-
-
-def _at_a_glance(kind: type) -> tuple[int, object]:
-    """How many attributes a class has, and which came last: what is new comes last."""
-    attributes = vars(kind)
-    return len(attributes), next(reversed(attributes), None)
+            self._count = len(attributes)
+        return not self._functions or all([held.get() is attributes.get(name) for name, held in self._functions])
 
 
 def _own_names(kind: type) -> frozenset[str]:
     return frozenset(vars(kind)) - _BY_THEMSELVES
+
+
+def _function_of(value: Any) -> Any:
+    """What is called where a class has ``value``."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 def of_functions(below: _Below) -> _Below:
@@ -120,14 +122,19 @@ def guard_code() -> None:
     traced = list((of_this_trace(_FUNCTIONS) or {}).values())
     found = list((of_this_trace(_BUILTINS) or {}).values())
     if traced:
-        guard_anywhere("code", "code of the functions that are called", lambda *_: all(map(_has_code, traced)))
+        guard_anywhere("code", "code of the functions that are called", lambda *_: _have_code(traced))
     if found:
         says = "no global hides a builtin that is called"
-        guard_anywhere("builtins", says, lambda *_: all([names.isdisjoint(hiding) for hiding, names in found]))
+        guard_anywhere("builtins", says, lambda *_: all([hiding.keys().isdisjoint(names) for hiding, names in found]))
 
 
-def _has_code(traced: tuple[weakref.ref[Any], types.CodeType]) -> bool:
-    return (function := traced[0]()) is None or function.__code__ is traced[1]
+def _have_code(traced: list[tuple[weakref.ref[Any], types.CodeType]]) -> bool:
+    """Whether all functions have their code; those that are gone do not count."""
+    try:
+        return all([function().__code__ is code for function, code in traced])  # type: ignore[union-attr]
+    except AttributeError:
+        here = [(function(), code) for function, code in traced]
+        return all(function is None or function.__code__ is code for function, code in here)
 
 
 def of_registers(ask: Callable[[Any, Any], bool], below: _Below) -> _Below:
