@@ -79,7 +79,7 @@ def _add(builder: Any, guard: Any, check: Callable[[Mapping[str, Any]], bool], s
     """Add ``check`` of the locals of a call; not where tracing itself has changed what it asks, which no call meets."""
     safe = _safely(check)
     if safe(builder.scope["L"]):
-        builder.guard_manager.root.add_lambda_guard(safe, [says], guard.user_stack)
+        builder.guard_manager.root.add_epilogue_lambda_guard(safe, [says], guard.user_stack)  # asked when others hold
 
 
 def _safely(check: Callable[[Any], bool]) -> Callable[[Any], bool]:

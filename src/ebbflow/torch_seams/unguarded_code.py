@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 import weakref
 from abc import ABCMeta
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from typing import Any
 
 import torch
@@ -45,39 +45,46 @@ def guard_classes(graph: Any) -> None:
                 seen[kind] = None
     if seen:
         traced = {id(function()) for function, _ in (of_this_trace(_FUNCTIONS) or {}).values()}
-        watched = [_Watched(each, traced) for each in seen]
+        watched = _Watched(seen, traced)
         says = "attributes of the classes of the objects that the step reads"
-        guard_anywhere("classes", says, lambda *_: all([each.is_as_it_was() for each in watched]))
+        guard_anywhere("classes", says, lambda *_: watched.are_as_they_were())
 
 
 class _Watched:
-    """Definition 1 for one class.
+    """Definition 1 for some classes, which are held weakly.
 
     Args:
-        kind: the class, held weakly. Functions of modules' classes are in the key of a step (``engine.key``).
+        kinds: the classes. Functions of modules' classes are in the key of a step (``engine.key``).
         traced: the ids of the functions that were.
     """
 
-    __slots__ = ("_count", "_functions", "_kind", "_names")
+    def __init__(self, kinds: Collection[type], traced: Container[int]) -> None:
+        self._names = {weakref.ref(kind): _own_names(kind) for kind in kinds}
+        self._counts = [(kind, len(kind().__dict__)) for kind in self._names]
+        self._functions = [
+            (weakref.ref(kind), name, Held(value))
+            for kind in kinds
+            if not issubclass(kind, torch.nn.Module)
+            for name, value in vars(kind).items()
+            if id(_function_of(value)) in traced
+        ]
 
-    def __init__(self, kind: type, traced: Container[int]) -> None:
-        self._kind = weakref.ref(kind)
-        self._names = _own_names(kind)
-        self._count = len(vars(kind))
-        functions = () if issubclass(kind, torch.nn.Module) else vars(kind).items()
-        self._functions = [(name, Held(value)) for name, value in functions if id(_function_of(value)) in traced]
+    def are_as_they_were(self) -> bool:
+        """Whether they have the attributes of their own that they had, and the functions that were traced."""
+        try:  # what is asked at every call
+            same = all([len(kind().__dict__) == count for kind, count in self._counts])
+        except AttributeError:  # one is gone
+            same = False
+        return (same or self._have_their_names()) and all(
+            [kind() is None or held.get() is kind().__dict__.get(name) for kind, name, held in self._functions]
+        )
 
-    def is_as_it_was(self) -> bool:
-        """Whether the class has the attributes of its own that it had, and the functions that were traced."""
-        kind = self._kind()
-        if kind is None:
-            return True
-        attributes = kind.__dict__
-        if len(attributes) != self._count:
-            if _own_names(kind) != self._names:
-                return False
-            self._count = len(attributes)
-        return not self._functions or all([held.get() is attributes.get(name) for name, held in self._functions])
+    def _have_their_names(self) -> bool:
+        here = [(kind, names) for ref, names in self._names.items() if (kind := ref()) is not None]
+        if any(_own_names(kind) != names for kind, names in here):
+            return False
+        self._counts = [(weakref.ref(kind), len(kind.__dict__)) for kind, _ in here]
+        return True
 
 
 def _own_names(kind: type) -> frozenset[str]:
