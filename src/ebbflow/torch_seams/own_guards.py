@@ -79,7 +79,11 @@ def _add(builder: Any, guard: Any, check: Callable[[Mapping[str, Any]], bool], s
     """Add ``check`` of the locals of a call; not where tracing itself has changed what it asks, which no call meets."""
     safe = _safely(check)
     if safe(builder.scope["L"]):
-        builder.guard_manager.root.add_epilogue_lambda_guard(safe, [says], guard.user_stack)  # asked when others hold
+        add = builder.guard_manager.root.add_epilogue_lambda_guard  # which is asked when all others hold
+        try:
+            add(safe, [says], guard.user_stack)
+        except TypeError:  # of releases that keep no line with a guard
+            add(safe, [says])
 
 
 def _safely(check: Callable[[Any], bool]) -> Callable[[Any], bool]:

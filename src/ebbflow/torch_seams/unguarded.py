@@ -49,7 +49,7 @@ def unguarded_guarded() -> Iterator[None]:
     from torch._dynamo import symbolic_convert, variables
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
-    from torch._dynamo.variables import builder, builtin, object_protocol
+    from torch._dynamo.variables import builder, builtin
 
     dicts = variables.ConstDictVariable
     instance_dicts = getattr(variables, "DunderDictVariable", None)
@@ -65,7 +65,7 @@ def unguarded_guarded() -> Iterator[None]:
         (builtin.BuiltinVariable, "call_isinstance", partial(of_registers, isinstance)),
         (builtin.BuiltinVariable, "call_issubclass", partial(of_registers, issubclass)),
         (builtin, "vt_identity_compare", _of_identity),
-        (object_protocol, "vt_identity_compare", _of_identity),
+        (getattr(variables, "object_protocol", None), "vt_identity_compare", _of_identity),  # a module; not in all
         (InliningInstructionTranslator, "get_globals_source_and_value", _of_environment),
         (variables.TensorVariable, "method_attr__version", _of_versions),
         (variables.UserFunctionVariable, "get_code", of_functions),
@@ -92,9 +92,8 @@ def unguarded_guarded() -> Iterator[None]:
 
 def _of_trace(below: _Below) -> _Below:
     def compile_graph(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        for source in tuple(
-            graph.guard_on_key_order
-        ):  # where Dynamo means to guard it, and may guard nothing of the keys
+        # Where Dynamo means to guard the order of keys, it may guard nothing of the keys.
+        for source in tuple(graph.guard_on_key_order):
             _guard_keys(source)
         guard_classes(graph)
         guard_code()
