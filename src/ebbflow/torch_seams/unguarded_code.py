@@ -65,7 +65,7 @@ class _Watched:
             (weakref.ref(kind), name, Held(value))
             for kind in kinds
             if not issubclass(kind, torch.nn.Module)
-            for name, value in vars(kind).items()
+            for name, value in tuple(vars(kind).items())  # at once: other threads may add to it
             if id(_function_of(value)) in traced
         ]
 
