@@ -90,7 +90,7 @@ def others_tracing() -> bool:
 
 def traces(frame: types.FrameType | None) -> bool:
     """Whether a stack is inside of an export or of ``torch.fx.Tracer.trace``."""
-    while frame is not None:
+    while isinstance(frame, types.FrameType):  # of a thread that runs on, f_back may be no frame at all
         if frame.f_code is _TRACE or frame.f_code.co_filename == _EXPORT:
             return True
         frame = frame.f_back
