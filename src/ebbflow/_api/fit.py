@@ -22,6 +22,7 @@ from ebbflow._api.refusals import (
     require_module,
 )
 from ebbflow.clipping import Clipping
+from ebbflow.engine.arrivals import unplanned_backwards
 from ebbflow.engine.calls import Calls, watch_optimizers
 from ebbflow.engine.fitted_class import FITTED, fitted_class, set_class, watched_of_fitted
 from ebbflow.engine.inside import Inside
@@ -180,7 +181,8 @@ def fit(
         refuse_to_offload(optimizer, opened)
     if options.inside:
         refuse_to_step_inside(optimizer, options.scaler)
-    FITTED[model] = _known_of(model, limit, given, options, optimizer, opened)
+    FITTED[model] = fitted = _known_of(model, limit, given, options, optimizer, opened)
+    fitted.arrivals.watch(model.parameters())
     set_class(model, fitted_class(type(model)))
     watch_optimizers(watched_of_fitted)
     watch_batches(watched_of_fitted)
@@ -228,7 +230,10 @@ def _known_of(
         tiers=tiers,
         offloaded=None if moves is None else Offloaded(moves, next(iter(tiers.values()))),
         inside=None if updates is None else Inside(updates, options.clipping, options.scaler),
-        calls=Calls(fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters())),
+        calls=Calls(
+            fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters()),
+            other_backwards=unplanned_backwards(),
+        ),
     )
 
 
@@ -352,6 +357,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted = _fitted(model, "unfit")
     del FITTED[model]
     fitted.flights.disturb()
+    fitted.arrivals.close()
     set_class(model, fitted.plain_class)
     if fitted.inside is not None:
         fitted.inside.close()

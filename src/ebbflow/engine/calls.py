@@ -1,15 +1,15 @@
 """How a fitted model's calls went: how many were planned, and how many were not and why.
 
 Training that goes past the model (its parts are called, its weights used elsewhere) shows where nothing else would
-see it: an optimizer is about to step on gradients that no planned call has made. So one hook before every step of
-every optimizer (``register_optimizer_step_pre_hook``) looks at those of fitted models.
+see it: an optimizer is about to step on gradients that no planned step has made. So one hook before every step of
+every optimizer (``register_optimizer_step_pre_hook``) looks at those of fitted models. Gradients that no backward of
+this process has made, written by hand or come from another process, took no step's memory and are left alone.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ebbflow.engine.arrivals import Arrivals, unplanned_backwards
 from ebbflow.errors import UsageError
-from ebbflow.faults import users_level
 from ebbflow.torch_seams.optimizers import gradient_of
 from ebbflow.torch_seams.storages import StorageWatch, version_of
 
@@ -39,6 +39,10 @@ _CALL_WITH_GRADIENTS = (
     "The model was called under torch.no_grad() and switches gradients on itself (torch.enable_grad()), and a call "
     "without gradients is not planned. Call it with gradients on, and put no_grad around what needs none"
 )
+_ADD_UP = (
+    "What is added to a planned call's loss, and goes through the same backward, is planned for: "
+    "(model(...) + penalty).backward()"
+)
 _OWN_CALL = (
     "{} has a __call__ of its own that goes past its forward, which is what Ebbflow plans: move what __call__ does to "
     "forward, and call the model as before"
@@ -53,11 +57,13 @@ class Calls:
         planned: training calls that ran under a plan.
         unplanned: of other calls, by reason.
         fitted_with_gradients: whether there were gradients already, so that the first step of an optimizer uses those.
+        other_backwards: how many unplanned backwards this process had begun when the model was fitted.
     """
 
     planned: int = 0
     unplanned: dict[str, int] = field(default_factory=dict[str, int])
     fitted_with_gradients: bool = field(default=False, repr=False)
+    other_backwards: int | None = field(default=None, repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count_planned(self) -> None:
@@ -82,7 +88,8 @@ class _OfOptimizer:
     Attributes:
         calls: of the model.
         trains: whether it trains a parameter of it.
-        planned: planned calls at its last step.
+        planned: planned backwards at its last step.
+        others: unplanned backwards of the process at its last step.
         used: the first gradient that its last step used, and how often that had been written to.
     """
 
@@ -90,13 +97,19 @@ class _OfOptimizer:
         self.trains = trains
         self.calls = calls
         self.planned = -1 if calls.fitted_with_gradients else 0
-        self.warned = False
+        self.others = calls.other_backwards
         self.used: tuple[StorageWatch, int] | None = None
 
     def uses_again(self, gradient: torch.Tensor) -> bool:
-        """Whether the last step used ``gradient`` as it is now. It is the one to compare the next with."""
-        before, self.used = self.used, (StorageWatch(gradient), version_of(gradient))
-        return before is not None and (before[0].key, before[1]) == (self.used[0].key, self.used[1])
+        """Whether the last step used ``gradient`` as it is now."""
+        return self.used is not None and (self.used[0].key, self.used[1]) == (
+            StorageWatch(gradient).key,
+            version_of(gradient),
+        )
+
+    def use(self, gradient: torch.Tensor | None) -> None:
+        """The step that comes uses ``gradient``."""
+        self.used = None if gradient is None or gradient.is_sparse else (StorageWatch(gradient), version_of(gradient))
 
 
 class Watched(NamedTuple):
@@ -106,11 +119,15 @@ class Watched(NamedTuple):
         model: it.
         calls: of it.
         meet: what is told of an optimizer that is about to step its weights.
+        backwards: planned ones of it that have begun.
+        arrivals: of gradients at its parameters.
     """
 
     model: torch.nn.Module
     calls: Calls
     meet: Callable[[torch.optim.Optimizer], None]
+    backwards: int
+    arrivals: Arrivals
 
 
 _Fitted = Callable[[], Iterable[Watched]]
@@ -134,15 +151,14 @@ def _before_step(
     fitted: _Fitted, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Look at gradients that a step is about to use; those that its closure will make are looked at when it has."""
-    models = list(fitted())
-    if not models:
+    if next(iter(fitted()), None) is None:
         while _handles:
             _handles.pop().remove()
         return None
     # The optimizer comes first among the arguments that a hook is given, and a closure next.
     own, rest = args[0], args[1:]
     closure = rest[0] if rest else kwargs.get("closure")
-    look = functools.partial(_look, models, weakref.ref(optimizer))
+    look = functools.partial(_look, fitted, weakref.ref(optimizer))
     if closure is None:
         look()
         return None
@@ -158,56 +174,72 @@ def _before_step(
     return args, {**kwargs, "closure": looked_at}
 
 
-def _look(models: list[Watched], optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
+def _look(fitted: _Fitted, optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
+    models = list(fitted())
     stepping = optimizer()
     assert stepping is not None
     of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
     outside = _counted_with(models)
-    for model, calls, meet in models:
-        planned = calls.planned + sum(each.planned for each in outside.get(id(model), ()))
-        of_model = of_optimizer.get(model)
-        if of_model is None or of_model.calls is not calls:
-            of_model = of_optimizer[model] = _OfOptimizer(_trains(stepping, model), calls)
+    others = unplanned_backwards()
+    for each in models:
+        of_model = of_optimizer.get(each.model)
+        if of_model is None or of_model.calls is not each.calls:
+            of_model = of_optimizer[each.model] = _OfOptimizer(_trains(stepping, each.model), each.calls)
         if of_model.trains:
-            meet(stepping)
-            _look_at(of_model, stepping, model, calls, planned)
+            each.meet(stepping)
+            planned = each.backwards + sum(outside.get(id(each.model), ()))
+            _look_at(of_model, stepping, each, planned, others)
 
 
-def _counted_with(models: list[Watched]) -> dict[int, list[Calls]]:
-    """By id of each model the counts of those that it is a part of: planned calls of these are planned for it too."""
-    found: dict[int, list[Calls]] = {}
+def _counted_with(models: list[Watched]) -> dict[int, list[int]]:
+    """By id of each model the planned backwards of those that it is a part of: they are planned for it too."""
+    found: dict[int, list[int]] = {}
     if len(models) < 2:
         return found
     fitted = {id(each.model) for each in models}
-    for outer, calls, _ in models:
-        for each in outer.modules():
-            if id(each) in fitted and each is not outer:
-                found.setdefault(id(each), []).append(calls)
+    for outer in models:
+        for each in outer.model.modules():
+            if id(each) in fitted and each is not outer.model:
+                found.setdefault(id(each), []).append(outer.backwards)
     return found
 
 
 def _look_at(
-    seen: _OfOptimizer, optimizer: torch.optim.Optimizer, model: torch.nn.Module, calls: Calls, planned: int
+    seen: _OfOptimizer, optimizer: torch.optim.Optimizer, watched: Watched, planned: int, others: int | None
 ) -> None:
-    before, seen.planned = seen.planned, planned
-    first = next(_gradients(optimizer, model), None)
+    """Refuse what was trained past ``watched``.
+
+    Raises:
+        UsageError: if gradients come from backwards without a planned step. No weight has been changed.
+    """
+    is_planned, by_others = planned != seen.planned, others is None or others != seen.others
+    first = next(_gradients(optimizer, watched.model), None)
     again = first is not None and not first.is_sparse and seen.uses_again(first)
-    if planned != before or again or not _has_gradients(optimizer, model):
-        return
-    calls.count_unplanned(PAST_THE_MODEL)
-    if not planned:
-        raise UsageError(
-            f"an optimizer is about to train {type(model).__name__} with gradients of which no planned call has made "
-            f"any, so nothing kept them within the budget; no weight has been changed. {_advice(model, calls)}",
-            argument="model",
+    besides = watched.arrivals.besides(_own_parameters(optimizer))
+    if by_others:
+        watched.arrivals.watch(watched.model.parameters())
+    if besides or (not (is_planned or again) and _has_gradients(optimizer, watched.model)):
+        watched.calls.count_unplanned(PAST_THE_MODEL)
+        if besides or by_others:
+            raise UsageError(_told(watched, is_planned=is_planned), argument="model")
+    if not by_others:
+        watched.arrivals.close()
+    watched.arrivals.forget(_own_parameters(optimizer))
+    seen.planned, seen.others = planned, others
+    seen.use(first)
+
+
+def _told(watched: Watched, *, is_planned: bool) -> str:
+    about = f"an optimizer is about to train {type(watched.model).__name__} with gradients"
+    if is_planned:
+        return (
+            f"{about} of two kinds: a planned call has made some, and a backward without one has added to them, which "
+            f"nothing kept within the budget; no weight has been changed. {_ADD_UP}. {ADVICE}"
         )
-    if not seen.warned:
-        seen.warned = True
-        warnings.warn(
-            f"an optimizer trains {type(model).__name__} with gradients that no planned call has made since its last "
-            f"step: what made them was not kept within the budget. {_advice(model, calls)}",
-            stacklevel=users_level(),
-        )
+    return (
+        f"{about} of which no planned call has made any, so nothing kept them within the budget; no weight has been "
+        f"changed. {_advice(watched.model, watched.calls)}"
+    )
 
 
 def _advice(model: torch.nn.Module, calls: Calls) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ebbflow.engine.arrivals import note_planned
 from ebbflow.engine.between import learn_retained
 from ebbflow.engine.executable import Executable, Phase, executable_numbered
 from ebbflow.engine.flights import Flight, aloft, flight_numbered, flights_of
@@ -212,12 +213,15 @@ def run_nothing(args: list[Any]) -> Any:
 
 def run_backward(args: list[Any]) -> Any:
     """One gradient per primal, of what the forward saved and the tangents; empties ``args``."""
+    note_planned()
     number, name = read_ticket(args.pop(0))
     executable = executable_numbered(number)
     arena = arena_numbered(name)
     if arena is None and executable.moves:
         raise gone(executable.plan.tiers[0])
     flight = _flight(executable, name)
+    if flight is not None:
+        flight.home.backwards += 1
     taken = _begin_updates(executable, flight)
     with travelling(arena), _by_default(executable.default_dtype):
         gradients = _gradients(executable, name, args, taken)

@@ -50,7 +50,10 @@ _Forward = Callable[..., Any]
 
 def watched_of_fitted() -> Iterator[Watched]:
     """Every fitted model, as optimizers look at it."""
-    return (Watched(model, fitted.calls, fitted.meet) for model, fitted in list(FITTED.items()))
+    return (
+        Watched(model, fitted.calls, fitted.meet, fitted.flights.backwards, fitted.arrivals)
+        for model, fitted in list(FITTED.items())
+    )
 
 
 def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:

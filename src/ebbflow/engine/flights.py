@@ -119,6 +119,8 @@ class Flight:
         tensors = list(returned_tensors(outputs))
         self.returned = watches_of(tensors)
         node = _own_node(tensors)
+        if node is None or self.hooked:
+            self.home.backwards += 1
         if node is None:
             leave(self.returned)
             self.home.unseen.append(self)
@@ -185,10 +187,14 @@ class Flights:
 
     Args:
         knowledge: of the model.
+
+    Attributes:
+        backwards: that have begun; of flights that their backwards may not name, that have taken off.
     """
 
     def __init__(self, knowledge: Learner | None = None) -> None:
         self.knowledge = knowledge
+        self.backwards = 0
         self.in_the_air: dict[int, Flight] = {}
         # Flights whose node was not found in what the forward returned: their executables are needed all the same.
         self.unseen: deque[Flight] = deque(maxlen=_MOST_UNSEEN)

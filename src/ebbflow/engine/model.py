@@ -25,6 +25,7 @@ import torch
 
 from ebbflow.capture.numbers import Numbers
 from ebbflow.engine.after import AfterBackward
+from ebbflow.engine.arrivals import Arrivals
 from ebbflow.engine.between import Knowledge, learn_flight
 from ebbflow.engine.calls import Calls
 from ebbflow.engine.circumstances import Circumstances
@@ -105,6 +106,7 @@ class FittedModel:
         not_captured: keys of calls that have nothing to train and are no graph either.
         between: what happens between the graphs of its steps, as far as that is learned.
         after: what is taken when their backwards have returned, likewise.
+        arrivals: of gradients at its parameters.
     """
 
     plain_class: type[torch.nn.Module]
@@ -135,6 +137,7 @@ class FittedModel:
     _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
     between: Knowledge = field(default_factory=Knowledge)
     after: AfterBackward = field(default_factory=AfterBackward)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _in_a_row: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False

@@ -345,6 +345,7 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
             flight.gauge = None  # the optimizer makes its state in this step, which is counted as there already
         if flight.proves and alone:
             flight.restore = snapshot(step.changed_in(call.module), now.device)
+    model.arrivals.call_begins(call.module.parameters(), first=not model.calls.planned)
     try:
         outputs, detached = step.capture(call, flight)
     except BaseException as error:

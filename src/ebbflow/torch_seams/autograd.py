@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -20,7 +22,9 @@ __all__ = [
     "BackwardWatch",
     "accumulate_in_order",
     "active_transform",
+    "backwards_begun",
     "current_graph_task_id",
+    "gradient_leaf",
     "has_saved_tensor_hooks",
     "in_backward",
     "is_function_node",
@@ -100,6 +104,40 @@ def accumulate_in_order(node: Any, order: Sequence[int]) -> None:
 
 _leaf = torch.ones((), requires_grad=True)
 _root, _one = _leaf.clone(), torch.ones(())
+_numbered = _leaf.clone()
+_begun_here = itertools.count()
+_of_thread = threading.local()
+
+
+def _note_number(_: Any) -> None:
+    _of_thread.number = current_graph_task_id()
+
+
+assert _numbered.grad_fn is not None
+_numbered.grad_fn.register_prehook(_note_number)
+
+
+def _backward_of_nothing(root: torch.Tensor) -> None:
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.run_backward((root,), (_one,), True, False, (_leaf,), allow_unreachable=True, accumulate_grad=False)
+
+
+def backwards_begun() -> int | None:
+    """How many backwards have begun in this process on any thread, those of this module left out.
+
+    Each takes the next number, and this begins one to see which is next. ``None`` inside of a backward.
+    """
+    if in_backward():
+        return None
+    before = next(_begun_here)
+    _backward_of_nothing(_numbered)
+    return int(_of_thread.number) - before
+
+
+def gradient_leaf(parameter: torch.Tensor) -> Any:
+    """The node of autograd's graph that gives ``parameter`` its gradient; it lives as long as somebody has it."""
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def release_failed_backward() -> None:
@@ -109,8 +147,8 @@ def release_failed_backward() -> None:
     backward that computes nothing, and runs no operator, that takes ten microseconds.
     """
     if not in_backward():
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        engine.run_backward((_root,), (_one,), True, False, (_leaf,), allow_unreachable=True, accumulate_grad=False)
+        next(_begun_here)
+        _backward_of_nothing(_root)
 
 
 class BackwardWatch(AbstractContextManager["BackwardWatch"]):

@@ -52,6 +52,52 @@ def backwards_have_numbers() -> None:
     expect(-1 not in _Node.tasks and len(set(_Node.tasks)) == 2, f"backwards have the numbers {_Node.tasks}")
 
 
+@canary
+def backwards_are_counted() -> None:
+    """Each backward of the process takes the next number, so that those that began are counted without any hook."""
+    value = torch.ones((), requires_grad=True)
+    before = autograd.backwards_begun()
+    autograd.release_failed_backward()
+    autograd.backwards_begun()
+    (value * 2).backward()
+    torch.autograd.grad(value * 2, value)
+    after = autograd.backwards_begun()
+    expect(before is not None and after == before + 2, f"two backwards count as from {before} to {after}")
+
+
+@canary
+def gradients_are_seen_to_arrive() -> None:
+    """A hook on the leaf's node runs before its gradient is added, in each backward that adds one; a copy has none."""
+    value, came = torch.ones(3, requires_grad=True), []
+    leaf = autograd.gradient_leaf(value)
+    hook = leaf.register_prehook(lambda _: came.append((autograd.current_graph_task_id(), value.grad is None)))
+    made: list[int] = []
+    output: Tensor = _Making.apply(value, made)  # type: ignore[assignment]
+    output.sum().backward()
+    expect(len(came) == 1 and came[0][0] >= 0 and came[0][1], f"of one gradient came {came}")
+    expect(value.grad is not None and value.grad.data_ptr() == made[0], "a gradient that is looked at is copied")
+    torch.autograd.grad((value * 2).sum(), value)
+    expect(len(came) == 1, "a gradient that is not added arrives")
+    hook.remove()
+    (value * 2).sum().backward()
+    expect(len(came) == 1, "a hook that was removed runs")
+
+
+class _Making(torch.autograd.Function):
+    """Hands out a gradient that nobody else holds, and notes where it lies."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, made: list[int]) -> Tensor:
+        ctx.made = made
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        made = gradients[0] * 2
+        ctx.made.append(made.data_ptr())
+        return made, None
+
+
 class _Kept(torch.autograd.Function):
     gradients: list[weakref.ref[Tensor]]
 
