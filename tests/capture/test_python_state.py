@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 import ebbflow
-from ebbflow.errors import CaptureError
+from ebbflow.errors import CaptureError, InternalError
 from ebbflow.planners import Progress
-from ebbflow.torch_seams import dynamo
+from ebbflow.torch_seams import dynamo, own_guards
 from ebbflow.torch_seams.tracing import corrected_tracing
 
 Read = Callable[[Tensor], Tensor]
@@ -508,6 +508,30 @@ def test_a_counter_of_writes_is_refused() -> None:
     model = ebbflow.fit(Versioned(4, 4), "100%", progress=None)
     with pytest.raises(CaptureError, match="_version"):
         model(torch.ones(2, 4))
+
+
+def test_a_read_that_cannot_be_asked_again_is_our_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never taken to stay as it is."""
+
+    def nowhere(name: str, in_globals: Any) -> Any:
+        raise NameError(name)
+
+    monkeypatch.setattr(own_guards, "finder", lambda *_: lambda in_locals: nowhere("", in_locals))
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.scales = {"one": 1.0, "two": 2.0}
+
+        def forward(self, input: Tensor) -> Tensor:
+            scaled = super().forward(input).sum()
+            for scale in self.scales.values():
+                scaled = scaled * scale
+            return scaled
+
+    with pytest.raises(InternalError, match="cannot be asked again later: keys in this order") as caught:
+        ebbflow.fit(Scaled(), "100%", progress=None)(torch.ones(2, 4))
+    assert str(caught.value).count("This is a fault in Ebbflow") == 1
 
 
 def test_what_changes_beside_what_is_read_makes_no_other_step() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
+from ebbflow.errors import InternalError
+
 __all__ = ["PLAIN", "Held", "can_change", "finder", "guard_anywhere", "guard_at", "of_this_trace"]
 
 _ASKED = "_ebbflow_asked"  # of a trace: what it has guards for
@@ -76,14 +78,23 @@ def guard_anywhere(kind: object, says: str, check: Callable[[Mapping[str, Any], 
 
 
 def _add(builder: Any, guard: Any, check: Callable[[Mapping[str, Any]], bool], says: str) -> None:
-    """Add ``check`` of the locals of a call; not where tracing itself has changed what it asks, which no call meets."""
+    """Add ``check`` of the locals of a call.
+
+    Raises:
+        InternalError: if the call that is captured does not meet it: its place is not found again, or the trace has
+            changed what is there. Without it the step would go on with what it has read, and with it none would run.
+    """
     safe = _safely(check)
-    if safe(builder.scope["L"]):
-        add = builder.guard_manager.root.add_epilogue_lambda_guard  # which is asked when all others hold
-        try:
-            add(safe, [says], guard.user_stack)
-        except TypeError:  # of releases that keep no line with a guard
-            add(safe, [says])
+    if not safe(builder.scope["L"]):
+        from torch._dynamo.exc import Unsupported
+
+        fault = InternalError(f"what the forward has read of Python's objects cannot be asked again later: {says}")
+        raise Unsupported(str(fault)) from fault  # any other is wrapped by Dynamo, and its cause is lost
+    add = builder.guard_manager.root.add_epilogue_lambda_guard  # which is asked when all others hold
+    try:
+        add(safe, [says], guard.user_stack)
+    except TypeError:  # of releases that keep no line with a guard
+        add(safe, [says])
 
 
 def _safely(check: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -229,7 +229,9 @@ def _guard_attribute(source: Any, value: Any, name: str) -> None:
         guard_at(source, f"has attribute {name}", says, partial(_same_attribute_or_none, name))
         return
     held, expected = Held(value), _has(value, name)
-    guard_anywhere(("attribute", id(value), name), f"{says} {value!r}", lambda *_: _had(held, name, expected))
+    guard_anywhere(
+        ("attribute", id(value), name), f"{says} a {type(value).__name__}", lambda *_: _had(held, name, expected)
+    )
 
 
 def _same_attribute_or_none(name: str, value: Any) -> Callable[[Any], bool]:
