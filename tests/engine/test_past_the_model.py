@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -130,7 +132,7 @@ def _plain(model: Net, _: Any) -> None:
     model(X).backward()
 
 
-@pytest.mark.parametrize("planned", [0, 1, 4])
+@pytest.mark.parametrize("planned", [0, 1, 9])
 @pytest.mark.parametrize("loop", PAST, ids=lambda each: each.__name__)
 def test_a_phase_past_the_model_is_refused_whenever_it_comes(loop: Loop, planned: int) -> None:
     model, optimizer = _fitted()
@@ -152,7 +154,7 @@ def test_a_backward_besides_planned_ones_is_refused_in_the_first_step(loop: Loop
 def test_and_in_the_second_such_step_where_others_came_first(loop: Loop) -> None:
     """Hooks cost, so they are gone while every backward is planned (``engine.arrivals``)."""
     model, optimizer = _fitted()
-    for _ in range(3):
+    for _ in range(8):
         _step(model, optimizer, _plain)
     assert not FITTED[model].arrivals.watches
     _step(model, optimizer, loop)
@@ -277,19 +279,15 @@ def test_gradients_written_by_hand_are_counted(planned: int) -> None:
     assert ebbflow.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 2}
 
 
-def test_hooks_are_there_only_while_a_backward_was_not_planned() -> None:
+def test_hooks_are_there_while_a_backward_was_not_planned_and_for_some_steps_more() -> None:
     model, optimizer = _fitted()
     arrivals = FITTED[model].arrivals
-    _plain(model, None)
-    assert arrivals.watches
-    optimizer.step()  # the capture was a backward as well
-    _step(model, optimizer, _plain)
-    assert not arrivals.watches
-    _step(model, optimizer, _another_model)
-    assert arrivals.watches
-    _step(model, optimizer, _plain)
-    assert not arrivals.watches
-    _step(model, optimizer, _another_model)
+    for steps in (8, 8 * 16):
+        for _ in range(steps):
+            assert arrivals.watches
+            _step(model, optimizer, _plain)
+        assert not arrivals.watches
+        _step(model, optimizer, _another_model)
     ebbflow.unfit(model)
     assert not arrivals.watches
 
@@ -321,12 +319,163 @@ def test_both_of_two_optimizers_judge_their_own_gradients() -> None:
     seldom = torch.optim.SGD([*model.head.parameters(), *model.other.parameters()], lr=0.1)
     model(X).backward()
     model.other(torch.ones(2, 32)).sum().backward()
-    often.step()
-    often.zero_grad()
-    model(X).backward()
-    often.step()
+    for _ in range(20):
+        often.step()
+        often.zero_grad()
+        model(X).backward()
     with pytest.raises(UsageError, match="two kinds"):
         seldom.step()
+
+
+class Adversaries(nn.Module):
+    """Two sides in one model, trained in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.other = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(x)).mean()
+
+
+@pytest.mark.parametrize("toggled", [False, True])
+def test_sides_that_are_frozen_in_turns_are_looked_at_all_the_same(toggled: bool) -> None:
+    """As Lightning's ``toggle_optimizer`` and pix2pix's ``set_requires_grad`` do."""
+    model = ebbflow.fit(Adversaries(), "100%", effort=10, progress=None)
+    sides = model.one, model.other
+    optimizers = [torch.optim.Adam(each.parameters()) for each in sides]
+    for _ in range(3):
+        for side, optimizer in zip(sides, optimizers, strict=True):
+            for each in sides:
+                each.requires_grad_(not toggled or each is side)
+            optimizer.zero_grad()
+            model(X).backward()
+            optimizer.step()
+    model.requires_grad_(True)
+    for _ in range(2):
+        optimizers[1].zero_grad()
+        model.other(X).square().mean().backward()
+        with pytest.raises(UsageError, match="no weight has been changed"):
+            optimizers[1].step()
+        optimizers[1].zero_grad()
+        model(X).backward()
+        optimizers[0].step()
+
+
+def test_parameters_that_an_optimizer_gets_later_are_looked_at() -> None:
+    """As a callback that thaws layers does (``add_param_group``); what the optimizer keeps of them counts."""
+    model, other = ebbflow.fit(Net(), "100%", effort=10, progress=None), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(other.parameters())
+    other(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": list(model.parameters())})
+    _step(model, optimizer, _plain)
+    assert optimizer in FITTED[model].other_optimizers
+    _refused(model, optimizer, _part, "no planned call has made any")
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_heads_of_a_shared_body_are_trained_in_turns(others: bool) -> None:
+    """The gradients that one's planned call has made are planned for the other as well."""
+
+    class Head(nn.Module):
+        def __init__(self, body: nn.Module) -> None:
+            super().__init__()
+            self.body, self.head = body, nn.Linear(32, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x)).mean()
+
+    torch.manual_seed(0)
+    body, unrelated = nn.Sequential(nn.Linear(16, 32), nn.GELU()), nn.Linear(2, 2)
+    heads = [ebbflow.fit(Head(body), "100%", effort=10, progress=None) for _ in range(2)]
+    optimizer = torch.optim.Adam({each for head in heads for each in head.parameters()})
+    for _ in range(6):
+        for head in heads:
+            optimizer.zero_grad()
+            if others:
+                unrelated(torch.ones(1, 2)).sum().backward()
+            head(X).backward()
+            optimizer.step()
+    assert [ebbflow.calls_of(head).unplanned for head in heads] == [{}, {}]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_part_in_the_planned_backward_of_another_model_is_loss_outside(others: bool) -> None:
+    encoder = ebbflow.fit(nn.Sequential(nn.Linear(16, 16), nn.GELU()), "100%", effort=10, progress=None)
+    decoder, unrelated = ebbflow.fit(Net(), "100%", effort=10, progress=None), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
+    for _ in range(3):
+        optimizer.zero_grad()
+        if others:
+            unrelated(torch.ones(1, 2)).sum().backward()
+        decoder.contrastive(encoder(X)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_penalty_beside_a_checkpointed_call_is_in_its_backward(reentrant: bool) -> None:
+    model, optimizer = _fitted()
+    x = X.clone().requires_grad_()
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        (loss + 1e-3 * model.body[0].weight.square().sum()).backward()
+        optimizer.step()
+
+
+def test_new_shapes_are_no_backwards_of_others() -> None:
+    """An evolution strategy that looks at losses with gradients on: captures are our own backwards."""
+    model, optimizer = _fitted()
+    for length in (8, 9, 10):
+        model(torch.randn(length, 16)).item()
+        _step(model, optimizer, _by_hand)
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, lambda each: each.double().float()])
+def test_a_model_of_another_type_is_looked_at(change: Callable[[nn.Module], Any]) -> None:
+    model, optimizer = _fitted()
+    _step(model, optimizer, _another_model)
+    change(model)
+    x = X.to(model.head.weight.dtype)
+    model(x).backward()
+    model.contrastive(x).backward()
+    with pytest.raises(UsageError, match="two kinds"):
+        optimizer.step()
+
+
+def test_what_was_dropped_is_not_held_against_the_next_gradient() -> None:
+    model, optimizer = _fitted()
+    model.other(torch.ones(2, 32)).sum().backward()
+    model.zero_grad()
+    of_body = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    for _ in range(10):
+        _step(model, of_body, _plain)
+    _step(model, optimizer, _unused_head)
+
+
+def test_no_graph_and_no_parameter_is_kept_by_hooks() -> None:
+    model, optimizer = _fitted()
+    _step(model, optimizer, _plain)
+    del optimizer  # which has the parameters as well
+    replaced, graphs = [], []
+    for _ in range(2):
+        replaced.append(weakref.ref(model.head.weight))
+        model.head = nn.Linear(32, 1)
+        weights = {name: each * 1.0 for name, each in model.named_parameters()}
+        graphs.append(weakref.ref(weights["head.weight"]))
+        torch.func.functional_call(model, weights, (X,)).backward()
+        del weights
+        model(X).backward()
+    gc.collect()
+    assert [each() for each in (*replaced, *graphs)] == [None] * 4
+
+
+def test_a_part_that_was_wrapped_later_is_named() -> None:
+    model = nn.Sequential(ebbflow.fit(nn.Linear(4, 4), "1MiB", progress=None))
+    with pytest.raises(UsageError, match=r"what is fitted is 0 in this Sequential.*get_submodule\('0'\)"):
+        ebbflow.calls_of(model)
 
 
 def test_parameters_that_are_changed_by_their_data_take_gradients_of_their_new_shape() -> None:

@@ -29,6 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulated": {},
     "accumulated views": {"gradient_as_bucket_view": True},
     "fitted late": {},
+    "unused, outputs": {"find_unused_parameters": True},
+    "static, outputs": {"static_graph": True},
 }
 STEPS, PARTS = 4, 2
 
@@ -50,7 +52,7 @@ class Net(nn.Module):
 def trained(way: str, rank: int, *, fitted: bool) -> dict[str, Any]:
     """What training leaves: bits, and with a plan how its calls went and what it counts as resident."""
     settings, late = WAYS[way], way == "fitted late"
-    net = Net()
+    net = WithOutputs() if way.endswith("outputs") else Net()
     if fitted and not late:
         ebbflow.fit(net, "80%", progress=None)
     wrapper = DistributedDataParallel(net, **settings)
@@ -63,7 +65,8 @@ def trained(way: str, rank: int, *, fitted: bool) -> dict[str, Any]:
         parts = PARTS if way.startswith("accumulated") else 1
         for part in range(parts):
             with wrapper.no_sync() if part + 1 < parts else contextlib.nullcontext():
-                loss = wrapper(torch.randn(256, 48), idle=way == "unused")
+                outputs = wrapper(torch.randn(256, 48), idle=way.startswith("unused"))
+                loss = outputs["loss"] if isinstance(outputs, dict) else outputs
                 loss.backward()
                 losses.append(loss.item())
         optimizer.step()
@@ -85,6 +88,13 @@ def trained(way: str, rank: int, *, fitted: bool) -> dict[str, Any]:
             for each in wrapper.reducer._get_zeros_like_grad_buckets()
         )
     return left
+
+
+class WithOutputs(Net):
+    """Returns what its loss is made of beside it, as Hugging Face's models do."""
+
+    def forward(self, x: torch.Tensor, idle: bool = False) -> Any:
+        return {"loss": super().forward(x, idle), "logits": self.head(x)}
 
 
 class Talking(nn.Module):

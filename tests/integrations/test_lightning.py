@@ -348,7 +348,7 @@ def test_a_trainer_that_spreads_or_compiles_is_refused_by_name() -> None:
         def prepare_data(self) -> None:
             self.trainer.strategy.world_size = 2
 
-    with pytest.raises(UsageError, match="2 processes"):
+    with pytest.raises(UsageError, match="one of 2 processes"):
         trained(MemoryBudget("97%"), kind=Two)
 
 

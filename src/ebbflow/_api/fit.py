@@ -6,11 +6,11 @@ What Ebbflow knows about the model lives outside it in a :class:`~ebbflow.engine
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from ebbflow._api.refusals import (
     require_module,
 )
 from ebbflow.clipping import Clipping
-from ebbflow.engine.arrivals import unplanned_backwards
+from ebbflow.engine.arrivals import backwards_so_far
 from ebbflow.engine.calls import Calls, watch_optimizers
 from ebbflow.engine.fitted_class import FITTED, fitted_class, set_class, watched_of_fitted
 from ebbflow.engine.inside import Inside
@@ -232,7 +232,7 @@ def _known_of(
         inside=None if updates is None else Inside(updates, options.clipping, options.scaler),
         calls=Calls(
             fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters()),
-            other_backwards=unplanned_backwards(),
+            backwards_before=backwards_so_far(),
         ),
     )
 
@@ -357,7 +357,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted = _fitted(model, "unfit")
     del FITTED[model]
     fitted.flights.disturb()
-    fitted.arrivals.close()
+    fitted.arrivals.end()
     set_class(model, fitted.plain_class)
     if fitted.inside is not None:
         fitted.inside.close()
@@ -467,6 +467,14 @@ def _fitted(model: torch.nn.Module, caller: str) -> FittedModel:
     require_module(model, caller)
     fitted = FITTED.get(model)
     if fitted is None:
+        named = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
+        inside = [name for name, part in named if part in FITTED]
+        if inside:
+            raise UsageError(
+                f"what is fitted is {inside[0]} in this {type(model).__name__}, which was put around it after fit, as "
+                f"PEFT does: give {caller} that one, model.get_submodule({inside[0]!r})",
+                argument="model",
+            )
         raise UsageError(
             "the model is not fitted (a copy of a fitted model, or one that was loaded, is a plain model); "
             "call ebbflow.fit(model, budget) first",

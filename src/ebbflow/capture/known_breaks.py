@@ -90,6 +90,14 @@ _OF_FUNCTIONS = (
     ),
     _Break(
         r"Unsafe side effect|setattr\(\) on unsupported type",
+        "A layer of bitsandbytes sets itself up in its first call, here inside of a checkpoint.",
+        "Call the model once before, as it will be trained, under torch.no_grad(); or leave the checkpoints out "
+        "(model.gradient_checkpointing_disable(), prepare_model_for_kbit_training(model, "
+        "use_gradient_checkpointing=False)), whose place a budget takes",
+        line=r"[/\\]bitsandbytes[/\\]",
+    ),
+    _Break(
+        r"Unsafe side effect|setattr\(\) on unsupported type",
         "A torch.autograd.Function, or a function that is given to another one of torch's (a checkpoint, vmap), "
         "changes a list, an attribute or another object of Python.",
         "Let it compute tensors and return them, and do the rest outside of the forward",

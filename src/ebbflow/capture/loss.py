@@ -165,10 +165,13 @@ class _TakesNoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, _anchor: torch.Tensor) -> torch.Tensor:
         ctx.shape = tuple(tensor.shape)
+        ctx.set_materialize_grads(False)
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if gradients[0] is None:  # as from a Function around all outputs, which DistributedDataParallel may lay there
+            return None, None
         raise CaptureError(
             f"a gradient arrived for an output of shape {ctx.shape} that is not the loss. The forward returns a scalar "
             "loss beside it, so the step was planned without a gradient through this output, and no gradient of the "

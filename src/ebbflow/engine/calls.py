@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ebbflow.engine.arrivals import Arrivals, unplanned_backwards
+from ebbflow.engine.arrivals import Arrivals, Backwards, backwards_so_far
 from ebbflow.errors import UsageError
 from ebbflow.torch_seams.optimizers import gradient_of
 from ebbflow.torch_seams.storages import StorageWatch, version_of
@@ -43,6 +43,10 @@ _ADD_UP = (
     "What is added to a planned call's loss, and goes through the same backward, is planned for: "
     "(model(...) + penalty).backward()"
 )
+_OF_LIGHTNING = (
+    "MemoryBudget plans training_step, and in manual optimization the methods that losses=[...] names: what else makes "
+    "gradients, such as a penalty, belongs into one of these, before its loss is returned"
+)
 _OWN_CALL = (
     "{} has a __call__ of its own that goes past its forward, which is what Ebbflow plans: move what __call__ does to "
     "forward, and call the model as before"
@@ -57,13 +61,13 @@ class Calls:
         planned: training calls that ran under a plan.
         unplanned: of other calls, by reason.
         fitted_with_gradients: whether there were gradients already, so that the first step of an optimizer uses those.
-        other_backwards: how many unplanned backwards this process had begun when the model was fitted.
+        backwards_before: of the process, when the model was fitted.
     """
 
     planned: int = 0
     unplanned: dict[str, int] = field(default_factory=dict[str, int])
     fitted_with_gradients: bool = field(default=False, repr=False)
-    other_backwards: int | None = field(default=None, repr=False, compare=False)
+    backwards_before: Backwards = field(default=Backwards(0, None), repr=False, compare=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count_planned(self) -> None:
@@ -87,17 +91,15 @@ class _OfOptimizer:
 
     Attributes:
         calls: of the model.
-        trains: whether it trains a parameter of it.
-        planned: planned backwards at its last step.
-        others: unplanned backwards of the process at its last step.
+        planned: planned backwards of the model at its last step.
+        backwards: of the process at its last step.
         used: the first gradient that its last step used, and how often that had been written to.
     """
 
-    def __init__(self, trains: bool, calls: Calls) -> None:
-        self.trains = trains
+    def __init__(self, calls: Calls) -> None:
         self.calls = calls
         self.planned = -1 if calls.fitted_with_gradients else 0
-        self.others = calls.other_backwards
+        self.backwards = calls.backwards_before
         self.used: tuple[StorageWatch, int] | None = None
 
     def uses_again(self, gradient: torch.Tensor) -> bool:
@@ -180,15 +182,15 @@ def _look(fitted: _Fitted, optimizer: Callable[[], torch.optim.Optimizer | None]
     assert stepping is not None
     of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
     outside = _counted_with(models)
-    others = unplanned_backwards()
+    backwards = backwards_so_far()
     for each in models:
         of_model = of_optimizer.get(each.model)
         if of_model is None or of_model.calls is not each.calls:
-            of_model = of_optimizer[each.model] = _OfOptimizer(_trains(stepping, each.model), each.calls)
-        if of_model.trains:
+            of_model = of_optimizer[each.model] = _OfOptimizer(each.calls)
+        if _trains(stepping, each.model):  # asked each time: parameters come and go
             each.meet(stepping)
             planned = each.backwards + sum(outside.get(id(each.model), ()))
-            _look_at(of_model, stepping, each, planned, others)
+            _look_at(of_model, stepping, each, planned, backwards)
 
 
 def _counted_with(models: list[Watched]) -> dict[int, list[int]]:
@@ -205,27 +207,31 @@ def _counted_with(models: list[Watched]) -> dict[int, list[int]]:
 
 
 def _look_at(
-    seen: _OfOptimizer, optimizer: torch.optim.Optimizer, watched: Watched, planned: int, others: int | None
+    seen: _OfOptimizer, optimizer: torch.optim.Optimizer, watched: Watched, planned: int, backwards: Backwards
 ) -> None:
     """Refuse what was trained past ``watched``.
 
     Raises:
         UsageError: if gradients come from backwards without a planned step. No weight has been changed.
     """
-    is_planned, by_others = planned != seen.planned, others is None or others != seen.others
+    arrivals, own = watched.arrivals, list(_own_parameters(optimizer))
+    by_others = backwards.others is None or backwards.others != seen.backwards.others
+    is_planned = planned != seen.planned or arrivals.have_come(own)
     first = next(_gradients(optimizer, watched.model), None)
     again = first is not None and not first.is_sparse and seen.uses_again(first)
-    besides = watched.arrivals.besides(_own_parameters(optimizer))
+    besides = arrivals.besides(own)
+    of_none = not (besides or is_planned or again) and _has_gradients(optimizer, watched.model)
     if by_others:
-        watched.arrivals.watch(watched.model.parameters())
-    if besides or (not (is_planned or again) and _has_gradients(optimizer, watched.model)):
+        arrivals.others_were_there(watched.model.parameters())
+    if besides or (of_none and by_others):
         watched.calls.count_unplanned(PAST_THE_MODEL)
-        if besides or by_others:
-            raise UsageError(_told(watched, is_planned=is_planned), argument="model")
+        raise UsageError(_told(watched, is_planned=is_planned), argument="model")
+    if of_none and backwards == seen.backwards:
+        watched.calls.count_unplanned(PAST_THE_MODEL)
+    arrivals.forget(own)
     if not by_others:
-        watched.arrivals.close()
-    watched.arrivals.forget(_own_parameters(optimizer))
-    seen.planned, seen.others = planned, others
+        arrivals.all_were_planned()
+    seen.planned, seen.backwards = planned, backwards
     seen.use(first)
 
 
@@ -234,7 +240,7 @@ def _told(watched: Watched, *, is_planned: bool) -> str:
     if is_planned:
         return (
             f"{about} of two kinds: a planned call has made some, and a backward without one has added to them, which "
-            f"nothing kept within the budget; no weight has been changed. {_ADD_UP}. {ADVICE}"
+            f"nothing kept within the budget; no weight has been changed. {_advice_to_add(watched.model)}"
         )
     return (
         f"{about} of which no planned call has made any, so nothing kept them within the budget; no weight has been "
@@ -242,10 +248,21 @@ def _told(watched: Watched, *, is_planned: bool) -> str:
     )
 
 
+def _is_of_lightning(model: torch.nn.Module) -> bool:
+    return callable(getattr(model, "training_step", None)) and callable(getattr(model, "configure_optimizers", None))
+
+
+def _advice_to_add(model: torch.nn.Module) -> str:
+    """How what is added would be planned."""
+    return _OF_LIGHTNING if _is_of_lightning(model) else f"{_ADD_UP}. {ADVICE}"
+
+
 def _advice(model: torch.nn.Module, calls: Calls) -> str:
     """How the call of ``model`` would be planned."""
     if SWITCHED_ON in calls.unplanned:
         return _CALL_WITH_GRADIENTS
+    if _is_of_lightning(model):
+        return _OF_LIGHTNING
     own_call = not calls.planned and type(model).__call__ is not torch.nn.Module.__call__
     return _OWN_CALL.format(type(model).__name__) if own_call else ADVICE
 
@@ -267,6 +284,10 @@ def _has_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> 
 
 
 def _gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    own = {id(each) for each in model.parameters()}
-    gradients = (gradient_of(each) for each in _own_parameters(optimizer) if id(each) in own)
+    gradients = (gradient_of(each) for each in _parameters_of_both(optimizer, model))
     return (each for each in gradients if each is not None)
+
+
+def _parameters_of_both(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    own = {id(each) for each in model.parameters()}
+    return (each for each in _own_parameters(optimizer) if id(each) in own)

@@ -23,6 +23,7 @@ from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import with_measured_costs
 from ebbflow.cost.room import Room, within
+from ebbflow.engine.arrivals import note_planned_again, own_backwards
 from ebbflow.engine.calls import NOTHING_TO_TRAIN
 from ebbflow.engine.circumstances import Circumstances
 from ebbflow.engine.compiled import Call, StaleCapture
@@ -71,6 +72,9 @@ def train(model: FittedModel, call: Call) -> Any:
     """
     refuse_transforms()
     release_failed_backward()
+    note_planned_again()
+    if model.arrivals.watches:
+        model.arrivals.call_begins(call.module.parameters(), first=not model.calls.planned)
     if model.inside is None:
         return _trained(model, call)
     with model.inside.applied.aside():
@@ -163,7 +167,7 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances, ref
     why = reason_of(model, step, call, now)
     if step.captured is not None:
         model.options.progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
-    with narrated(model.options.progress, why):
+    with own_backwards(), narrated(model.options.progress, why):
         now, executable = _made(model, step, call, now, refused)
     return _run(model, step, executable, call, now)
 
@@ -345,7 +349,6 @@ def _run(model: FittedModel, step: Step, executable: Executable | None, call: Ca
             flight.gauge = None  # the optimizer makes its state in this step, which is counted as there already
         if flight.proves and alone:
             flight.restore = snapshot(step.changed_in(call.module), now.device)
-    model.arrivals.call_begins(call.module.parameters(), first=not model.calls.planned)
     try:
         outputs, detached = step.capture(call, flight)
     except BaseException as error:

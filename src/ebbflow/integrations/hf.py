@@ -176,6 +176,14 @@ def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:
     Raises:
         UsageError: naming what cannot be planned and what to do.
     """
+    if args.world_size > 1:
+        raise UsageError(
+            f"MemoryBudget plans for one process, and this is one of {args.world_size}. Leave it out of the trainer's "
+            "callbacks and fit the model before the trainer gets it: ebbflow.fit(model, budget). Each process then "
+            "plans for itself (docs/trainers.md, DistributedDataParallel)",
+            argument="args",
+            value=args,
+        )
     reasons = {
         "torch_compile=True: a compiled model runs past the plan": args.torch_compile,
         "deepspeed: it moves and splits the weights itself": args.deepspeed,
@@ -184,7 +192,6 @@ def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:
             args, "activation_offloading", False
         ),
         f"{args.n_gpu} devices in one process: torch's DataParallel copies the model at every step": args.n_gpu > 1,
-        f"{args.world_size} processes: plans are not agreed on between them yet": args.world_size > 1,
     }
     for reason, there in reasons.items():
         if there:

@@ -30,8 +30,15 @@ def refuse_trainer(trainer: Trainer, module: LightningModule, *, budgets: int = 
     strategy = trainer.strategy
     compiled = getattr(module, "_compiler_ctx", None) is not None
     takes_iterator = "dataloader_iter" in inspect.signature(module.training_step).parameters
+    if trainer.world_size > 1:
+        raise UsageError(
+            f"MemoryBudget plans for one process, and this is one of {trainer.world_size} processes, in which "
+            "Lightning wraps the module whose training_step is planned. Train in one process, or leave MemoryBudget "
+            "out of the trainer's callbacks",
+            argument="trainer",
+            value=trainer,
+        )
     reasons = {
-        f"{trainer.world_size} processes: plans are not agreed on between them yet": trainer.world_size > 1,
         f"the strategy {type(strategy).__name__}: it wraps or spreads the model": not isinstance(
             strategy, SingleDeviceStrategy
         ),
