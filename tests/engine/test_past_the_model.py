@@ -472,6 +472,50 @@ def test_no_graph_and_no_parameter_is_kept_by_hooks() -> None:
     assert [each() for each in (*replaced, *graphs)] == [None] * 4
 
 
+def test_an_optimizer_that_steps_in_the_backward_is_judged_by_its_whole() -> None:
+    """What comes before the planned step begins is in its backward all the same; past the model the next is refused."""
+    model = ebbflow.fit(Net(), "100%", effort=10, progress=None)
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for each in optimizers:
+        each.register_post_accumulate_grad_hook(step)
+    for _ in range(12):
+        _unused_head(model, None)
+    model.contrastive(X).backward()
+    with pytest.raises(UsageError, match="no weight has been changed"):
+        model.contrastive(X).backward()
+
+
+def test_models_that_share_weights_are_not_refused_when_hooks_were_gone() -> None:
+    first, second = (ebbflow.fit(Net(), "100%", effort=10, progress=None) for _ in range(2))
+    second.body = first.body
+    optimizer = torch.optim.SGD([*first.parameters(), *second.head.parameters()], lr=0.1)
+    for step in range(30):
+        optimizer.zero_grad()
+        if step == 24:
+            nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+        (first, second)[step % 2](X).backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on the way to its compiler
+def test_a_compiled_optimizer_is_looked_at_outside_of_its_trace() -> None:
+    model, optimizer = _fitted()
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        optimizer.zero_grad()
+        _another_model(model, None)
+        compiled()
+    optimizer.zero_grad()
+    _part(model, None)
+    with pytest.raises(UsageError, match="no planned call"):
+        compiled()
+
+
 def test_a_part_that_was_wrapped_later_is_named() -> None:
     model = nn.Sequential(ebbflow.fit(nn.Linear(4, 4), "1MiB", progress=None))
     with pytest.raises(UsageError, match=r"what is fitted is 0 in this Sequential.*get_submodule\('0'\)"):

@@ -98,6 +98,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._open = False
         self._come: set[int] = set()
+        self._stepped_in: set[int] = set()
         self._patience, self._quiet = _FIRST, 0
         self._leaves: dict[int, _Leaf] = {}
         self._besides: dict[int, set[int]] = {}
@@ -200,7 +201,18 @@ class Arrivals:
 
     def besides(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether a backward that was not planned gave one of ``parameters`` its gradient, or a part of it."""
-        return bool(self._besides) and not all(_is_dropped(each) for each in parameters if id(each) in self._besides)
+        here = current_graph_task_id()
+        late = [each for each in self._stepped_in if each != here and each not in _planned]
+        self._stepped_in.intersection_update([here])
+        if late:
+            return True
+        if not self._besides:
+            return False
+        return not all(_is_dropped(each) for each in parameters if self._besides.get(id(each), set()) - {here})
+
+    def step_in_backward(self) -> None:
+        """An optimizer steps inside of a backward whose planned step has not begun; it is judged at the next step."""
+        self._stepped_in.add(current_graph_task_id())
 
     def have_come(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether hooks saw a planned backward, of whatever model, give one of ``parameters`` its gradient."""

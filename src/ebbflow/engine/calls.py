@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ebbflow.engine.arrivals import Arrivals, Backwards, backwards_so_far
 from ebbflow.errors import UsageError
 from ebbflow.torch_seams.optimizers import gradient_of
+from ebbflow.torch_seams.stance import left_out_of_traces
 from ebbflow.torch_seams.storages import StorageWatch, version_of
 
 __all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "Watched", "watch_optimizers"]
@@ -145,7 +146,11 @@ def watch_optimizers(fitted: _Fitted) -> None:
         fitted: the fitted models.
     """
     if not _handles:
-        hook = functools.partial(_before_step, fitted)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            return _before_step(fitted, optimizer, args, kwargs)
+
+        hook = left_out_of_traces(before_step, "Ebbflow looks at what a compiled optimizer is about to train")
         _handles.append(register_optimizer_step_pre_hook(hook))
 
 
@@ -190,7 +195,8 @@ def _look(fitted: _Fitted, optimizer: Callable[[], torch.optim.Optimizer | None]
         if _trains(stepping, each.model):  # asked each time: parameters come and go
             each.meet(stepping)
             planned = each.backwards + sum(outside.get(id(each.model), ()))
-            _look_at(of_model, stepping, each, planned, backwards)
+            shared = functools.partial(_shares, each.model, models)
+            _look_at(of_model, stepping, each, planned, backwards, shared)
 
 
 def _counted_with(models: list[Watched]) -> dict[int, list[int]]:
@@ -206,10 +212,21 @@ def _counted_with(models: list[Watched]) -> dict[int, list[int]]:
     return found
 
 
+def _shares(model: torch.nn.Module, models: list[Watched]) -> bool:
+    own = set(map(id, model.parameters()))
+    others = (each.model for each in models if each.model is not model)
+    return any(not own.isdisjoint(map(id, each.parameters())) for each in others)
+
+
 def _look_at(
-    seen: _OfOptimizer, optimizer: torch.optim.Optimizer, watched: Watched, planned: int, backwards: Backwards
+    seen: _OfOptimizer,
+    optimizer: torch.optim.Optimizer,
+    watched: Watched,
+    planned: int,
+    backwards: Backwards,
+    shared: Callable[[], bool],
 ) -> None:
-    """Refuse what was trained past ``watched``.
+    """Refuse what was trained past ``watched``; ``shared`` tells whether another fitted model has parameters of it.
 
     Raises:
         UsageError: if gradients come from backwards without a planned step. No weight has been changed.
@@ -220,9 +237,15 @@ def _look_at(
     first = next(_gradients(optimizer, watched.model), None)
     again = first is not None and not first.is_sparse and seen.uses_again(first)
     besides = arrivals.besides(own)
+    seen_by_hooks = arrivals.watches
     of_none = not (besides or is_planned or again) and _has_gradients(optimizer, watched.model)
     if by_others:
         arrivals.others_were_there(watched.model.parameters())
+    if of_none and not seen_by_hooks and backwards.planned != seen.backwards.planned and shared():
+        of_none = False  # another's planned call may have made them, which hooks would have seen: they do from here on
+    if of_none and backwards.others is None and seen_by_hooks:  # inside of a backward, whose planned step may come yet
+        arrivals.step_in_backward()
+        of_none = False
     if besides or (of_none and by_others):
         watched.calls.count_unplanned(PAST_THE_MODEL)
         raise UsageError(_told(watched, is_planned=is_planned), argument="model")
