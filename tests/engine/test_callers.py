@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import ebbflow
-from ebbflow.engine.arrivals import Arrivals
-from ebbflow.engine.calls import Calls, Watched, _counted_with
+from ebbflow.engine.calls import Calls
 from ebbflow.errors import UsageError
 from ebbflow.torch_seams.patches import open_patches
 
@@ -365,22 +364,6 @@ def test_nothing_is_left_of_models_that_are_gone() -> None:
         before = open_patches(lasting=True) if before is None else before
     assert open_patches(lasting=True) <= before
     assert open_patches() == 0
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_an_optimizers_step_walks_no_fitted_model_twice(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none where there is one alone; found are all that a model is a part of, and no other."""
-    parts: list[nn.Module] = [nn.Linear(2, 2)]
-    for _ in range(count - 1):
-        parts.append(nn.Sequential(parts[-1], nn.Linear(2, 2)))
-    walked: list[nn.Module] = []
-    walk = nn.Module.modules
-    monkeypatch.setattr(nn.Module, "modules", lambda self: walked.append(self) or walk(self))
-    models = [Watched(each, Calls(), lambda _: None, 1 << index, Arrivals()) for index, each in enumerate(parts)]
-    found = _counted_with(models)
-    assert walked == ([] if count == 1 else parts)
-    sums = [sum(found.get(id(part), ())) for part in parts]
-    assert sums == [(1 << count) - (2 << index) for index in range(count)]
 
 
 def test_a_fitted_part_of_a_fitted_model_is_planned_with_it() -> None:

@@ -148,6 +148,8 @@ def test_a_backward_besides_planned_ones_is_refused_in_the_first_step(loop: Loop
     model, optimizer = _fitted()
     _refused(model, optimizer, loop, r"two kinds.*penalty\)\.backward")
     _step(model, optimizer, _plain)
+    counted = ebbflow.calls_of(model)
+    assert counted.unplanned == {"optimizer steps on gradients of no planned call": 2}
 
 
 @pytest.mark.parametrize("loop", BESIDES, ids=lambda each: each.__name__)
@@ -412,6 +414,7 @@ def test_a_part_in_the_planned_backward_of_another_model_is_loss_outside(others:
             unrelated(torch.ones(1, 2)).sum().backward()
         decoder.contrastive(encoder(X)).backward()
         optimizer.step()
+    assert [ebbflow.calls_of(each).unplanned for each in (encoder, decoder)] == [{}, {}]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -423,6 +426,7 @@ def test_a_penalty_beside_a_checkpointed_call_is_in_its_backward(reentrant: bool
         loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
         (loss + 1e-3 * model.body[0].weight.square().sum()).backward()
         optimizer.step()
+    assert "optimizer steps on gradients of no planned call" not in ebbflow.calls_of(model).unplanned
 
 
 def test_new_shapes_are_no_backwards_of_others() -> None:
@@ -431,6 +435,7 @@ def test_new_shapes_are_no_backwards_of_others() -> None:
     for length in (8, 9, 10):
         model(torch.randn(length, 16)).item()
         _step(model, optimizer, _by_hand)
+    assert ebbflow.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 3}
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, lambda each: each.double().float()])
@@ -453,6 +458,7 @@ def test_what_was_dropped_is_not_held_against_the_next_gradient() -> None:
     for _ in range(10):
         _step(model, of_body, _plain)
     _step(model, optimizer, _unused_head)
+    assert ebbflow.calls_of(model).unplanned == {}
 
 
 def test_no_graph_and_no_parameter_is_kept_by_hooks() -> None:
@@ -490,16 +496,23 @@ def test_an_optimizer_that_steps_in_the_backward_is_judged_by_its_whole() -> Non
         model.contrastive(X).backward()
 
 
-def test_models_that_share_weights_are_not_refused_when_hooks_were_gone() -> None:
-    first, second = (ebbflow.fit(Net(), "100%", effort=10, progress=None) for _ in range(2))
-    second.body = first.body
+@pytest.mark.parametrize("nested", [False, True])
+def test_models_that_share_weights_are_not_refused_when_hooks_were_gone(nested: bool) -> None:
+    first = ebbflow.fit(Net(), "100%", effort=10, progress=None)
+    second = Net()
+    second.body = ebbflow.fit(first.body, "100%", effort=10, progress=None) if nested else first.body
+    if not nested:
+        ebbflow.fit(second, "100%", effort=10, progress=None)
+    pair = first, first.body if nested else second
     optimizer = torch.optim.SGD([*first.parameters(), *second.head.parameters()], lr=0.1)
     for step in range(30):
         optimizer.zero_grad()
-        if step == 24:
+        if step in {24, 27}:
             nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
-        (first, second)[step % 2](X).backward()
+        pair[step % 2](X).sum().backward()
         optimizer.step()
+    assert [ebbflow.calls_of(each).planned for each in pair] == [15, 15]
+    assert [ebbflow.calls_of(each).unplanned for each in pair] == [{}, {}]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on the way to its compiler

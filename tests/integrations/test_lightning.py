@@ -352,6 +352,15 @@ def test_a_trainer_that_spreads_or_compiles_is_refused_by_name() -> None:
         trained(MemoryBudget("97%"), kind=Two)
 
 
+def test_a_backward_beside_the_planned_one_is_refused_with_where_it_belongs() -> None:
+    class Penalized(Module):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            sum(each.abs().sum() for each in self.parameters()).backward()
+
+    with pytest.raises(UsageError, match=r"two kinds.*MemoryBudget plans training_step.*losses=\[\.\.\.\]"):
+        trained(MemoryBudget("100%"), kind=Penalized)
+
+
 def test_fit_refuses_a_lightning_module_with_the_line_that_works() -> None:
     with pytest.raises(UsageError, match=r"Trainer\(callbacks=\[ebbflow.integrations.lightning.MemoryBudget\(budget"):
         ebbflow.fit(Module(), "1GiB")

@@ -4,9 +4,9 @@
    made again in it, as reentrant checkpoints do. What else runs in the same backward, such as an auxiliary loss, is
    measured as part of the loss outside.
 2. Whether another has given a parameter its gradient is known from hooks on autograd's leaves. They cost a microsecond
-   for each parameter and backward, so they are there from ``fit`` on until an optimizer steps and every backward since
-   its last step was planned, and again once one was not: it may be another model's. They then stay for
-   :data:`_PATIENCE` times as many such steps as before, since loops take turns.
+   for each parameter and backward, so they are there from ``fit`` on until :data:`_FIRST` steps of optimizers have had
+   no other backwards than planned ones before them, and again once there was another: it may be another model's. They
+   then stay for :data:`_PATIENCE` times as many such steps as before, since loops take turns.
 3. A gradient that is dropped before the next one comes, as after a look at saliency or a norm, trains nothing.
 4. What is frozen keeps its hook, since whoever trains two models in turns freezes and thaws them.
 """

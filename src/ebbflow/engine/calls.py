@@ -44,10 +44,6 @@ _ADD_UP = (
     "What is added to a planned call's loss, and goes through the same backward, is planned for: "
     "(model(...) + penalty).backward()"
 )
-_OF_LIGHTNING = (
-    "MemoryBudget plans training_step, and in manual optimization the methods that losses=[...] names: what else makes "
-    "gradients, such as a penalty, belongs into one of these, before its loss is returned"
-)
 _OWN_CALL = (
     "{} has a __call__ of its own that goes past its forward, which is what Ebbflow plans: move what __call__ does to "
     "forward, and call the model as before"
@@ -124,6 +120,7 @@ class Watched(NamedTuple):
         meet: what is told of an optimizer that is about to step its weights.
         backwards: planned ones of it that have begun.
         arrivals: of gradients at its parameters.
+        advice: what would be planned, where a trainer calls it.
     """
 
     model: torch.nn.Module
@@ -131,6 +128,7 @@ class Watched(NamedTuple):
     meet: Callable[[torch.optim.Optimizer], None]
     backwards: int
     arrivals: Arrivals
+    advice: str = ""
 
 
 _Fitted = Callable[[], Iterable[Watched]]
@@ -186,7 +184,6 @@ def _look(fitted: _Fitted, optimizer: Callable[[], torch.optim.Optimizer | None]
     stepping = optimizer()
     assert stepping is not None
     of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
-    outside = _counted_with(models)
     backwards = backwards_so_far()
     for each in models:
         of_model = of_optimizer.get(each.model)
@@ -194,25 +191,11 @@ def _look(fitted: _Fitted, optimizer: Callable[[], torch.optim.Optimizer | None]
             of_model = of_optimizer[each.model] = _OfOptimizer(each.calls)
         if _trains(stepping, each.model):  # asked each time: parameters come and go
             each.meet(stepping)
-            planned = each.backwards + sum(outside.get(id(each.model), ()))
-            shared = functools.partial(_shares, each.model, models)
-            _look_at(of_model, stepping, each, planned, backwards, shared)
-
-
-def _counted_with(models: list[Watched]) -> dict[int, list[int]]:
-    """By id of each model the planned backwards of those that it is a part of: they are planned for it too."""
-    found: dict[int, list[int]] = {}
-    if len(models) < 2:
-        return found
-    fitted = {id(each.model) for each in models}
-    for outer in models:
-        for each in outer.model.modules():
-            if id(each) in fitted and each is not outer.model:
-                found.setdefault(id(each), []).append(outer.backwards)
-    return found
+            _look_at(of_model, stepping, each, backwards, functools.partial(_shares, each.model, models))
 
 
 def _shares(model: torch.nn.Module, models: list[Watched]) -> bool:
+    """Whether one of the other ``models`` has parameters of it: as a part of it, around it or beside it."""
     own = set(map(id, model.parameters()))
     others = (each.model for each in models if each.model is not model)
     return any(not own.isdisjoint(map(id, each.parameters())) for each in others)
@@ -222,7 +205,6 @@ def _look_at(
     seen: _OfOptimizer,
     optimizer: torch.optim.Optimizer,
     watched: Watched,
-    planned: int,
     backwards: Backwards,
     shared: Callable[[], bool],
 ) -> None:
@@ -233,19 +215,19 @@ def _look_at(
     """
     arrivals, own = watched.arrivals, list(_own_parameters(optimizer))
     by_others = backwards.others is None or backwards.others != seen.backwards.others
-    is_planned = planned != seen.planned or arrivals.have_come(own)
+    is_planned = watched.backwards != seen.planned or arrivals.have_come(own)
     first = next(_gradients(optimizer, watched.model), None)
     again = first is not None and not first.is_sparse and seen.uses_again(first)
     besides = arrivals.besides(own)
-    seen_by_hooks = arrivals.watches
     of_none = not (besides or is_planned or again) and _has_gradients(optimizer, watched.model)
+    if of_none and by_others:
+        if not arrivals.watches:  # which would have seen whether another model's planned call made them
+            of_none = backwards.planned == seen.backwards.planned or not shared()
+        elif backwards.others is None:  # inside of a backward, whose planned step may begin yet
+            arrivals.step_in_backward()
+            of_none = False
     if by_others:
         arrivals.others_were_there(watched.model.parameters())
-    if of_none and not seen_by_hooks and backwards.planned != seen.backwards.planned and shared():
-        of_none = False  # another's planned call may have made them, which hooks would have seen: they do from here on
-    if of_none and backwards.others is None and seen_by_hooks:  # inside of a backward, whose planned step may come yet
-        arrivals.step_in_backward()
-        of_none = False
     if besides or (of_none and by_others):
         watched.calls.count_unplanned(PAST_THE_MODEL)
         raise UsageError(_told(watched, is_planned=is_planned), argument="model")
@@ -254,7 +236,7 @@ def _look_at(
     arrivals.forget(own)
     if not by_others:
         arrivals.all_were_planned()
-    seen.planned, seen.backwards = planned, backwards
+    seen.planned, seen.backwards = watched.backwards, backwards
     seen.use(first)
 
 
@@ -263,29 +245,18 @@ def _told(watched: Watched, *, is_planned: bool) -> str:
     if is_planned:
         return (
             f"{about} of two kinds: a planned call has made some, and a backward without one has added to them, which "
-            f"nothing kept within the budget; no weight has been changed. {_advice_to_add(watched.model)}"
+            f"nothing kept within the budget; no weight has been changed. {watched.advice or f'{_ADD_UP}. {ADVICE}'}"
         )
     return (
         f"{about} of which no planned call has made any, so nothing kept them within the budget; no weight has been "
-        f"changed. {_advice(watched.model, watched.calls)}"
+        f"changed. {watched.advice or _advice(watched.model, watched.calls)}"
     )
-
-
-def _is_of_lightning(model: torch.nn.Module) -> bool:
-    return callable(getattr(model, "training_step", None)) and callable(getattr(model, "configure_optimizers", None))
-
-
-def _advice_to_add(model: torch.nn.Module) -> str:
-    """How what is added would be planned."""
-    return _OF_LIGHTNING if _is_of_lightning(model) else f"{_ADD_UP}. {ADVICE}"
 
 
 def _advice(model: torch.nn.Module, calls: Calls) -> str:
     """How the call of ``model`` would be planned."""
     if SWITCHED_ON in calls.unplanned:
         return _CALL_WITH_GRADIENTS
-    if _is_of_lightning(model):
-        return _OF_LIGHTNING
     own_call = not calls.planned and type(model).__call__ is not torch.nn.Module.__call__
     return _OWN_CALL.format(type(model).__name__) if own_call else ADVICE
 

@@ -51,7 +51,7 @@ _Forward = Callable[..., Any]
 def watched_of_fitted() -> Iterator[Watched]:
     """Every fitted model, as optimizers look at it."""
     return (
-        Watched(model, fitted.calls, fitted.meet, fitted.flights.backwards, fitted.arrivals)
+        Watched(model, fitted.calls, fitted.meet, fitted.flights.backwards, fitted.arrivals, fitted.advice)
         for model, fitted in list(FITTED.items())
     )
 

@@ -98,6 +98,7 @@ class FittedModel:
         offloaded: where the optimizer's state is in a step, if not in place.
         gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
             Lightning's trainer does: room is kept for them from the first call on, and no plan counts on them.
+        advice: what of a trainer's would be planned, where one calls the model.
         inside: the optimizer in its steps, if it is (``inside``).
         last: the step that ran last.
         flights: forwards whose backward has not come.
@@ -122,6 +123,7 @@ class FittedModel:
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
     offloaded: Offloaded | None = None
     gradients_stay: bool = False
+    advice: str = ""
     inside: Inside | None = None
     last: Step | None = None
     flights: Flights = field(init=False)

@@ -34,6 +34,11 @@ except ImportError as error:
 
 __all__ = ["MemoryBudget"]
 
+_ADVICE = (
+    "MemoryBudget plans training_step, and in manual optimization the methods that losses=[...] names: what else makes "
+    "gradients, such as a penalty, belongs into one of these, before its loss is returned"
+)
+
 
 class MemoryBudget(Callback):
     """Keeps every training step of a ``lightning.pytorch.Trainer`` within ``budget``.
@@ -78,7 +83,8 @@ class MemoryBudget(Callback):
         """Fit the loss methods (definition 1)."""
         losses = losses_of(pl_module, self._losses or (TRAINING_STEP,))
         fit(losses, self._budget, optimizer=optimizer_of(trainer.optimizers), **self._options)
-        FITTED[losses].gradients_stay = True
+        fitted = FITTED[losses]
+        fitted.gradients_stay, fitted.advice = True, _ADVICE
         losses.install()
         self._fitted = losses
 
