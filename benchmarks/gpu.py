@@ -145,8 +145,9 @@ def _run_step(case: str, facts: dict[str, Any], path: Path, run: Run, seconds: f
 def _child(options: argparse.Namespace) -> Run:
     def run(case: Sequence[str], on_row: Callable[[Row], None], seconds: float) -> str | None:
         paths = [BENCHMARKS, BENCHMARKS.parent / "src"]
+        given = filter(None, [os.environ.get("PYTHONPATH")])
         with tempfile.TemporaryDirectory() as caches:
-            environment = {"XDG_CACHE_HOME": caches, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+            environment = {"XDG_CACHE_HOME": caches, "PYTHONPATH": os.pathsep.join([*map(str, paths), *given])}
             arguments = [__file__, "--child", *case, *(["--toy"] if options.toy else [])]
             return run_child(arguments, on_row, environment, seconds)
 

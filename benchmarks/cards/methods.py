@@ -17,7 +17,7 @@ from cards.subjects import loss_of
 from ebbflow import Case
 from harness.min_cut import budget_of, min_cut_compiled
 
-__all__ = ["Running", "checkpointed", "eager", "fitted", "memory_budget"]
+__all__ = ["Running", "checkpointed", "eager", "fitted", "memory_budget", "saved_on_cpu"]
 
 SEED = 7  # of a step's dropout
 
@@ -88,7 +88,15 @@ def memory_budget(case: Case, share: float) -> Running:
     return Running(case, min_cut_compiled(case.model), partial(budget_of, share))
 
 
-def fitted(case: Case, budget: int | str, effort: int | None = None, planner: str = "auto") -> Running:
+def saved_on_cpu(case: Case) -> Running:
+    """``torch.autograd.graph.save_on_cpu``: everything that the backward reads goes to pinned memory of the host."""
+    on_card = any(each.is_cuda for each in case.model.parameters())
+    return Running(case, case.model, partial(torch.autograd.graph.save_on_cpu, pin_memory=on_card))
+
+
+def fitted(
+    case: Case, budget: int | str, effort: int | None = None, planner: str = "auto", tiers: str | None = None
+) -> Running:
     """The model fitted to ``budget``, all of the step's bytes counted."""
-    ebbflow.fit(case.model, budget, effort=effort, planner=planner)
+    ebbflow.fit(case.model, budget, effort=effort, planner=planner, tiers=tiers)
     return Running(case, case.model)

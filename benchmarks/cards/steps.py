@@ -7,7 +7,9 @@
 3. Bits: loss and gradients of a step from one seed equal eager's. Where eager does not equal itself, no method can.
 4. Seconds are the median of a method's steps. Methods run one after the other, so that each has the card alone, and
    eager runs again at the end: ``drift`` tells how far the card changed meanwhile.
-5. Host seconds are those until everything is launched, from an idle device on. A step whose host seconds are nearly
+5. ``hidden share`` is the part of the transfers' seconds for which the card's computing stream did not wait, in the
+   step that Ebbflow measured.
+6. Host seconds are those until everything is launched, from an idle device on. A step whose host seconds are nearly
    its device seconds is bound by launches.
 """
 
@@ -29,6 +31,7 @@ from cards.subjects import CASES, SUBJECTS, build
 from ebbflow import Case
 from ebbflow.capture.without_memory import without_memory
 from ebbflow.errors import BudgetError, EbbflowError
+from ebbflow.transfers.traffic import Traffic
 from harness.children import short_error
 from harness.grid import Captured, captured
 from harness.record import Check, Row, at_most, holds
@@ -40,6 +43,9 @@ TITLE = "On a card: PyTorch's means and Ebbflow at the same peaks"
 ROUNDS, TOY_ROUNDS = 10, 2
 SHARES, TOY_SHARES = (0.5, 0.2), (0.5,)
 """Of ``activation_memory_budget``."""
+CHECKPOINT, SAVED = "checkpoint per block", "save_on_cpu"
+WITH_HOST = (f"at the peak of {CHECKPOINT}", f"at the peak of {SAVED}", "smallest")
+"""Budgets that are also planned with the host's memory, where there is a card."""
 ABOVE_SMALLEST = 1.02
 PREDICTION_TARGET = 0.01  # DESIGN 7: the gate on the peak, on CUDA
 _ROUNDING = 2**10  # bytes; on toys a scalar gradient is more than 1 %
@@ -78,6 +84,7 @@ class _Seen:
     results: dict[str, torch.Tensor]
     setup_seconds: float
     plan: ebbflow.Plan | None
+    traffic: Traffic | None
 
 
 def rows_on(device: Device, name: str, *, toy: bool) -> Iterator[Row]:
@@ -89,9 +96,8 @@ def rows_on(device: Device, name: str, *, toy: bool) -> Iterator[Row]:
     again = _seen(tier, methods.eager)
     repeats = _equal(base, again)
     yield _row(tier, "eager", base, base, None, repeats)
-    peers: dict[str, Callable[[Case], Running]] = {
-        "checkpoint per block": lambda case: methods.checkpointed(case, tier.blocks)
-    }
+    peers: dict[str, Callable[[Case], Running]] = {CHECKPOINT: lambda case: methods.checkpointed(case, tier.blocks)}
+    peers[SAVED] = methods.saved_on_cpu
     for share in TOY_SHARES if toy else SHARES:
         peers[f"activation_memory_budget {share:g}"] = lambda case, share=share: methods.memory_budget(case, share)
     budgets: dict[str, int | str] = {"keep all": "1000%"}
@@ -110,6 +116,8 @@ def rows_on(device: Device, name: str, *, toy: bool) -> Iterator[Row]:
         yield _failed(tier, "ebbflow, smallest", error, counts=True)
     for label, budget in budgets.items():
         yield _ours(tier, label, budget, base, repeats)
+        if device.kind == "cuda" and label in WITH_HOST:
+            yield _ours(tier, label, budget, base, repeats, tiers="host")
     yield _drift(tier, base)
 
 
@@ -162,12 +170,14 @@ def _seen(tier: _Tier, make: Callable[[Case], Running]) -> _Seen:
     case.model.zero_grad(set_to_none=True)
     times = [device.timed(running.step) for _ in range(tier.rounds)]
     seconds, host = (statistics.median(each[i] for each in times) for i in (0, 1))
-    plan = None
+    plan = traffic = None
     with contextlib.suppress(ebbflow.errors.UsageError):  # not fitted: a peer
         plan = ebbflow.plan_of(case.model)
+        step = ebbflow.step_of(case.model)
+        traffic = None if step is None else step.traffic
     del running, case
     device.release()
-    return _Seen(peak, first, seconds, host, results, setup, plan)
+    return _Seen(peak, first, seconds, host, results, setup, plan, traffic)
 
 
 def _equal(one: _Seen, other: _Seen) -> bool:
@@ -200,6 +210,8 @@ def _row(
             "roofline_overhead": _roofline_overhead(tier, plan),
             "host_seconds": seen.host_seconds,
             "host_over_step": seen.host_seconds / seen.seconds,
+            "moved_bytes": None if seen.traffic is None else seen.traffic.out_bytes + seen.traffic.in_bytes,
+            "hidden_share": None if seen.traffic is None else seen.traffic.hidden_share,
             "setup_seconds": seen.setup_seconds,
         },
         checks,
@@ -232,11 +244,11 @@ def _smallest_bytes(tier: _Tier) -> int:
     return smallest + (_ROUNDING if tier.toy else 0)
 
 
-def _ours(tier: _Tier, label: str, budget: int | str, base: _Seen, repeats: bool) -> Row:
-    name = f"ebbflow, {label}"
+def _ours(tier: _Tier, label: str, budget: int | str, base: _Seen, repeats: bool, tiers: str | None = None) -> Row:
+    name = f"ebbflow{'' if tiers is None else f' and the {tiers}'}, {label}"
     planner, effort = ("keep_all", None) if budget == "1000%" else ("auto", TOY_EFFORT if tier.toy else None)
     try:
-        seen = _seen(tier, lambda case: methods.fitted(case, budget, effort=effort, planner=planner))
+        seen = _seen(tier, lambda case: methods.fitted(case, budget, effort, planner, tiers))
     except (EbbflowError, torch.OutOfMemoryError) as error:
         refused = isinstance(error, BudgetError) and label != "smallest"  # a peer can be below what we can plan
         return _failed(tier, name, error, counts=not refused)

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 import ebbflow
+from ebbflow.engine.executable import Executable
+from ebbflow.engine.reserve import most_unsplit_bytes, unsplit_bytes
+from ebbflow.errors import BudgetExceeded
 from ebbflow.measurement import reserved
 from ebbflow.measurement.peak import StepGauge
 from ebbflow.measurement.reserved import Reserved, too_large_for_the_card
+from ebbflow.step.unplanned import unplanned_bytes
 
 GIB = 2**30
 
@@ -52,6 +56,8 @@ def test_fragments_are_reported_and_advised_on_where_they_are_much() -> None:
     assert seen.fragmentation == 0.25
     assert seen.advice(14 * GIB) == ""
     assert "expandable_segments:True" in seen.advice(10 * GIB)
+    roomy = Reserved(10 * GIB, 16 * GIB, 4 * GIB, free_bytes=5 * GIB)
+    assert roomy.advice(10 * GIB) == "", "the card has room for the pieces too"
     assert "4.00 GiB in pieces beside the 10.00 GiB in use (16.00 GiB reserved in all)" in seen.advice(10 * GIB)
     assert Reserved(0, 0, 0).fragmentation == 0.0
 
@@ -63,13 +69,14 @@ def test_a_step_on_a_card_is_gauged_once_over_both_graphs(monkeypatch: pytest.Mo
     for name, level in levels.items():
         monkeypatch.setattr(torch.cuda, name, lambda level=level: level)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"inactive_split_bytes.all.peak": 7})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * GIB, 80 * GIB))
     gauge = StepGauge("cuda")
     for _ in range(2):
         gauge.begin()
         gauge.end()
     assert calls == ["reset"]
     assert gauge.above_bytes == 5 * GIB
-    assert gauge.reserved == Reserved(8 * GIB, GIB, 7)
+    assert gauge.reserved == Reserved(8 * GIB, GIB, 7, 2 * GIB)
 
 
 def test_on_a_cpu_a_step_reserves_nothing() -> None:
@@ -80,3 +87,60 @@ def test_on_a_cpu_a_step_reserves_nothing() -> None:
     assert step is not None
     assert step.measured_above_bytes is not None
     assert step.reserved is None
+
+
+# -- blocks that are larger than asked for -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def executable() -> Executable:
+    """Of a step whose first layers make tensors of 2 MiB, as on a card with room in its budget for some of that."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(128, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU()]
+    model = ebbflow.fit(torch.nn.Sequential(*layers), "100%", effort=10, progress=None)
+    model(torch.randn(1024, 128)).sum().backward()
+    step = ebbflow.step_of(model)
+    assert step is not None
+    (found,) = step.executables
+    found.device = "cuda"
+    return found
+
+
+def gauged(above_bytes: int) -> StepGauge:
+    gauge = StepGauge("cpu")
+    gauge.above_bytes = above_bytes
+    return gauge
+
+
+def test_little_is_kept_free_for_larger_blocks_and_none_where_segments_grow(
+    executable: Executable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = executable.plan.program
+    large = sum(each.bytes > 2**20 for each in program.buffers)
+    assert large >= 3
+    assert most_unsplit_bytes(program) == large * 2**20
+    assert unsplit_bytes(program) == int(0.005 * unplanned_bytes(program))
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:64, expandable_segments: True")
+            assert most_unsplit_bytes(program) == unsplit_bytes(program) == 0
+
+
+def test_blocks_larger_than_foreseen_are_said_and_kept_free_from_then_on(executable: Executable) -> None:
+    plan = executable.plan
+    over = plan.budget_bytes - plan.predicted_peak_bytes + 2**16
+    with pytest.warns(UserWarning, match=r"its budget is .*kept free from the next step on.*expandable_segments:True"):
+        executable.measured(gauged(plan.timeline.above_bytes + over))
+    assert executable.unsplit_bytes == over
+    assert plan.resident_bytes + plan.timeline.above_bytes + executable.unsplit_bytes > plan.budget_bytes, (
+        "planned anew"
+    )
+
+
+def test_what_no_block_explains_is_over_the_budget(executable: Executable) -> None:
+    plan = executable.plan
+    most = most_unsplit_bytes(plan.program)
+    with pytest.raises(BudgetExceeded, match="report the op"):
+        executable.measured(
+            gauged(plan.timeline.above_bytes + plan.budget_bytes - plan.predicted_peak_bytes + most + 1)
+        )

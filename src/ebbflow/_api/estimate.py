@@ -24,14 +24,16 @@ from ebbflow.capture.offline import capture
 from ebbflow.clipping import Clipping
 from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
-from ebbflow.cost.cuda_workspace import cublas_bytes
+from ebbflow.cost.cuda_workspace import cublas_bytes, cublas_bytes_here, has_product
+from ebbflow.engine.arrivals import own_backwards
 from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.offloaded import Foreseen, foresee
-from ebbflow.engine.reserve import reserve_bytes
+from ebbflow.engine.reserve import reserve_bytes, unsplit_bytes
 from ebbflow.errors import UsageError
 from ebbflow.faults import own_faults, users_level
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.measurement.device import on_device_of
+from ebbflow.measurement.libraries import take_workspaces
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import device_of, resident_parts, tensors_in
 from ebbflow.measurement.together import class_of
@@ -393,13 +395,22 @@ def capture_ahead(
             state = foresee(optimizer, [model, args, kwargs], device, tiers[0])
         else:
             state = _resident_state(optimizer)
-    held = cublas_bytes(program, target) if target is not None and target.device == "cuda" else 0
+        reserve = reserve_bytes(program, device, verify=options.verify)
+        held = 0
+        if target is not None and target.device == "cuda":
+            held = cublas_bytes(program, target)
+        elif device == "cuda" and has_product(program):
+            with own_backwards():
+                take_workspaces()
+            held = cublas_bytes_here()
+        if target is None and device == "cuda":
+            reserve += unsplit_bytes(program)
     resident = resident_parts(model, (args, kwargs), state.staying, granularity)
     resident["optimizer state"] += state.to_come_bytes
     return AheadStep(
         program,
         sum(resident.values()) + held,
-        reserve_bytes(program, device, verify=options.verify),
+        reserve,
         planned_for,
         tiers,
         replace(provenance, optimizer="" if optimizer is None else class_of(optimizer), offloaded=state.note),

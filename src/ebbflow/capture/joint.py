@@ -118,6 +118,7 @@ class _Reader:
     live: set[fx.Node]
     target: str | None
     known: KnownOps | None = None
+    device: str | None = None
     resident_storages: dict[int, fx.Node] = field(default_factory=dict[int, fx.Node])
     buffer_of_storage: dict[int, int] = field(default_factory=dict[int, int])
     buffers: list[Buffer] = field(default_factory=list[Buffer])
@@ -139,6 +140,8 @@ class _Reader:
         reach = extent_of(tensor.shape, tensor.stride()) * tensor.element_size()
         size = -(-max(reach, least_bytes) // self.granularity_bytes) * self.granularity_bytes
         dense = tensor.storage_offset() == 0 and reach == tensor.numel() * tensor.element_size()
+        if self.device == "cuda" and tensor.device.type != self.device:
+            dense = False  # on the host already, as seeds of dropout are: no tier takes it from the card
         self.buffers.append(Buffer(name, int(size), producer, whole=dense and not least_bytes))
         self.base_nodes.append(base)
         self.buffer_of_storage[storage_key(tensor)] = index
@@ -488,7 +491,7 @@ def _read(
     updates = mutated_inputs(graph, forward_output_count)
     mutated = _mutated_placeholders(graph, updates.values())
     mutated_storages = frozenset(storage_key(n.meta["val"]) for n in mutated)
-    reader = _Reader(graph, granularity_bytes, live, target, known)
+    reader = _Reader(graph, granularity_bytes, live, target, known, context.get("device") if target is None else None)
     for node in graph.nodes:
         if node.op == "placeholder":
             reader.placeholder(node)

@@ -22,11 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ebbflow.capture.cuda.batch_norm import cudnn_batch_norms
 from ebbflow.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbflow.capture.known_breaks import is_only_in_traces
 from ebbflow.capture.loss import loss_only, marks_in_graphs, settle_roles
 from ebbflow.capture.numbers import Numbers, numbers_apart
 from ebbflow.capture.refusals import ours_inside, refusal, users_line
+from ebbflow.capture.rules.attention_seeds import seeds_on_the_host
 from ebbflow.capture.rules.byte_labels import byte_labels
 from ebbflow.capture.rules.checks import CHECK_TRUE, assertions_as_ops, factorisation_checks_as_ops
 from ebbflow.capture.rules.ctc import ctc_with_sizes
@@ -241,9 +243,10 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         factorisation_checks_as_ops(),
         dropout_as_eager() if here else nullcontext(),
         true_norms() if here else nullcontext(),
+        seeds_on_the_host() if here else nullcontext(),
         true_grouped_products() if here else nullcontext(),
         byte_labels(),
-        nullcontext() if cuda is None else cuda_kernels(cuda),
+        cudnn_batch_norms(elsewhere=False) if cuda is None else cuda_kernels(cuda),
     ):
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)

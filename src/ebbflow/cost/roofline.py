@@ -42,11 +42,32 @@ def _convolution_backward(grad_output: Any, x: Any, weight: Any, *args: Any, **k
     return forward * (int(output_mask[0]) + int(output_mask[1]))
 
 
+def _for_each_head(formula: Callable[..., int], first: int) -> Callable[..., int]:
+    """PyTorch's formula for attention, which refuses heads that share keys: what is computed is the same.
+
+    Args:
+        formula: of tensors.
+        first: position of the query, which is followed by key and value.
+    """
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        given, query = list(args), args[first]
+        for place in (first + 1, first + 2):
+            batch, _, *rest = given[place].shape
+            given[place] = given[place].new_empty((batch, query.shape[1], *rest))
+        return int(formula(*given, **kwargs))
+
+    return count
+
+
 # What the registry does not have, or counts otherwise than we need.
 _OWN_FLOPS: dict[Any, Callable[..., int]] = {
     aten.convolution_backward: _convolution_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    **{
+        getattr(aten, f"_scaled_dot_product_{kernel}{suffix}"): _for_each_head(formula, first)
+        for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+        for suffix, formula, first in (("", sdpa_flop, 0), ("_backward", sdpa_backward_flop, 1))
+    },
 }
 
 # Definition 3: the argument that is read in part.

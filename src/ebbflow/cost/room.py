@@ -48,6 +48,7 @@ _TRUSTED = (
     "prims",
     "mkldnn",
     "quantized",
+    "ebbflow_cuda",
     _OF_REWRITES,
 )  # whose schemas are right about what is written to
 

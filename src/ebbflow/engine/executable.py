@@ -31,6 +31,7 @@ from torch import fx
 from ebbflow.capture.joint import Captured
 from ebbflow.cost.attach import known_workspace
 from ebbflow.engine.hook_order import gradient_order
+from ebbflow.engine.reserve import most_unsplit_bytes, unsplit_bytes
 from ebbflow.engine.retained import Retained, retained_above_bytes
 from ebbflow.engine.unused import UnusedOutputs
 from ebbflow.errors import BudgetExceeded
@@ -100,6 +101,8 @@ class Executable:
         device: ``"cpu"`` or ``"cuda"``.
         needs_bytes: above the step's start, as the plan predicts.
         leaves_bytes: kept while its flight is in the air, or by the gradients that its backward has made since.
+        unsplit_bytes: kept free in every step for what the card's allocator hands out beyond what it is asked for
+            (``reserve.unsplit_bytes``); more where a measured step has shown that.
         accumulates: whether it is for a step of which all gradients are added to others.
         updates: of a step with the optimizer in it, names of the parameters that it updates, by position among the
             primals; and where they are among the tensors that go in.
@@ -135,6 +138,7 @@ class Executable:
         self.phase = Phase.PLANNED
         self.proving: int | None = None
         self.accumulates = False
+        self.unsplit_bytes = unsplit_bytes(plan.program) if device == "cuda" else 0
         self.provisional = False
         self.serves: set[bool] = set()
         self.rehearsed = False
@@ -266,7 +270,18 @@ class Executable:
         peak = plan.resident_bytes + gauge.above_bytes
         where = plan.schedule.actions[plan.timeline.peak_action]
         op = plan.program.ops[where.op] if isinstance(where, Compute) else "the boundary"
-        if peak > plan.budget_bytes:
+        if self.device == "cuda":
+            beyond = gauge.above_bytes - plan.timeline.above_bytes
+            self.unsplit_bytes = max(self.unsplit_bytes, min(beyond, most_unsplit_bytes(plan.program)))
+        if self.plan.budget_bytes < peak <= plan.predicted_peak_bytes + self.unsplit_bytes:
+            warnings.warn(
+                f"the step took {format_bytes(peak)}, its budget is {format_bytes(plan.budget_bytes)}: the allocator "
+                f"handed out {format_bytes(peak - plan.predicted_peak_bytes)} more than it was asked for. That is kept "
+                "free from the next step on. Start the process with PYTORCH_ALLOC_CONF=expandable_segments:True, and "
+                "it hands out what it is asked for",
+                stacklevel=users_level(),
+            )
+        elif peak > plan.budget_bytes:
             raise BudgetExceeded(
                 f"the step took {format_bytes(peak)}, its budget is {format_bytes(plan.budget_bytes)}, the plan "
                 f"predicted {format_bytes(plan.predicted_peak_bytes)} at {op}; "

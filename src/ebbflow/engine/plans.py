@@ -29,7 +29,7 @@ from ebbflow.engine.flights import flights_of
 from ebbflow.engine.given import given_plan_here, program_of, start_here
 from ebbflow.engine.model import FittedModel
 from ebbflow.engine.offloaded import offload_hint
-from ebbflow.engine.reserve import reserve_bytes
+from ebbflow.engine.reserve import reserve_bytes, unsplit_bytes
 from ebbflow.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_flights
 from ebbflow.engine.retained import Retained, plan_retained
 from ebbflow.engine.step import Step
@@ -98,6 +98,8 @@ def plan_for(
         arguments: of the call.
     """
     reserve = reserve_bytes(program, now.device, verify=model.verify)
+    if now.device == "cuda":
+        reserve += max([unsplit_bytes(program), *(each.unsplit_bytes for each in step.executables)])
     to_come = _to_come(model, now)
     resident = resident_bytes(step, now) + sum(to_come.values())
     held = resident_by_kind(step, now, arguments, model.optimizers, to_come=to_come, resident_bytes=resident)
@@ -379,7 +381,7 @@ def _has_room(executable: Executable, resident: int, between: Between | None, re
     if between is not None and (between.peak_bytes, between.held_bytes) != (peak, held):
         peak, held = min(between.peak_bytes, max(peak, between.least_bytes)), between.held_bytes
     needs = executable.needs_with(peak, held, retained)
-    return resident + needs <= executable.plan.budget_bytes
+    return resident + needs + executable.unsplit_bytes <= executable.plan.budget_bytes
 
 
 def _ends_of(model: FittedModel, step: Step, now: Circumstances) -> list[StepEnd]:

@@ -22,6 +22,7 @@ import torch
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.loss import guarded
 from ebbflow.cost.attach import with_measured_costs
+from ebbflow.cost.cuda_workspace import has_product
 from ebbflow.cost.room import Room, within
 from ebbflow.engine.arrivals import note_planned_again, own_backwards
 from ebbflow.engine.calls import NOTHING_TO_TRAIN
@@ -40,6 +41,7 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError, CaptureError, InternalError, VerificationError
 from ebbflow.faults import own_faults
 from ebbflow.measurement.leftovers import forget_dead, leave, watches_of
+from ebbflow.measurement.libraries import take_workspaces
 from ebbflow.measurement.resident import tensors_in
 from ebbflow.planners import Progress
 from ebbflow.planners.bounds.floor import floor_bytes
@@ -185,6 +187,8 @@ def _made(
     with signals_wait():  # the callbacks of what dies would swallow what a handler raises
         gc.collect()  # what only garbage holds is not to be planned around
     forget_dead()
+    if now.device == "cuda" and step.captured is not None and has_product(step.captured.program):
+        take_workspaces()  # likewise: they would be taken in the step
     now = model.look_around(call)
     if (executable := holding(model, step, now)) is not None:
         return now, executable

@@ -30,11 +30,13 @@ class Reserved:
         allocated_bytes: of tensors.
         reserved_bytes: of segments, what earlier steps have left of them included.
         fragment_bytes: free in segments that are in use.
+        free_bytes: that the card had left when the step ended.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     fragment_bytes: int
+    free_bytes: int = 0
 
     @property
     def fragmentation(self) -> float:
@@ -42,8 +44,13 @@ class Reserved:
         return self.fragment_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
     def advice(self, budget_bytes: int) -> str:
-        """What to do about fragments that are much of a budget; empty if they are not."""
-        if self.allocated_bytes + self.fragment_bytes <= budget_bytes * (1 + _MUCH):
+        """What to do about fragments that are much of a budget and that the card has no room for beside it, else empty.
+
+        Args:
+            budget_bytes: of the step.
+        """
+        much = self.allocated_bytes + self.fragment_bytes > budget_bytes * (1 + _MUCH)
+        if not much or self.free_bytes > self.fragment_bytes:
             return ""
         return (
             f"the allocator held {format_bytes(self.fragment_bytes)} in pieces beside the "
@@ -57,7 +64,8 @@ class Reserved:
 def reserved_at_peak() -> Reserved:
     """The highest levels on the current card since its statistics were reset last."""
     fragments = torch.cuda.memory_stats().get("inactive_split_bytes.all.peak", 0)
-    return Reserved(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), fragments)
+    free, _ = torch.cuda.mem_get_info()
+    return Reserved(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), fragments, free)
 
 
 def too_large_for_the_card(roots: Iterable[object], budget_bytes: int | None) -> str:

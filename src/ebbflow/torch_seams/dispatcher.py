@@ -18,6 +18,7 @@ from ebbflow.torch_seams.patches import Attribute, Item, Patch, wrapped
 __all__ = [
     "OpOverload",
     "composite",
+    "cudnn_reserve_bytes",
     "device_hint_is",
     "enters_autocast",
     "flop_registry",
@@ -32,6 +33,7 @@ __all__ = [
     "suggest_memory_format",
     "traced_as",
     "traced_as_compiled",
+    "traced_with_derivative",
 ]
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
@@ -119,6 +121,32 @@ def traced_as_compiled(op: OpOverload, unless: Callable[..., bool] | None = None
             yield
     finally:
         op._dispatch_cache.clear()
+
+
+@contextmanager
+def traced_with_derivative(op: OpOverload, kernel: Callable[..., Any]) -> Iterator[None]:
+    """While open, this thread traces ``op``, which has a derivative of its own, as what ``kernel`` calls.
+
+    Args:
+        op: such as ``torch.ops.aten.cudnn_batch_norm.default``.
+        kernel: takes the operator's arguments and gives its results.
+    """
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return op._op_dk(_AUTOGRAD, *args, **kwargs)
+
+    try:
+        with wrapped(Item(op.py_kernels, _AUTOGRAD), lambda _: kernel, this_thread=True, default=compiled):
+            op._dispatch_cache.clear()
+            yield
+    finally:
+        op._dispatch_cache.clear()
+
+
+def cudnn_reserve_bytes(input: torch.Tensor) -> int:
+    """What cuDNN keeps of a batch norm in training for its backward, bytes; 0 where there is no cuDNN to ask."""
+    ask = getattr(torch._C, "_get_cudnn_batch_norm_reserve_space_size", None)
+    return 0 if ask is None or input.device.type != "cuda" else int(ask(input, True))
 
 
 def python_kernels() -> frozenset[str]:

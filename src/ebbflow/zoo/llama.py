@@ -135,8 +135,8 @@ class Llama(nn.Module):
         powers = torch.arange(0, head, 2, device=tokens.device, dtype=torch.float32) / head
         angles = torch.outer(torch.arange(length, device=tokens.device), self.sizes.base**-powers)
         angles = torch.cat((angles, angles), dim=-1)
-        cosine, sine = angles.cos().to(self.sizes.dtype), angles.sin().to(self.sizes.dtype)
         x = self.embedding(tokens)
+        cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cosine, sine)
         scores = self.head(self.norm(x))

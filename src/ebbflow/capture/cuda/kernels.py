@@ -4,8 +4,8 @@ PyTorch decides what some calls become, and what shape and dtype their results h
 Fake CUDA tensors need a build with CUDA, so the step is traced on fake CPU tensors, and while it is, these decisions
 are made as on CUDA:
 1. *Composite* ops that call other ops there: attention (``cuda.attention``), softmax and log-softmax that widen
-   float16 (aten/src/ATen/native/SoftMax.cpp), RMS norm (layer_norm.cpp), LSTM and GRU cells (RNN.cpp). Autograd then
-   writes the backward of what was called, as on CUDA.
+   float16 (aten/src/ATen/native/SoftMax.cpp), RMS norm (layer_norm.cpp), LSTM and GRU cells (RNN.cpp), batch norm
+   (``cuda.batch_norm``). Autograd then writes the backward of what was called, as on CUDA.
 2. *Results* that differ: the statistics of layer and batch norm are float32 where the input has 16 bits, and batch norm
    returns them in evaluation too; log-sigmoid keeps nothing.
 3. Descriptions that ask for the device by ``device_hint`` are told CUDA (embedding bags, padding, transforms, linear
@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from ebbflow.capture.cuda.attention import Attention, attention_as_on_cuda
+from ebbflow.capture.cuda.batch_norm import cudnn_batch_norms
 from ebbflow.errors import CaptureError
 from ebbflow.torch_seams.dispatcher import (
     OpOverload,
@@ -76,6 +77,7 @@ def cuda_kernels(capability: tuple[int, int]) -> Iterator[None]:
     with ExitStack() as stack:
         for op, kernel in composites.items():
             stack.enter_context(traced_as(op, lambda _, kernel=kernel: kernel))
+        stack.enter_context(cudnn_batch_norms(elsewhere=True))
         stack.enter_context(device_hint_is("cuda"))  # definition 3
         stack.enter_context(described_by(_results_of_cuda, name=("cuda", capability)))
         yield

@@ -2,7 +2,8 @@
 
 Rules come in four kinds, by when they act (``trace`` opens or calls each):
 1. While the step is traced, a context corrects what torch would do: kernels that a trace would decompose
-   (``eager_kernels``), descriptions of results (``layouts``, ``norm_dtypes``, ``grouped_products``, ``byte_labels``),
+   (``eager_kernels``, ``cuda.batch_norm``), descriptions of results (``layouts``, ``norm_dtypes``,
+   ``grouped_products``, ``byte_labels``, ``attention_seeds``),
    draws (``dropout``), what sizes may be asked (``ctc``). They are opened in ``trace.capture_settings``.
 2. Dynamo's graph is rewritten before AOTAutograd sees it: ``checks``, ``recurrent`` (the backend of
    ``trace.compile_step``).

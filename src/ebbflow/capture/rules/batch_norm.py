@@ -3,7 +3,8 @@
 The captured op (``aten._native_batch_norm_legit_functional``) makes the normalised tensor, the batch's statistics
 and the new running statistics in one call. Two facts about its kernels make it cheap to recompute:
 1. ``aten._native_batch_norm_legit.no_stats`` runs the same kernel and gives the same bits for the first three
-   outputs without reading or making running statistics; so a rerun may come after these were copied back.
+   outputs without reading or making running statistics; so a rerun may come after these were copied back. Where cuDNN
+   computes (``cuda.batch_norm``), that is ``batch_norm_again``, with four outputs.
 2. In training mode ``aten.native_batch_norm_backward`` uses the batch's statistics alone; the running statistics
    among its arguments are never read, so they need not be kept for it.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ebbflow.capture.cuda.batch_norm import AGAIN, TRAINED
 from ebbflow.capture.rules.norm_dtypes import is_mixed
 from ebbflow.torch_seams.dispatcher import OpOverload
 
@@ -43,6 +45,8 @@ def repeat_of(node: fx.Node) -> OpOverload | None:
 
     Only where the running statistics are inputs of the step, so that nobody but the boundary wants their new values.
     """
+    if node.target is TRAINED:
+        return None if node.args[3] is None else AGAIN
     if node.target is not _FORWARD or len(node.args) <= 5 or node.args[5] is not True:
         return None
     values = [each.meta["val"] if isinstance(each, fx.Node) else None for each in node.args[:5]]

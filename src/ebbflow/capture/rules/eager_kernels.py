@@ -11,8 +11,9 @@ Left in force, since they change neither bits nor bytes or have no other form:
    and ``to_dense`` of a dense tensor, which it gives back or casts;
 2. ``one_hot`` and ``istft``, whose compiled kernels read a value to check it, and ``pad_sequence``, whose compiled
    kernel writes its result row by row;
-3. ``native_batch_norm`` and ``cudnn_batch_norm``, whose schemas hide that they change running statistics;
-4. dropout and the recurrent operators, which have rules of their own.
+3. ``native_batch_norm``, whose schema hides that it changes running statistics;
+4. ``cudnn_batch_norm``, for the same reason another's work (``cuda.batch_norm``), dropout and the recurrent operators,
+   which have rules of their own.
 """
 
 from __future__ import annotations
