@@ -207,15 +207,33 @@ def _row(
             "step_seconds": seen.seconds,
             "over_eager": seen.seconds / base.seconds,
             "predicted_overhead": None if plan is None else plan.overhead,
+            "predicted_seconds": None if plan is None else plan.step_seconds,
             "roofline_overhead": _roofline_overhead(tier, plan),
             "host_seconds": seen.host_seconds,
             "host_over_step": seen.host_seconds / seen.seconds,
-            "moved_bytes": None if seen.traffic is None else seen.traffic.out_bytes + seen.traffic.in_bytes,
-            "hidden_share": None if seen.traffic is None else seen.traffic.hidden_share,
+            **_moved(plan, seen.traffic),
             "setup_seconds": seen.setup_seconds,
         },
         checks,
     )
+
+
+def _moved(plan: ebbflow.Plan | None, traffic: Traffic | None) -> dict[str, object]:
+    """What moved, what the lanes and the waits took, as planned and as measured, and the link that was planned with."""
+    if plan is None or traffic is None or plan.machine is None:
+        return {}
+    link = plan.machine.links["host"]
+    return {
+        "moved_bytes": traffic.out_bytes + traffic.in_bytes,
+        "link_out_bytes_per_second": link.out_bytes_per_second,
+        "link_in_bytes_per_second": link.in_bytes_per_second,
+        "link_duplex": link.duplex,
+        "planned_transfer_seconds": plan.timeline.transfer_seconds,
+        "transfer_seconds": traffic.transfer_seconds,
+        "planned_waited_seconds": plan.timeline.waited_seconds,
+        "waited_seconds": traffic.waited_seconds,
+        "hidden_share": traffic.hidden_share,
+    }
 
 
 def _roofline_overhead(tier: _Tier, plan: ebbflow.Plan | None) -> float | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from ebbflow.cost.call import Call, TensorSpec, same_strides
 from ebbflow.cost.roofline import roofline_seconds, traffic_bytes
 from ebbflow.cost.room import NoRoom, arguments_for
+from ebbflow.measurement.card_peaks import allocated_peak, peaks_kept, reset_peak
 from ebbflow.measurement.cpu_allocations import AllocationRecorder
 from ebbflow.measurement.peak import peak_above
 from ebbflow.step.machine import machine_named
@@ -223,7 +225,8 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     costs: dict[str, Cost] = {}
     measure_one = _profile_on_cuda if device == "cuda" else _profile_on_cpu
     # Capture traces under a fake-tensor mode, which would otherwise answer in place of the kernels.
-    with without_modes(), torch.random.fork_rng(), torch.no_grad():
+    kept = peaks_kept() if device == "cuda" else nullcontext()
+    with kept, without_modes(), torch.random.fork_rng(), torch.no_grad():
         for call in largest:
             try:
                 costs[call.signature] = measure_one(call, runs[call.signature])
@@ -247,7 +250,8 @@ def workspace_alone(call: Call, device: str) -> int:
         call: any, also one that writes to its arguments.
         device: ``"cpu"`` or ``"cuda"``.
     """
-    with without_modes(), torch.random.fork_rng(), torch.no_grad():
+    kept = peaks_kept() if device == "cuda" else nullcontext()
+    with kept, without_modes(), torch.random.fork_rng(), torch.no_grad():
         try:
             args, kwargs = arguments_for(call)
             _first_run(call, args, kwargs)
@@ -296,10 +300,10 @@ def _refuse_retaining(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
 def _peak_on_cuda(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     result = call.target(*args, **kwargs)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, result
+    return allocated_peak() - before, result
 
 
 def _tensors(values: object) -> list[torch.Tensor]:

@@ -314,6 +314,7 @@ def _gradients(executable: Executable, name: int, args: list[Any], taken: Updati
         gradients = backward(args)
     else:
         gradients = _gauged(gauge, backward, args)
+        gauge.close()
         if not gauge.disturbed:
             executable.measured(gauge)
     if flight is not None and flight.between is not None:

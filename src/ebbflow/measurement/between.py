@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from ebbflow.measurement.card_peaks import allocated_peak, give_back_peak, reset_peak
 from ebbflow.measurement.cpu_allocations import AllocationRecorder, ProfilerActive
 from ebbflow.torch_seams.autograd import BackwardWatch, in_backward
 
@@ -37,7 +38,7 @@ class BetweenGauge:
     def __init__(self, device: str, done: Callable[[int, int, int, int], None]) -> None:
         self._cuda = device == "cuda"
         self._done = done
-        self._level = 0
+        self._level = self._highest = 0
         self._thread = threading.get_ident()  # a profiler has to be stopped where it was started
         self._recorder: AllocationRecorder | None = None
         self._watch = BackwardWatch(self.end)
@@ -48,7 +49,7 @@ class BetweenGauge:
     def begin(self) -> None:
         """The forward has returned. Does nothing while somebody's profiler runs."""
         if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
+            self._highest = reset_peak()
             self._level = torch.cuda.memory_allocated()
         else:
             self._recorder = AllocationRecorder()
@@ -77,14 +78,14 @@ class BetweenGauge:
             return
         self._returned = True
         if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
+            self._highest = max(self._highest, reset_peak())
             self._level = torch.cuda.memory_allocated()
         else:
             for size in _END_BYTES:
                 torch.empty(size, dtype=torch.uint8)
 
     def _on_cuda(self) -> tuple[int, int]:
-        return torch.cuda.max_memory_allocated() - self._level, torch.cuda.memory_allocated() - self._level
+        return allocated_peak() - self._level, torch.cuda.memory_allocated() - self._level
 
     def end(self) -> None:
         """The backward has returned, or the step is given up. Inside of a backward, its end is waited for."""
@@ -95,6 +96,8 @@ class BetweenGauge:
         if self._recorder is None:
             if self._returned:
                 self._done(*self._before, *self._on_cuda())
+            if self._cuda:
+                give_back_peak(self._highest)
             return
         events = [event.bytes for event in self._recorder.stop()]
         start, end = _find(events, _MARK), _find(events, _END)

@@ -6,6 +6,7 @@ from types import TracebackType
 
 import torch
 
+from ebbflow.measurement.card_peaks import allocated_peak, give_back_peak, reset_peak
 from ebbflow.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, ProfilerActive
 from ebbflow.measurement.reserved import Reserved, reserved_at_peak
 from ebbflow.measurement.resident import device_of, resident_bytes
@@ -39,14 +40,15 @@ class StepGauge:
         self.disturbed = False
         self._recorder: AllocationRecorder | None = None
         self._level = 0
+        self._before: int | None = None
         self.above_bytes = 0
         self.reserved: Reserved | None = None
 
     def begin(self) -> None:
         """The forward or the backward graph starts."""
         if self._cuda:
-            if self._recorder is None and not self._level:
-                torch.cuda.reset_peak_memory_stats()
+            if self._before is None:
+                self._before = reset_peak()
                 self._level = torch.cuda.memory_allocated()
             return
         if self.disturbed:
@@ -69,6 +71,11 @@ class StepGauge:
         events = self._recorder.stop()
         self.above_bytes = max(self.above_bytes, self._level + peak_above(events))
         self._level += sum(event.bytes for event in events)
+
+    def close(self) -> None:
+        """The step has ended: a card's statistic is left as it would have been."""
+        if self._before is not None:
+            give_back_peak(self._before)
 
     def forget(self, size_bytes: int) -> None:
         """So many bytes go between the two windows, where on CPU nobody sees it: mutations, once copied back."""
@@ -96,6 +103,7 @@ class measure:
         self._roots = roots
         self._cuda = device_of(roots) == "cuda"
         self._recorder: AllocationRecorder | None = None
+        self._before = 0
         self.start_bytes = 0
         self.above_bytes = 0
         self.events: list[AllocationEvent] = []
@@ -108,7 +116,7 @@ class measure:
     def __enter__(self) -> measure:
         if self._cuda:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            self._before = reset_peak()
             self.start_bytes = torch.cuda.memory_allocated()
         else:
             self.start_bytes = resident_bytes(self._roots)
@@ -121,7 +129,8 @@ class measure:
     ) -> None:
         if self._cuda:
             torch.cuda.synchronize()
-            self.above_bytes = torch.cuda.max_memory_allocated() - self.start_bytes
+            self.above_bytes = allocated_peak() - self.start_bytes
+            give_back_peak(self._before)
         elif self._recorder is not None:
             self.events = self._recorder.stop()
             self.above_bytes = peak_above(self.events)

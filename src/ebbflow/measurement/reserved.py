@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbflow.measurement.card_peaks import allocated_peak
 from ebbflow.measurement.device import cuda_index_of
 from ebbflow.units import format_allowed, format_bytes
 
@@ -65,7 +66,7 @@ def reserved_at_peak() -> Reserved:
     """The highest levels on the current card since its statistics were reset last."""
     fragments = torch.cuda.memory_stats().get("inactive_split_bytes.all.peak", 0)
     free, _ = torch.cuda.mem_get_info()
-    return Reserved(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), fragments, free)
+    return Reserved(allocated_peak(), torch.cuda.max_memory_reserved(), fragments, free)
 
 
 def too_large_for_the_card(roots: Iterable[object], budget_bytes: int | None) -> str:
