@@ -8,12 +8,15 @@
    CPU time, which does not see who else uses the machine. With several they are time that goes by, and whatever else
    runs takes a core for milliseconds, longer than all runs of a short call: so these are made a few at a time, in
    *rounds* over all calls. What disturbs one round has gone by another.
-4. At most :data:`MOST_TIMED` calls are timed, those that move the most bytes. The seconds of the others are
+4. On CUDA seconds are the device's between two events, of runs that are all launched before the first begins: what the
+   host takes to launch one is no part of them, as it is none of a step that keeps the device busy.
+5. At most :data:`MOST_TIMED` calls are timed, those that move the most bytes. The seconds of the others are
    estimated: their roofline, times what the median of those that were timed took of theirs.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +34,7 @@ from ebbflow.measurement.cpu_allocations import AllocationRecorder
 from ebbflow.measurement.peak import peak_above
 from ebbflow.step.machine import machine_named
 from ebbflow.torch_seams import trees as pytree
+from ebbflow.torch_seams.cards import keep_waiting
 from ebbflow.torch_seams.fake_tensors import without_modes
 from ebbflow.units import format_bytes, format_count
 
@@ -49,6 +53,7 @@ _MOST_UNSEEN = 10_000
 """Runs that a clock may stand still for: milliseconds of calls of a microsecond."""
 _WANTED_SECONDS = 0.02  # of the catalogue's idea of a CPU
 _CUDA_RUNS = 5
+_HEAD_START_SECONDS = 1e-3
 _CUDA_GRANULARITY_BYTES = 512
 _PATIENCE_SECONDS = 10.0
 """For what other threads measure of their steps: a forward, a backward, or what their code does between these."""
@@ -82,7 +87,7 @@ class Cost:
         seconds: one run, undisturbed.
         workspace_bytes: the peak while it runs beyond its outputs.
         kept_bytes: per output, bytes of the storage that it keeps, as the device's allocator takes them.
-        timed: whether the seconds are measured, by definition 4.
+        timed: whether the seconds are measured, by definition 5.
     """
 
     seconds: float
@@ -191,15 +196,21 @@ def _profile_on_cuda(call: Call, runs: int) -> Cost:
     peak, result = _peak_on_cuda(call, args, kwargs)
     workspace = peak - sum(kept)
     del result
-    seconds = float("inf")
-    for _ in range(runs and _CUDA_RUNS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    return Cost(_seconds_on_cuda(call, args, kwargs, runs and _CUDA_RUNS), max(workspace, 0), kept)
+
+
+def _seconds_on_cuda(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], runs: int) -> float:
+    """The least that one of ``runs`` took the device, definition 4; infinity if there is none."""
+    if not runs:
+        return float("inf")
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+    keep_waiting(_HEAD_START_SECONDS)
+    events[0].record()
+    for each in events[1:]:
         call.target(*args, **kwargs)
-        end.record()
-        end.synchronize()
-        seconds = min(seconds, start.elapsed_time(end) / 1e3)
-    return Cost(seconds, max(workspace, 0), kept)
+        each.record()
+    events[-1].synchronize()
+    return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(events)) / 1e3
 
 
 def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:

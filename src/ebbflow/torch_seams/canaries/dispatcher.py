@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 
 from ebbflow.torch_seams import dispatcher, fake_tensors, products
 from ebbflow.torch_seams.canaries.registry import canary, expect
@@ -79,3 +80,22 @@ def products_keep_symbols() -> None:
     expect(symbols == numbers and "aten.bmm.default" in numbers, f"products are {symbols} of symbols, else {numbers}")
     rows = next(iter(graphs[0].find_nodes(op="placeholder"))).meta["val"]
     expect(isinstance(rows.shape[1], torch.SymInt), "a product makes a number of a symbol")
+
+
+@canary
+def an_operator_with_a_derivative_is_traced_as_another() -> None:
+    """``cudnn_batch_norm`` is traced as what a kernel in Python calls, where the compiled one asks for it."""
+    asked: list[bool] = []
+
+    def kernel(*args: object) -> tuple[Tensor, ...]:
+        asked.append(bool(args[5]))
+        return tuple(torch.empty(2) for _ in range(4))
+
+    with (
+        fake_tensors.FakeTensorMode(),
+        enable_python_dispatcher(),
+        dispatcher.traced_with_derivative(_aten.cudnn_batch_norm.default, kernel),
+    ):
+        one = torch.empty(2, requires_grad=True)
+        _aten.cudnn_batch_norm.default(torch.empty(3, 2, 4, 4), one, one, None, None, True, 0.1, 1e-5)
+    expect(asked == [True], "another kernel of cudnn_batch_norm is traced")
