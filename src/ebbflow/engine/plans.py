@@ -72,7 +72,7 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
     fitting = [
         each
         for each in step.executables
-        if _has_room(each, resident, between, retained)
+        if _has_room(each, resident + (0 if model.given_plan else each.unsplit_bytes), between, retained)
         and all(end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes for end in ends)
         and not (each.provisional and not is_guess(model, step, now))
         and (now.accumulating or not each.accumulates)
@@ -98,7 +98,7 @@ def plan_for(
         arguments: of the call.
     """
     reserve = reserve_bytes(program, now.device, verify=model.verify)
-    if now.device == "cuda":
+    if now.device == "cuda" and model.given_plan is None:  # what its budget leaves free is its maker's choice
         reserve += max([unsplit_bytes(program), *(each.unsplit_bytes for each in step.executables)])
     to_come = _to_come(model, now)
     resident = resident_bytes(step, now) + sum(to_come.values())
@@ -381,7 +381,7 @@ def _has_room(executable: Executable, resident: int, between: Between | None, re
     if between is not None and (between.peak_bytes, between.held_bytes) != (peak, held):
         peak, held = min(between.peak_bytes, max(peak, between.least_bytes)), between.held_bytes
     needs = executable.needs_with(peak, held, retained)
-    return resident + needs + executable.unsplit_bytes <= executable.plan.budget_bytes
+    return resident + needs <= executable.plan.budget_bytes
 
 
 def _ends_of(model: FittedModel, step: Step, now: Circumstances) -> list[StepEnd]:
