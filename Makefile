@@ -73,11 +73,12 @@ quick: $(STAMP)
 
 # GPU_PYTHON names an interpreter that has torch and the rest already: nothing is installed then.
 GPU_PYTHON ?= $(BIN)/python
+GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo $(WORKERS))
 GPU_RUN = PYTHONPATH=src:tests:benchmarks $(GPU_PYTHON)
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 	@$(GPU_RUN) benchmarks/gpu.py --card
-	@if $(GPU_RUN) -c 'import pytest, hypothesis' 2>/dev/null; then $(GPU_RUN) -m pytest -p no:cacheprovider tests/gpu; \
+	@if $(GPU_RUN) -c 'import pytest, hypothesis' 2>/dev/null; then $(GPU_RUN) -m pytest -p no:cacheprovider $(GPU_WORKERS) tests/gpu; \
 		else echo "pytest or hypothesis is not installed for $(GPU_PYTHON): tests/gpu are left out"; fi
 	$(GPU_RUN) benchmarks/gpu.py $(GPU_OPTIONS)
 

@@ -444,7 +444,6 @@ def test_transformers_trainer(way: str, tmp_path: Path) -> None:
         assert torch.equal(value, found[key]), key
 
 
-@pytest.mark.filterwarnings("ignore")  # of lightning's own
 def test_lightning_and_its_precision(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     from ebbflow.integrations.lightning import MemoryBudget
