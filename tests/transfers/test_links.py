@@ -14,7 +14,7 @@ from ebbflow.transfers import host, host_link, links
 from ebbflow.transfers.disk import DiskTier
 from ebbflow.transfers.host import HostTier
 from ebbflow.transfers.host_link import like_of
-from ebbflow.transfers.links import is_measured, measured_host_link, measured_link, this_machine
+from ebbflow.transfers.links import COUNTED_ON, is_measured, measured_host_link, measured_link, this_machine
 from ebbflow.transfers.staged import StagedDisk
 
 
@@ -90,6 +90,19 @@ def test_the_link_to_the_host_is_measured_by_the_card_and_kept(fake: FakeDevice)
     assert len(fake.operations) == given, "it is not measured again"
     measured_host_link(tier, anew=True)
     assert len(fake.operations) > given
+    fake.run()
+
+
+def test_plans_count_on_a_part_of_what_a_card_was_measured_to_do(fake: FakeDevice) -> None:
+    tier = HostTier(fake)
+    whole, _ = measured_host_link(tier)
+    machine = this_machine({"host": tier}, "cuda")
+    assert machine is not None
+    link = machine.links["host"]
+    assert link.out_bytes_per_second == COUNTED_ON * whole.out_bytes_per_second
+    assert link.in_bytes_per_second == COUNTED_ON * whole.in_bytes_per_second
+    assert link.latency_seconds == whole.latency_seconds
+    assert machine.sources["links.host"] == "measured here, on a fake; plans count on 80.00 % of its rates"
     fake.run()
 
 

@@ -9,7 +9,9 @@
 4. Whatever a measurement says, the rates of a transfer are those of the page cache as long as the machine has memory
    for it; a busy disk is slower.
 5. The link of a card to the host is measured by the card (``host_link``) and kept by its name; a card that reaches a
-   disk does so through the host, one after the other.
+   disk does so through the host, one after the other. Plans count on :data:`COUNTED_ON` of its rates: a transfer that
+   ends just in time is late as soon as ops are faster than they were alone, by all that they are faster
+   (``benchmarks/hybrid.py``, question ``margin``).
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ from ebbflow.transfers.staged import StagedDisk
 from ebbflow.transfers.streams import card
 from ebbflow.transfers.tiers import open_tiers
 from ebbflow.transfers.ways import Way
+from ebbflow.units import format_percent
 
 __all__ = [
+    "COUNTED_ON",
     "is_measured",
     "machine_with_tiers",
     "measured_host_link",
@@ -46,6 +50,8 @@ __all__ = [
     "together_bytes_per_second",
 ]
 
+COUNTED_ON = 0.8
+"""Of a measured link of a card (definition 5)."""
 _SCHEMA = "ebbflow-links/1"
 _PROBE_BYTES = 64 * 2**20
 _PIECE_BYTES = 4 * 2**20
@@ -118,15 +124,21 @@ def this_machine(tiers: Mapping[str, Way], device: str = "cpu") -> Machine | Non
             links[name] = measured_link(tier)
             sources["links"] = "measured here, through the page cache"
         elif isinstance(tier, StagedDisk):
-            host, source = measured_host_link(tier.host)
+            host, source = _counted_on(*measured_host_link(tier.host))
             links[name] = _through(host, measured_link(tier.disk))
             sources[f"links.{name}"] = f"measured here, through the page cache; to the host: {source}"
         elif isinstance(tier, HostTier):
-            links[name], sources[f"links.{name}"] = measured_host_link(tier)
+            links[name], sources[f"links.{name}"] = _counted_on(*measured_host_link(tier))
     changed = {"links": links, "sources": sources}
     if device == "cuda":
         changed |= {"device": device, "granularity_bytes": _CUDA_BLOCK_BYTES}
     return Machine(**{**vars(machine), **changed})
+
+
+def _counted_on(link: Link, source: str) -> tuple[Link, str]:
+    """Definition 5: the link that plans are made with, and where it is from."""
+    rates = {each: COUNTED_ON * getattr(link, each) for each in ("out_bytes_per_second", "in_bytes_per_second")}
+    return replace(link, **rates), f"{source}; plans count on {format_percent(COUNTED_ON)} of its rates"
 
 
 def _through(host: Link, disk: Link) -> Link:

@@ -1,0 +1,104 @@
+"""What a plan that moves costs where ops are faster than it was told, or the link slower: the margin that it leaves.
+
+A plan for a link of a *counted* share of its rate is simulated at the whole rate, with all ops' seconds multiplied by a
+*pace*: 0.8 is a step whose ops take a fifth less than they did alone, as they do on a card that is never idle.
+Overheads are of the step at that pace that keeps everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+import ebbflow
+from ebbflow.capture.without_memory import without_memory
+from ebbflow.case import Case
+from ebbflow.step.machine import Machine, machine_named
+from ebbflow.step.plan import Plan
+from ebbflow.step.simulate import simulate
+from ebbflow.transfers.links import COUNTED_ON
+from ebbflow.units import Budget
+from ebbflow.zoo import GPTConfig, gpt, hf_bert, resnet50
+from harness.record import Row, at_most
+
+TITLE = "Plans with a host tier where ops are faster than foreseen: how much of the link they count on"
+
+
+def _gpt() -> Case:
+    case = gpt(12, GPTConfig(vocabulary=50_304, length=1024, layers=24, width=1024, heads=16, dropout=0.1))
+    return Case(case.model.to(torch.bfloat16), case.args)
+
+
+def _bert() -> Case:
+    case = hf_bert(32, vocabulary=30_522, length=512, layers=12, width=768, heads=12)
+    return Case(case.model.to(torch.bfloat16), case.args, case.kwargs)
+
+
+CASES_BY_NAME: dict[str, tuple[Callable[[], Case], str]] = {
+    "gpt2-medium h200-141gb": (_gpt, "h200-141gb"),
+    "bert a100-80gb": (_bert, "a100-80gb"),
+    "resnet50 h100-80gb": (lambda: resnet50(128, image=224), "h100-80gb"),
+}
+CASES = tuple(CASES_BY_NAME)
+QUICK = CASES[:1]
+SHARES = (1.0, 0.9, COUNTED_ON, 0.7)
+PACES = (1.0, 0.95, 0.9, 0.85, 0.8)
+BUDGET = 0.4
+"""Of the unplanned peak."""
+EFFORT = 2_000
+MOST_DEARER = 0.005
+"""What leaving the margin may cost where ops take what they were told to, as a fraction of the step."""
+
+
+def rows(case: str, quick: bool) -> Iterator[Row]:
+    make, name = CASES_BY_NAME[case]
+    with without_memory():
+        made = make()
+    machine = machine_named(name)
+    at_ease = _overheads(_planned(made, machine, 1.0), machine)
+    for share in (1.0, COUNTED_ON) if quick else SHARES:
+        plan = _planned(made, machine, share)
+        found = _overheads(plan, machine)
+        columns = {f"at pace {pace:g}": each for pace, each in zip(PACES, found, strict=True)}
+        checks = []
+        if share == COUNTED_ON:
+            checks = [
+                at_most("dearer at pace 1 than counting on all of the link", found[0] - at_ease[0], MOST_DEARER),
+                at_most("at pace 0.8, of counting on all of the link", found[-1], at_ease[-1]),
+            ]
+        yield Row(
+            "margin",
+            {"case": case, "counted": share, "planned_overhead": plan.overhead, **columns},
+            tuple(checks),
+        )
+
+
+def _planned(case: Case, machine: Machine, share: float) -> Plan:
+    link = machine.links["host"]
+    rates = {each: share * getattr(link, each) for each in ("out_bytes_per_second", "in_bytes_per_second")}
+    slower = replace(machine, links={"host": replace(link, **rates)})
+    unplanned = ebbflow.plan(
+        case.model, case.args, dict(case.kwargs), budget="1000%", machine=machine, planner="keep_all"
+    )
+    budget = Budget(bytes=int(BUDGET * unplanned.baseline_peak_bytes))
+    return ebbflow.plan(
+        case.model,
+        case.args,
+        dict(case.kwargs),
+        budget=budget,
+        machine=slower,
+        tiers="host",
+        effort=EFFORT,
+        progress=None,
+    )
+
+
+def _overheads(plan: Plan, machine: Machine) -> list[float]:
+    found: list[float] = []
+    for pace in PACES:
+        ops = tuple(replace(each, seconds=pace * each.seconds) for each in plan.program.ops)
+        timeline = simulate(replace(plan.program, ops=ops), plan.schedule, machine)
+        found.append(float(timeline.end_seconds.max()) / sum(each.seconds for each in ops) - 1)
+    return found
