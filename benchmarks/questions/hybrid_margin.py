@@ -48,7 +48,7 @@ PACES = (1.0, 0.95, 0.9, 0.85, 0.8)
 BUDGET = 0.4
 """Of the unplanned peak."""
 EFFORT = 2_000
-MOST_DEARER = 0.005
+MOST_DEARER = 0.01
 """What leaving the margin may cost where ops take what they were told to, as a fraction of the step."""
 
 
@@ -100,5 +100,5 @@ def _overheads(plan: Plan, machine: Machine) -> list[float]:
     for pace in PACES:
         ops = tuple(replace(each, seconds=pace * each.seconds) for each in plan.program.ops)
         timeline = simulate(replace(plan.program, ops=ops), plan.schedule, machine)
-        found.append(float(timeline.end_seconds.max()) / sum(each.seconds for each in ops) - 1)
+        found.append(float(timeline.end_seconds.max()) / (pace * plan.baseline_seconds) - 1)
     return found

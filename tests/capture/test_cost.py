@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import ebbflow
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.offline import capture
-from ebbflow.cost import attach
+from ebbflow.cost import attach, profile
 from ebbflow.cost.cache import CostCache, device_context
 from ebbflow.cost.call import Call, TensorSpec
 from ebbflow.cost.profile import Cost, profile_calls
@@ -372,3 +372,54 @@ def test_a_catalogue_machine_needs_no_measurement(monkeypatch: pytest.MonkeyPatc
     plan = ebbflow.plan(case.model, case.args, budget="24MiB", machine="a100-80gb")
     assert plan.provenance["costs"] == "roofline"
     assert plan.step_seconds > 0
+
+
+# -- seconds on a card, whose clock is made up -------------------------------------------------------------------------
+
+
+class _Card:
+    """A stream that runs what it was given once the host waits for it; an op takes what ``seconds`` says next."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds, self.queue, self.now = seconds, list[tuple[str, Any]](), 0.0
+
+    def event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        card = self
+
+        class Event:
+            at = 0.0
+
+            def record(self) -> None:
+                card.queue.append(("event", self))
+
+            def synchronize(self) -> None:
+                card.run()
+
+            def elapsed_time(self, other: Any) -> float:
+                return 1e3 * (other.at - self.at)
+
+        return Event()
+
+    def run(self) -> None:
+        for what, given in self.queue:
+            if what == "event":
+                given.at = self.now
+            else:
+                self.now += given
+        self.queue.clear()
+
+    def op(self, *_: object) -> None:
+        self.queue.append(("op", self.seconds.pop(0)))
+
+
+def test_all_runs_on_a_card_are_launched_before_the_first_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = _Card([3e-5, 1e-5, 2e-5])
+    waits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    monkeypatch.setattr(profile, "keep_waiting", lambda seconds: (waits.append(seconds), card.op()))
+    card.seconds.insert(0, 1e-3)
+    given = Call(card.op, (), {}, (), "an op")
+    assert profile._seconds_on_cuda(given, (), {}, 3) == pytest.approx(1e-5)
+    assert waits == [1e-3]
+    assert profile._seconds_on_cuda(given, (), {}, 0) == float("inf")
