@@ -20,6 +20,7 @@ import torch
 import ebbflow
 from device_steps import EFFORT, case_of, deterministic
 from ebbflow.cost.cuda_workspace import cublas_bytes_here
+from ebbflow.zoo import mlp_chain
 
 STEPS = 5
 MIB = 2**20
@@ -321,6 +322,37 @@ def test_a_step_fits_in_a_card_of_its_budget(tiers: str | None) -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     assert max(found.peaks) <= plan.budget_bytes
     assert held <= 1.05 * plan.budget_bytes + 32 * MIB
+
+
+def test_a_steady_step_is_captured_in_a_graph() -> None:
+    given = mlp_chain(8192, layers=8, width=512)
+    case = ebbflow.Case(given.model.cuda(), tuple(a.cuda() for a in given.args))
+    plain = copy.deepcopy(case.model)
+    plain(*case.args).backward()
+    expected = [each.grad.clone() for each in plain.parameters() if each.grad is not None]
+    del plain
+    ebbflow.fit(case.model, "75%", effort=EFFORT, progress=None)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            case.model.zero_grad()
+            case.model(*case.args).backward()
+    torch.cuda.current_stream().wait_stream(side)
+    case.model.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        case.model(*case.args).backward()
+    plan = ebbflow.plan_of(case.model)
+    assert plan is not None
+    assert plan.overhead > 0
+    for _ in range(2):
+        for each in case.model.parameters():
+            assert each.grad is not None
+            each.grad.fill_(-1.0)
+        graph.replay()
+        found = [each.grad for each in case.model.parameters() if each.grad is not None]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_failed_backward_leaves_nothing() -> None:
