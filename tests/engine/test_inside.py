@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbflow
-from ebbflow.errors import CaptureError, PlanMismatch, UpdateError, UsageError
+from ebbflow.errors import BudgetError, CaptureError, PlanMismatch, UpdateError, UsageError
 
 
 class Net(nn.Module):
@@ -538,3 +538,152 @@ def test_a_rehearsal_frees_what_the_forward_has_saved_after_its_last_reader(monk
     assert len(alive) == 6
     assert alive[0] > 0
     assert alive[-1] == 0
+
+
+# -- between the backward and the step ---------------------------------------------------------------------------------
+
+
+def _decay(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model.first.weight.mul_(0.99)
+
+
+def _load(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+
+
+def _clamp_in_a_hook(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    def clamp(*_: object) -> None:
+        model.last.weight.detach().clamp_(-0.1, 0.1)
+
+    optimizer.register_step_pre_hook(clamp)
+
+
+@pytest.mark.parametrize("write", [_decay, _load, _clamp_in_a_hook])
+def test_weights_that_are_written_before_the_step_are_told_of(pair: Pair, write: Callable[..., None]) -> None:
+    model, optimizer = pair
+    step(pair)
+    optimizer.zero_grad()
+    model(batch()).backward()
+    write(model, optimizer)
+    with pytest.raises(UpdateError, match=r"were written to between loss.backward\(\) and the end of optimizer.step"):
+        optimizer.step()
+
+
+def test_weights_may_be_written_after_the_step_and_before_the_forward(pair: Pair) -> None:
+    for _ in range(3):
+        step(pair)
+        _decay(*pair)
+
+
+@pytest.mark.parametrize(
+    ("make", "changed"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"momentum": 0.9}),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"nesterov": True}),
+        (lambda p: torch.optim.Adam(p), {"weight_decay": 0.1}),
+        (lambda p: torch.optim.AdamW(p), {"maximize": True}),
+    ],
+)
+def test_options_that_take_more_are_planned_for(make: Callable[[Any], Any], changed: dict[str, Any]) -> None:
+    """A plan whose updates were priced without them holds no more; eager's bits go on."""
+    torch.manual_seed(0)
+    model = Net()
+    eager = copy.deepcopy(model)
+    optimizer, other = make(model.parameters()), make(eager.parameters())
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    plans: list[object] = []
+    for number in range(4):
+        for each in (optimizer, other):
+            for group in each.param_groups:
+                group.update(changed if number >= 2 else {})
+                group["lr"] = 0.0 if number == 0 else 0.1  # a schedule's beginning asks for no other plan
+        for each, trained in ((optimizer, model), (other, eager)):
+            trained(batch(number)).backward()
+            each.step()
+            each.zero_grad()
+        plans.append(ebbflow.plan_of(model))
+        assert all(map(torch.equal, weights(model), weights(eager)))
+    assert plans[0] is plans[1]
+    assert plans[2] is not plans[1]
+    assert plans[3] is plans[2]
+
+
+class _AllAtOnce(torch.optim.SGD):
+    """Its kernel for lists wants at least one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [each for each in group["params"] if each.grad is not None]
+            torch._foreach_add_(given, [each.grad for each in given], alpha=-group["lr"])
+
+
+class _Counting(torch.optim.SGD):
+    """Counts its steps beside its state, and acts on that late."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad, alpha=group["lr"] if self.count < 100 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(_AllAtOnce, "fails where no parameter has a gradient"), (_Counting, "counts in its attributes")]
+)
+def test_what_one_by_one_is_not_is_found_out(kind: type[torch.optim.SGD], why: str) -> None:
+    model = Net()
+    with pytest.raises(UsageError, match=why):
+        ebbflow.fit(model, "100%", optimizer=kind(model.parameters(), lr=0.1), step="inside")
+
+
+def test_parameters_in_the_same_memory_are_refused_and_parts_of_one_are_not() -> None:
+    model = Net()
+    whole = torch.zeros(64)
+    model.first.weight.data = whole[:48].view(8, 6)
+    model.last.weight.data = whole[48:].view(2, 8)
+    ebbflow.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside", progress=None)
+    ebbflow.unfit(model)
+    model.last.weight.data = whole[40:56].view(2, 8)
+    with pytest.raises(UsageError, match="two parameters lie in the same memory"):
+        ebbflow.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside")
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_state_to_come_is_in_the_budget_of_every_micro_batch(where: Any) -> None:
+    """A budget without room for it beside summed gradients is refused before the first optimizer step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    before = weights(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ebbflow.fit(model, 10_000, optimizer=optimizer, step=where, progress=None)
+    x = torch.randn(8, 256)
+    with pytest.raises(BudgetError) as refused:
+        model(x).square().mean().backward()
+    assert refused.value.smallest_bytes is not None
+    ebbflow.set_budget(model, refused.value.smallest_bytes + 2**12)
+
+    def micro_batches() -> None:
+        with ebbflow.no_update(model):
+            for _ in range(3):
+                model(x).square().mean().backward()
+
+    with pytest.raises(BudgetError) as later:
+        micro_batches()
+    assert all(map(torch.equal, before, weights(model))), "no weight has changed"
+    assert later.value.smallest_bytes is not None
+    if where == "inside":
+        return  # the step that updates is another one, and is refused for itself, before it does
+    model.zero_grad()
+    ebbflow.set_budget(model, later.value.smallest_bytes + 2**12)
+    for _ in range(2):
+        with ebbflow.no_update(model):
+            model(x).square().mean().backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()

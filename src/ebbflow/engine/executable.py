@@ -107,6 +107,7 @@ class Executable:
         updates: of a step with the optimizer in it, names of the parameters that it updates, by position among the
             primals; and where they are among the tensors that go in.
         serves: whether calls whose backward updates (``Circumstances.updates``), those of which none does, or both.
+        settings: of the optimizer, with which its updates were priced (``Inside.settings``); empty without one.
         rehearsed: whether such a step has been proven without updating anything.
         provisional: whether it was planned for the least memory because something was not known yet.
         gradient_order: per tensor that goes in, when its gradient reaches it (``hook_order``).
@@ -141,6 +142,7 @@ class Executable:
         self.unsplit_bytes = unsplit_bytes(plan.program) if device == "cuda" else 0
         self.provisional = False
         self.serves: set[bool] = set()
+        self.settings: tuple[object, ...] = ()
         self.rehearsed = False
         self.updates = {each.position: each.parameter for each in updates_in(captured).values()}
         tensors = [i for i, node in enumerate(captured.primals) if isinstance(node.meta.get("val"), torch.Tensor)]

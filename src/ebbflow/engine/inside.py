@@ -17,6 +17,8 @@
    backward began, inverted, before it is clipped and applied.
 7. A backward that fails after its first update raises :class:`~ebbflow.errors.UpdateError`, which names what has been
    updated: those steps are made, the others are not.
+8. Weights that somebody has written to between the backward and the end of ``optimizer.step()`` have been updated
+   before, and not after as in eager: that raises as well, where their version counters tell.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from ebbflow.capture.joint import Captured
 from ebbflow.clipping import Clipping
 from ebbflow.engine.applied import Applied, State
 from ebbflow.errors import CaptureError, UpdateError, UsageError
+from ebbflow.inside.costs import settings_of
 from ebbflow.inside.norms import coefficient_of, total_of
 from ebbflow.inside.one_by_one import step_alone
 from ebbflow.inside.step import WithOptimizer
@@ -79,6 +82,7 @@ class Inside:
         self._put_in: WithOptimizer | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._options: list[dict[str, Any]] = []
+        self._versions: dict[int, int] = {}
         self._accumulating = threading.local()
         before, after = self._before_step, self._after_step
         why = "Ebbflow looks at what its steps have updated"
@@ -109,6 +113,11 @@ class Inside:
         """``captured`` as it is before any rewrite: with looks at its gradients, where they are clipped."""
         assert self._put_in is not None
         return self._put_in.looked(captured)
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What of the optimizer's options its updates' bytes depend on, group by group."""
+        return tuple(settings_of(group) for group in self.optimizer.param_groups)
 
     def parameters(self) -> list[torch.Tensor]:
         """Of the model, in the order in which it gives them."""
@@ -197,6 +206,7 @@ class Inside:
                 )
             self._refuse_late_gradients()
             self._refuse_other_options()
+            self._refuse_other_weights()
         except BaseException:
             self.applied.stepping = False
             raise
@@ -204,6 +214,8 @@ class Inside:
 
     def _after_step(self, *_: object) -> None:
         self.applied.stepping = False
+        if self.applied.state is State.STEPPED:
+            self._refuse_other_weights()  # written by a hook that came after ours
         if self.applied.state is State.UPDATED:  # its closure has called the backward
             self._refuse_late_gradients()
             self.applied.state = State.STEPPED
@@ -218,6 +230,23 @@ class Inside:
                 "model that shares them), after the step had applied its own: eager adds the two and steps once. "
                 'Move what makes them into the model\'s forward, or leave step="inside" out. All of the updates of '
                 "the step's own gradients have been made",
+                updated=self.applied.names,
+            )
+
+    def note_weights(self) -> None:
+        """The backward has ended: nobody is to write to what it has updated before ``optimizer.step()``."""
+        self._versions = {id(each): version_of(each) for each in self.applied.parameters}
+
+    def _refuse_other_weights(self) -> None:
+        """Definition 8."""
+        pairs = zip(self.applied.names, self.applied.parameters, strict=True)
+        written = [name for name, each in pairs if self._versions.get(id(each), version_of(each)) != version_of(each)]
+        if written:
+            self._versions = {}
+            raise UpdateError(
+                f"{names_of(written)} were written to between loss.backward() and the end of optimizer.step(), and "
+                'step="inside" has updated them in the backward: eager writes first and updates what was written. '
+                "Write to weights (decay, clamping, load_state_dict) before the forward or after optimizer.step()",
                 updated=self.applied.names,
             )
 
@@ -407,6 +436,7 @@ class Updating:
                 _in_order_of_groups(self._inside.optimizer)
             self._inside.has_updated = True
             self._inside.applied.add(self._updated)
+        self._inside.note_weights()
 
     def failed(self, error: BaseException) -> BaseException:
         """What to raise in place of ``error`` (definition 7)."""

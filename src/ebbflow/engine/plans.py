@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.faults import users_level
 from ebbflow.measurement.optimizer_state import future_state_bytes
-from ebbflow.measurement.resident import gradients_to_come
+from ebbflow.measurement.resident import gradients_to_come, stepping
 from ebbflow.measurement.together import class_of, parts_of
 from ebbflow.planners.bounds.floor import floor_bytes
 from ebbflow.planning.alternatives import Alternative
@@ -67,7 +68,7 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
             if any(flight.hooked for flight in flights_of(each)):
                 return each
     between, retained = model.between.of(now.slot), model.between.retained(now.slot)
-    resident = resident_bytes(step, now)
+    resident = resident_bytes(step, now) + _state_to_come(model, now)
     ends = _ends_of(model, step, now)
     fitting = [
         each
@@ -77,6 +78,7 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
         and not (each.provisional and not is_guess(model, step, now))
         and (now.accumulating or not each.accumulates)
         and now.updates in each.serves
+        and (not now.updates or model.inside is None or each.settings == model.inside.settings)
         and not (each.moves and now.checkpointed)
     ]
     return min(fitting, key=lambda each: each.overhead) if fitting else None
@@ -137,6 +139,26 @@ def plan_for(
             raise  # here, with no frame more than it has
         return other
     return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
+
+
+_without_state: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that have been found to keep nothing."""
+
+
+def _state_to_come(model: FittedModel, now: Circumstances) -> int:
+    """Bytes of the state that an optimizer will make in its first step: a plan that has no room for it holds no more.
+
+    Asked until there is any state, so that a budget is refused before the weights have changed.
+    """
+    optimizer = model.optimizer
+    if optimizer is None or optimizer in _without_state:
+        return 0
+    if any(any(stepping(each).state.values()) for each in parts_of(optimizer)):
+        return 0
+    found = _to_come(model, now)[STATE]
+    if not found:
+        _without_state.add(optimizer)
+    return found
 
 
 def _to_come(model: FittedModel, now: Circumstances) -> dict[str, int]:

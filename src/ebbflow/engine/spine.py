@@ -203,6 +203,7 @@ def _made(
     executable = _lower_and_prove(step, captured, plan, inside)
     executable.provisional = provisional
     executable.serves.add(now.updates)
+    executable.settings = () if inside is None else inside.settings
     return now, executable
 
 

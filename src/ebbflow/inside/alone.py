@@ -4,16 +4,19 @@
    optimizer does, and one by one in another order, as gradients come in a backward. After each of
    :data:`_STEPS` steps parameters and state are compared.
 2. What steps by a closure, counts its steps in its groups, couples parameters (a common norm, a common estimate),
-   draws random numbers or calls its hooks from below gives other bits there, or an error, and is refused by name.
+   draws random numbers or calls its hooks from below gives other bits there, or an error, and is refused by name. So
+   is what fails where no parameter has a gradient, which is what its own step finds afterwards.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ebbflow.cost.call import extent_of
 from ebbflow.errors import UsageError
 from ebbflow.inside.one_by_one import step_alone
 from ebbflow.measurement.optimizer_state import options_of
@@ -21,6 +24,7 @@ from ebbflow.measurement.resident import optimizers_in, tensors_in
 from ebbflow.measurement.together import Together
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.fake_tensors import without_modes
+from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["refuse_what_is_not_alone"]
 
@@ -44,6 +48,11 @@ def refuse_what_is_not_alone(optimizer: torch.optim.Optimizer) -> None:
         raise _refusal("LBFGS takes one step for all of its parameters together, by calling a closure several times")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise _refusal(f"{kind} is made with differentiable=True, and its step is a part of somebody's graph")
+    if _overlap([each for group in optimizer.param_groups for each in group["params"]]):
+        raise _refusal(
+            "two parameters lie in the same memory (one was given the other's .data), and which is stepped first "
+            "decides; tie weights by one Parameter in both places"
+        )
     state = torch.get_rng_state()
     try:
         with signals_wait(), without_modes(), torch.random.fork_rng():
@@ -86,7 +95,38 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
                 "does not step on each parameter for itself: stepping on stand-ins one by one gives other bits than "
                 "all together"
             )
+        if _counts(together) != _counts(alone):
+            return "counts in its attributes how often it has stepped, and it would step once for each parameter"
+    for each in _of_groups(together):
+        each.grad = None
+    try:
+        together.step()
+    except Exception as error:  # of the user's own code, which may raise anything
+        if raised_by_a_handler(error):
+            raise
+        return (
+            f"fails where no parameter has a gradient ({type(error).__name__}: {error}), and after such a backward "
+            "optimizer.step() finds none"
+        )
     return ""
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    numbers = {name: each for name, each in vars(optimizer).items() if isinstance(each, int | float)}
+    return {name: each for name, each in numbers.items() if not isinstance(each, bool)}
+
+
+def _overlap(parameters: list[torch.Tensor]) -> bool:
+    """Whether two of the parameters share memory."""
+    places = {id(each): each for each in parameters}.values()
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for each in places:
+        if each.numel():
+            begin = int(each.storage_offset()) * each.element_size()
+            end = begin + extent_of(each.shape, each.stride()) * each.element_size()
+            spans.setdefault(storage_key(each), []).append((begin, end))
+    ordered = (sorted(each) for each in spans.values())
+    return any(after[0] < before[1] for each in ordered for before, after in itertools.pairwise(each))
 
 
 def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,19 @@ from ebbflow.errors import UsageError
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.resident import storages_in
 
-__all__ = ["UpdateCosts"]
+__all__ = ["UpdateCosts", "settings_of"]
 
 _PART_ELEMENTS = 65536  # kChunkSize of aten/src/ATen/native/cuda/MultiTensorApply.cuh
 _NUMBER_BYTES = 4
 _LEAST_ON_CARD_BYTES = 512  # kMinBlockSize of c10/core/AllocatorConfig.h
+_RATE = "lr"  # schedules begin at 0
 _SCALARS = 4  # at most at a time: the total, what it is made into
+
+
+def settings_of(options: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """What of a group's options an update's bytes depend on: flags such as amsgrad, whether there is a momentum."""
+    numbers = ((name, value) for name, value in options.items() if isinstance(value, bool | float | None))
+    return tuple((name, bool(value)) for name, value in numbers if name != _RATE)
 
 
 class UpdateCosts:
@@ -42,10 +49,14 @@ class UpdateCosts:
             UsageError: if that cannot be found out.
         """
         options = self._optimizer.param_groups[group]
-        # What is taken depends on flags such as amsgrad and foreach, and on whether there is a momentum.
-        numbers = ((name, value) for name, value in options.items() if isinstance(value, bool | float | None))
-        settings = tuple((name, bool(value)) for name, value in numbers)
-        key = (group, settings, tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device)
+        key = (
+            group,
+            settings_of(options),
+            tuple(parameter.shape),
+            parameter.stride(),
+            parameter.dtype,
+            parameter.device,
+        )
         if key not in self._known:
             self._known[key] = self._taken(options, parameter)
         state = self._state * parameter.nbytes // max(self._trained, 1)
