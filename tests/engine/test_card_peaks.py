@@ -127,6 +127,14 @@ def test_what_steps_peaked_at_is_there_again(card: Card) -> None:
     assert card.asked == 0
 
 
+def test_a_snapshot_of_another_form_stops_no_step(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.free = [64 * MIB]
+    for found in ([{"blocks": []}], [None]):
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda found=found: found)
+        give_back_peak(32 * MIB)
+    assert card.peak == 0
+
+
 def test_a_first_step_is_read_whole(card: Card) -> None:
     """Costs, what lies between the graphs, and the second step's own gauge leave the step's peak to the user."""
     card.free = [256 * MIB, 32 * MIB]

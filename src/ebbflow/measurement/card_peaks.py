@@ -61,7 +61,8 @@ def peaks_kept() -> Iterator[None]:
 
 def give_back_peak(peak_bytes: int) -> None:
     """Let the statistic be ``peak_bytes`` again, if it is less (definition 2)."""
-    with contextlib.suppress(RuntimeError):  # out of memory among them: it is as low as it is
+    # Out of memory among them, and a release whose snapshots say it otherwise: then it is as low as it is.
+    with contextlib.suppress(RuntimeError, LookupError, TypeError):
         if allocated_peak() < peak_bytes:
             taken = [_take(size) for size in _whole_blocks(_free_blocks(), peak_bytes - torch.cuda.memory_allocated())]
             del taken
