@@ -331,6 +331,44 @@ def test_a_backward_for_some_inputs_updates_those(pair: Pair) -> None:
     assert equal(weights(model), weights(twin))
 
 
+def test_state_that_comes_later_stands_behind_the_rest_in_order() -> None:
+    def order(*, planned: bool) -> list[int]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if planned:
+            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        model.first.requires_grad_(False)
+        for seed in range(3):
+            step((model, optimizer), seed)
+            optimizer.zero_grad()
+            model.first.requires_grad_(True)
+        return list(optimizer.state_dict()["state"])
+
+    assert order(planned=True) == order(planned=False) == [2, 3, 0, 1]
+
+
+class Own(torch.optim.SGD):
+    """Written where its hook is."""
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.SGD])
+def test_a_hook_before_the_step_is_never_shown_none(kind: type[torch.optim.SGD]) -> None:
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+
+    def clamp(stepping: torch.optim.Optimizer, *_: object) -> None:
+        for each in stepping.param_groups[0]["params"]:
+            if each.grad is not None:
+                each.grad.clamp_(-1e-4, 1e-4)
+
+    optimizer.register_step_pre_hook(clamp)
+    model(batch()).backward()
+    with pytest.raises(UsageError, match=r"is read before optimizer\.step\(\)"):
+        optimizer.step()
+
+
 class Coupled(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -343,9 +381,26 @@ class Coupled(torch.optim.Optimizer):
             each.sub_(0.1 * each.grad / norm)
 
 
+class Clips(torch.optim.Optimizer):
+    """Clips by the norm of all gradients itself, by a most that it keeps in an attribute."""
+
+    def __init__(self, parameters: Any, most: float | None = None) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.most = most
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        if self.most is not None and parameters:
+            torch.nn.utils.clip_grad_norm_(parameters, self.most)
+        for each in parameters:
+            each.sub_(0.1 * each.grad)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        *(((lambda p, most=most: Clips(p, most)), "gives other bits than all together") for most in (1e-5, 1.0, 50.0)),
         (torch.optim.LBFGS, "LBFGS takes one step for all of its parameters"),
         (Coupled, "gives other bits than all together"),
         (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable=True"),
@@ -358,6 +413,16 @@ def test_an_optimizer_that_is_not_of_single_parameters_is_refused(make: Callable
     assert "fit(model, budget, optimizer=optimizer)" in str(caught.value)
     with pytest.raises(UsageError, match=why):
         ebbflow.plan(model, (batch(),), budget="100%", optimizer=make(model.parameters()), step="inside")
+
+
+def test_options_in_attributes_are_those_of_the_updates() -> None:
+    (model, clips), (twin, plain) = ((net, Clips(net.parameters())) for net in (Net(), Net()))
+    twin.load_state_dict(model.state_dict())
+    ebbflow.fit(model, "100%", optimizer=clips, step="inside", progress=None)
+    for seed in range(2):
+        step((model, clips), seed)
+        step((twin, plain), seed)
+    assert equal(weights(model), weights(twin))
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:

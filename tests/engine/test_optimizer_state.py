@@ -6,6 +6,7 @@ import copy
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +222,57 @@ def test_what_a_signals_handler_raises_is_no_answer_of_the_optimizers() -> None:
                 look(optimizer)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _Masters(torch.optim.Optimizer):
+    """Keeps what it steps in an attribute, and its averages too; whether it averages is no option of its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, averages: bool = False) -> None:
+        super().__init__(params, {"lr": lr})
+        self.averages = averages
+        self.masters = {id(p): p.detach().double() for group in self.param_groups for p in group["params"]}
+        self.averaged: dict[str, list[torch.Tensor]] = {"of all": []}
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for each in group["params"]:
+                master = self.masters[id(each)]
+                master -= group["lr"] * each.grad.double()
+                each.data.copy_(master)
+                if self.averages and len(self.averaged["of all"]) < len(self.masters):
+                    self.averaged["of all"].append(torch.zeros_like(master))
+
+
+def test_what_an_optimizer_keeps_in_attributes_counts() -> None:
+    weights = [torch.nn.Parameter(torch.ones(8, 4)), torch.nn.Parameter(torch.ones(16))]
+    elements = sum(each.numel() for each in weights)
+    plain, averaging = _Masters(weights), _Masters(weights, averages=True)
+    assert resident_bytes([plain]) == 4 * elements + 8 * elements
+    assert future_state_bytes(plain) == 0
+    assert future_state_bytes(averaging) == 8 * elements
+    for each in weights:
+        each.grad = torch.ones_like(each)
+    before = resident_bytes([averaging])
+    averaging.step()
+    assert resident_bytes([averaging]) - before == 8 * elements
+
+
+def test_optimizers_in_a_list_of_another_count() -> None:
+    class Several(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            params = list(params)
+            super().__init__(params, {})
+            self.parts = [torch.optim.Adam([each]) for each in params]
+
+        def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+            for each in self.parts:
+                each.step()
+
+    weights = [torch.nn.Parameter(torch.ones(8, 4)), torch.nn.Parameter(torch.ones(16))]
+    several = Several(weights)
+    without = resident_bytes([several])
+    for each in weights:
+        each.grad = torch.ones_like(each)
+    several.step()
+    state = sum(2 * each.nbytes + 4 for each in weights)
+    assert resident_bytes([several]) - without == state + sum(each.nbytes for each in weights)

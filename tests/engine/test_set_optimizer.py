@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +83,37 @@ def test_the_state_that_moves_is_the_new_ones() -> None:
     assert step is not None
     assert step.optimizer_traffic is not None
     ebbflow.unfit(model)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_the_state_of_one_that_is_replaced_counts_while_it_is_kept(where: Any) -> None:
+    model, args = chain()
+    first, second = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    ebbflow.fit(model, "1GiB", optimizer=first, step=where, progress=None)
+    train(model, args, first)
+    ebbflow.set_optimizer(model, second)
+    moments = moments_of(model.parameters())
+    assert state_of(model, args) == 2 * moments
+    del first
+    gc.collect()
+    assert state_of(model, args) == moments
+    ebbflow.unfit(model)
+
+
+def test_one_that_was_replaced_may_not_step_what_the_other_has_stepped_inside() -> None:
+    model, args = chain()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
+    ebbflow.fit(model, "1GiB", optimizer=first, step="inside", progress=None)
+    train(model, args, first)
+    ebbflow.set_optimizer(model, second)
+    model(*args).backward()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"another optimizer \(SGD\).*set_optimizer"):
+            first.step()
+    second.step()
+    second.zero_grad()
+    ebbflow.set_optimizer(model, first)
+    train(model, args, first)
 
 
 def test_what_is_no_optimizer_of_the_model_is_refused() -> None:

@@ -300,7 +300,7 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
 
     Args:
         model: fitted.
-        optimizer: of the model's parameters; one that was given before is forgotten.
+        optimizer: of the model's parameters; the state of one that it replaces counts as long as you keep that one.
 
     Raises:
         UsageError: if the model is not fitted, for what is no optimizer, or for another model's.

@@ -22,7 +22,7 @@ import torch
 from ebbflow.cost.call import call_with
 from ebbflow.cost.profile import workspace_alone
 from ebbflow.cost.room import Room, within
-from ebbflow.measurement.optimizer_state import options_of
+from ebbflow.measurement.optimizer_state import options_of, stand_in_of
 from ebbflow.measurement.resident import stepping
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams import trees as pytree
@@ -117,7 +117,7 @@ def _taken(
 ) -> Iterator[int]:
     """Bytes that each of the steps ``counted``, ascending from 0, takes at its peak (definition 1)."""
     stand_ins = [{**options_of(group), "params": list(_stand_ins(group["params"], device))} for group in groups]
-    trial = type(optimizer)(stand_ins)  # type: ignore[call-arg]
+    trial = stand_in_of(optimizer, stand_ins)
     for step in range(counted[-1] + 1):
         if step not in counted:
             trial.step()

@@ -18,13 +18,13 @@ import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
 from ebbflow.errors import UsageError
-from ebbflow.torch_seams.optimizers import clears_gradients, gradient_of, reader, set_gradient
+from ebbflow.torch_seams.optimizers import clears_gradients, gradient_of, is_of_step, reader, set_gradient
 from ebbflow.torch_seams.scalers import is_unscaling, tell_found
 
 __all__ = ["Applied", "State"]
@@ -52,7 +52,7 @@ class Applied:
     """Those of one model.
 
     Args:
-        modules: names of the modules in which the optimizer is written.
+        functions: of the optimizer's class.
         clips: whether the step clips gradients itself.
         scales: whether it takes a scaler's scale off them itself.
 
@@ -62,13 +62,13 @@ class Applied:
         found: whether some were not finite, so that nothing has been updated.
     """
 
-    def __init__(self, modules: frozenset[str], *, clips: bool = False, scales: bool = False) -> None:
+    def __init__(self, functions: frozenset[CodeType], *, clips: bool = False, scales: bool = False) -> None:
         self._clips = clips
         self.scales = scales
         self.found = False
         self.state = State.CLEARED
         self.stepping = False
-        self._modules = modules
+        self._functions = functions
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
         self._told: set[int] = set()
 
@@ -133,7 +133,7 @@ class Applied:
             if self.found and self._told.issuperset(self._names):
                 self.state = State.STEPPED  # which the scaler leaves out
             return None
-        if self.stepping and not clears and frame.f_globals.get("__name__") in self._modules:
+        if self.stepping and not clears and is_of_step(frame, self._functions):
             return gradient_of(parameter)
         if self.state is State.STEPPED and clears:
             if frame.f_locals.get("set_to_none") is False:
@@ -160,7 +160,7 @@ class Applied:
 
     def _refusal(self, parameter: torch.Tensor, *, clears: bool) -> UsageError:
         _, name = self._names[id(parameter)]
-        if self.state is State.STEPPED:
+        if self.state is State.STEPPED and not self.stepping:  # in the step only its own hooks get here
             return UsageError(
                 f'the gradient of {name} was applied in the backward (step="inside") and is gone: there is none to '
                 "read until it is cleared (optimizer.zero_grad()) and another backward has run. What is logged of "

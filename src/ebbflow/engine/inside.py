@@ -42,7 +42,7 @@ from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import names_of
 from ebbflow.torch_seams.data_parallel import bucket_bytes
 from ebbflow.torch_seams.gradient_norms import norm_of, scale_by
-from ebbflow.torch_seams.optimizers import gradient_of, has_gradient_hooks, modules_of, set_gradient, will_accumulate
+from ebbflow.torch_seams.optimizers import functions_of, gradient_of, has_gradient_hooks, set_gradient, will_accumulate
 from ebbflow.torch_seams.scalers import inverse_scale_of, multiply_and_check
 from ebbflow.torch_seams.stance import left_out_of_traces
 from ebbflow.torch_seams.storages import version_of
@@ -77,12 +77,13 @@ class Inside:
         self.clipping = clipping
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.total_norm: torch.Tensor | None = None
-        self.applied = Applied(modules_of(optimizer), clips=clipping is not None, scales=self.scaler is not None)
+        self.applied = Applied(functions_of(optimizer), clips=clipping is not None, scales=self.scaler is not None)
         self.has_updated = False
         self._put_in: WithOptimizer | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._options: list[dict[str, Any]] = []
         self._versions: dict[int, int] = {}
+        self._with_state = set[int]()
         self._accumulating = threading.local()
         before, after = self._before_step, self._after_step
         why = "Ebbflow looks at what its steps have updated"
@@ -193,6 +194,15 @@ class Inside:
     def snapshot_options(self) -> None:
         """Definition 3."""
         self._options = [_options(group) for group in self.optimizer.param_groups]
+        self._with_state = {id(each) for each in self.optimizer.state}
+
+    def order_new_state(self) -> None:
+        """State that has come as gradients came goes behind the rest, in the order in which ``step()`` makes it."""
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in state and id(parameter) not in self._with_state:
+                    state[parameter] = state.pop(parameter)
 
     def _before_step(self, *_: object) -> None:
         self.applied.stepping = True
@@ -262,14 +272,6 @@ class Inside:
             "loss.backward(), or after optimizer.step() as schedulers do",
             updated=self.applied.names,
         )
-
-
-def _in_order_of_groups(optimizer: torch.optim.Optimizer) -> None:
-    """State that has come as gradients came, in the order in which ``step()`` would have made it."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,8 +434,7 @@ class Updating:
         if self._skipped:
             self._inside.applied.add(self._skipped)
         if self._updated:
-            if not self._inside.has_updated:
-                _in_order_of_groups(self._inside.optimizer)
+            self._inside.order_new_state()
             self._inside.has_updated = True
             self._inside.applied.add(self._updated)
         self._inside.note_weights()

@@ -42,7 +42,7 @@ from ebbflow.engine.step import Step
 from ebbflow.errors import CaptureError, UsageError
 from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
-from ebbflow.measurement.resident import kept_by, optimizers_in, resident_bytes, start_bytes, watched_in
+from ebbflow.measurement.resident import held_by, optimizers_in, resident_bytes, start_bytes, watched_in
 from ebbflow.measurement.together import class_of
 from ebbflow.planners import Progress
 from ebbflow.planning.pipeline import PlanningOptions
@@ -157,10 +157,14 @@ class FittedModel:
             step.forget_plans()
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Plan for the state of another optimizer, from the next call on. What is captured stays."""
+        """Plan for the state of another optimizer, from the next call on. What is captured stays.
+
+        The state of those that it replaces counts as long as somebody has them.
+        """
         if optimizer is not self.optimizer:
+            replaced = [each for each in self.optimizers if _state_bytes(each) and each is not optimizer]
             self.optimizer = optimizer
-            self.other_optimizers.clear()
+            self.other_optimizers = weakref.WeakSet(replaced)
             if self.inside is not None:
                 self.inside.close()
                 self.inside = Inside(optimizer, self.inside.clipping, self.inside.scaler)
@@ -176,7 +180,7 @@ class FittedModel:
             UsageError: if the steps have another optimizer inside. Nothing has been changed.
         """
         told = self.optimizer
-        if optimizer is told or optimizer in self.other_optimizers:
+        if optimizer is told or (self.inside is None and optimizer in self.other_optimizers):
             return
         if told is not None and any(each is optimizer for each in optimizers_in(told)):
             return
@@ -189,6 +193,8 @@ class FittedModel:
                 argument="optimizer",
                 value=optimizer,
             )
+        if optimizer in self.other_optimizers:
+            return
         self.other_optimizers.add(optimizer)
         self._met_with[optimizer] = _state_bytes(optimizer)
         if told is not None and self.offloaded is None and _parameters_of(told) <= _parameters_of(optimizer):
@@ -413,7 +419,7 @@ class FittedModel:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return resident_bytes(map(kept_by, optimizers_in(optimizer)))
+    return resident_bytes(map(held_by, optimizers_in(optimizer)))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:

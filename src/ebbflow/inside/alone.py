@@ -1,8 +1,9 @@
 """Whether an optimizer's step may be taken for one parameter at a time: tried out on stand-ins, bit by bit.
 
 1. For each group a few small tensors of the type and on the device of its parameters step all together, as the
-   optimizer does, and one by one in another order, as gradients come in a backward. After each of
-   :data:`_STEPS` steps parameters and state are compared.
+   optimizer does, and one by one in another order, as gradients come in a backward. After each step parameters and
+   state are compared. Gradients are large in some steps and small in others (:data:`_SCALES`), as there are couplings
+   that begin at a size.
 2. What steps by a closure, counts its steps in its groups, couples parameters (a common norm, a common estimate),
    draws random numbers or calls its hooks from below gives other bits there, or an error, and is refused by name. So
    is what fails where no parameter has a gradient, which is what its own step finds afterwards.
@@ -19,7 +20,7 @@ import torch
 from ebbflow.cost.call import extent_of
 from ebbflow.errors import UsageError
 from ebbflow.inside.one_by_one import step_alone
-from ebbflow.measurement.optimizer_state import options_of
+from ebbflow.measurement.optimizer_state import options_of, stand_in_of
 from ebbflow.measurement.resident import optimizers_in, tensors_in
 from ebbflow.measurement.together import Together
 from ebbflow.signals import raised_by_a_handler, signals_wait
@@ -28,7 +29,8 @@ from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["refuse_what_is_not_alone"]
 
-_STEPS = 4
+_SCALES = (1.0, 1e-3, 1e3, 1.0, 1e-6, 1.0)
+"""Of the gradients, a step each: norms are clipped from a size on, and what is small may be left out."""
 _SHAPES = ((5, 3), (7,), (2, 4), (1, 6))
 """Of stand-ins for matrices and vectors; others have a size of 2 or 3 in each dimension."""
 _MOST_OF_A_GROUP = 4
@@ -77,15 +79,15 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
     hooks: list[int] = []
     alone.register_step_pre_hook(lambda *_: hooks.append(1))
     drawing = torch.get_rng_state()
-    for step in range(_STEPS):
+    for step, scale in enumerate(_SCALES):
         for mine, other in zip(_of_groups(together), _of_groups(alone), strict=True):
-            mine.grad = _drawn(mine, 100 * step + 1)
+            mine.grad = _drawn(mine, 100 * step + 1, scale)
             other.grad = None
         together.step()
         for group in reversed(alone.param_groups):
             for position in reversed(range(len(group["params"]))):
                 parameter = group["params"][position]
-                step_alone(alone, group, parameter, _drawn(parameter, 100 * step + 1))
+                step_alone(alone, group, parameter, _drawn(parameter, 100 * step + 1, scale))
         if not torch.equal(torch.get_rng_state(), drawing):
             return "draws random numbers while it steps, which come in the order of its parameters"
         if hooks:
@@ -131,7 +133,7 @@ def _overlap(parameters: list[torch.Tensor]) -> bool:
 
 def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     groups = [{**options_of(group), "params": list(_small(group["params"]))} for group in optimizer.param_groups]
-    return type(optimizer)(groups)  # type: ignore[call-arg]
+    return stand_in_of(optimizer, groups)
 
 
 def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:
@@ -147,9 +149,9 @@ def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:
         yield parameter
 
 
-def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
+def _drawn(like: torch.Tensor, seed: int, scale: float = 1.0) -> torch.Tensor:
     drawing = torch.Generator().manual_seed(seed + like.numel())
-    return torch.randn(like.shape, generator=drawing).to(device=like.device, dtype=like.dtype)
+    return (scale * torch.randn(like.shape, generator=drawing)).to(device=like.device, dtype=like.dtype)
 
 
 def _of_groups(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -12,17 +12,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 import torch
 
 from ebbflow.errors import UsageError
-from ebbflow.measurement.resident import kept_by, optimizers_in, stepping, storages_in, tensors_in
+from ebbflow.measurement.resident import held_by, optimizers_in, stepping, storages_in, tensors_in
 from ebbflow.measurement.together import parts_of
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
-__all__ = ["future_state_bytes", "future_state_sizes", "options_of"]
+__all__ = ["future_state_bytes", "future_state_sizes", "options_of", "stand_in_of"]
 
 _ANSWERS = (1, 0)
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # of definition 2
@@ -61,7 +62,7 @@ def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
             key = (position, tuple(parameter.shape), parameter.dtype, parameter.device)
             if key not in sizes:
                 try:
-                    sizes[key] = _state_sizes(type(optimizer), options, parameter)
+                    sizes[key] = _state_sizes(optimizer, options, parameter)
                 except UsageError:
                     if not any(any(each.state.values()) for each in parts):
                         raise
@@ -82,6 +83,25 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def stand_in_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of the class of ``optimizer``, of other groups: what it keeps in attributes it has as well.
+
+    Options are not only in groups: a class of somebody's own may keep the norm that it clips by, or whether it takes a
+    momentum, in an attribute. What is not plain is what its constructor makes.
+    """
+    made = type(optimizer)(groups)  # type: ignore[call-arg]
+    options = {name: value for name, value in vars(optimizer).items() if _is_plain(value)}
+    vars(made).update(options)
+    return made
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is an immutable value without tensors."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum | torch.dtype)
+
+
 def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has stepped and keeps state under other names than its parameters."""
     held: list[object] = [state for key, state in optimizer.state.items() if not isinstance(key, torch.Tensor)]
@@ -90,13 +110,14 @@ def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
     return any(True for _ in tensors_in(held))
 
 
-def _state_sizes(kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter) -> list[int]:
+def _state_sizes(optimizer: torch.optim.Optimizer, options: dict[str, object], like: torch.nn.Parameter) -> list[int]:
     failures: list[Exception] = []
     with signals_wait(), without_modes():  # a capture traces under a fake-tensor mode of its own
-        for size in _tries(kind, options, like):
+        for size in _tries(optimizer, options, like):
             if not isinstance(size, Exception):
                 return size
             failures.append(size)
+    kind = type(optimizer)
     raise UsageError(
         f"the state of {kind.__name__} cannot be foreseen ({failures[-1]}); "
         "run one optimizer step before fit, or leave optimizer= out",
@@ -106,13 +127,13 @@ def _state_sizes(kind: type[torch.optim.Optimizer], options: dict[str, object], 
 
 
 def _tries(
-    kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter
+    optimizer: torch.optim.Optimizer, options: dict[str, object], like: torch.nn.Parameter
 ) -> Iterator[list[int] | Exception]:
     """Bytes of each tensor of the state, or why one way did not find them."""
     for answer in _ANSWERS:
         try:
             with quiet_log(), sizes_only(), numbers_are(answer):
-                found = list(storages_in(_state_after(kind, options, like, tuple(like.shape))).values())
+                found = list(storages_in(_state_after(optimizer, options, like, tuple(like.shape))).values())
         except Exception as error:  # any optimizer of the user's may raise anything here
             if raised_by_a_handler(error):
                 raise
@@ -124,7 +145,7 @@ def _tries(
     if len(shape) < like.ndim:
         return
     try:
-        state = _state_after(kind, options, like, shape)
+        state = _state_after(optimizer, options, like, shape)
     except Exception as error:  # likewise
         if raised_by_a_handler(error):
             raise
@@ -134,15 +155,16 @@ def _tries(
 
 
 def _state_after(
-    kind: type[torch.optim.Optimizer], options: dict[str, object], like: torch.nn.Parameter, shape: tuple[int, ...]
+    optimizer: torch.optim.Optimizer, options: dict[str, object], like: torch.nn.Parameter, shape: tuple[int, ...]
 ) -> list[torch.Tensor]:
     """The state of a stand-in for ``like``, after one step."""
     stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
     stand_in.grad = torch.zeros_like(stand_in)
-    trial = kind([{**options, "params": [stand_in]}])  # type: ignore[call-arg]
+    trial = stand_in_of(optimizer, [{**options, "params": [stand_in]}])
+    made = [held_by(each)[1] for each in optimizers_in(trial)]  # as the optimizer itself has made them already
+    given = {id(each) for each in tensors_in([stand_in, options, made])}
     trial.step()
-    given = {id(each) for each in tensors_in([stand_in, options])}
-    kept = tensors_in([kept_by(each) for each in optimizers_in(trial)])
+    kept = tensors_in([held_by(each) for each in optimizers_in(trial)])
     return [each for each in kept if id(each) not in given]
 
 

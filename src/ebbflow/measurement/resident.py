@@ -27,6 +27,7 @@ from ebbflow.torch_seams.storages import (
 __all__ = [
     "device_of",
     "gradients_to_come",
+    "held_by",
     "hidden_in",
     "kept_by",
     "optimizers_in",
@@ -52,7 +53,7 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
         yield from _tensors_of(root)
     elif isinstance(root, torch.optim.Optimizer):
         for each in optimizers_in(root):
-            yield from tensors_in(kept_by(each))
+            yield from tensors_in(held_by(each))
             yield from tensors_in([group["params"] for group in each.param_groups])
     elif isinstance(root, Mapping):
         for value in root.values():
@@ -63,11 +64,14 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """``optimizer``, and those that it holds in its attributes and steps itself (lookahead, SAM, accelerate's)."""
+    """``optimizer``, and those that it holds and steps itself (lookahead, SAM, accelerate's, lists of some)."""
     found = [optimizer]
     for each in found:
-        inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
-        found += [value for value in inner if not any(value is known for known in found)]
+        for value in vars(each).values():
+            held = list(value.values()) if isinstance(value, dict) else value
+            for one in held if isinstance(held, list | tuple) else (held,):
+                if isinstance(one, torch.optim.Optimizer) and not any(one is known for known in found):
+                    found.append(one)
     return found
 
 
@@ -85,6 +89,24 @@ def kept_by(optimizer: torch.optim.Optimizer) -> list[object]:
     """What ``optimizer`` itself keeps from step to step: its state, and what it has put into its groups."""
     groups = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
     return [*optimizer.state.values(), *groups]
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> tuple[list[object], list[torch.Tensor]]:
+    """What :func:`kept_by` says, and tensors in other attributes (copies of the weights, tables), at any depth."""
+    own = vars(optimizer).items()
+    open_values: list[object] = [each for name, each in own if name not in _OF_EVERY and not name.startswith(_HOOKS)]
+    seen = set[int]()
+    found: list[torch.Tensor] = []
+    for value in open_values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping | list | tuple | set | frozenset) and id(value) not in seen:
+            seen.add(id(value))
+            open_values += value.values() if isinstance(value, Mapping) else value
+    return kept_by(optimizer), found
+
+
+_OF_EVERY, _HOOKS = ("param_groups", "state", "defaults"), "_optimizer_"
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:

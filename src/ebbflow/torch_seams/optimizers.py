@@ -5,10 +5,13 @@
 2. The gradient of a tensor is a descriptor of its base in C. A class of a parameter that has another descriptor of the
    name is asked by whoever reads it in Python, and by nobody in C++: neither autograd nor an optimizer's kernels.
 3. What clears gradients is one of two functions of torch's, and asks first.
+4. A frame is of an optimizer's step if it was called, at whatever remove, by a function of the optimizer's class, and
+   the wrapper of definition 1, which calls hooks, is not in between.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -19,9 +22,10 @@ import torch
 
 __all__ = [
     "clears_gradients",
+    "functions_of",
     "gradient_of",
     "has_gradient_hooks",
-    "modules_of",
+    "is_of_step",
     "own_step",
     "reader",
     "set_gradient",
@@ -65,12 +69,30 @@ def clears_gradients(frame: FrameType) -> bool:
     return frame.f_code in _CLEARING
 
 
-def modules_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """Names of the modules in which the functions of its class and of the bases of that are written."""
+def functions_of(optimizer: torch.optim.Optimizer) -> frozenset[CodeType]:
+    """The code of the functions of its class and of the bases of that."""
     functions = (
         inspect.unwrap(each) for kind in type(optimizer).__mro__ for each in vars(kind).values() if callable(each)
     )
-    return frozenset(each.__globals__["__name__"] for each in functions if inspect.isfunction(each))
+    return frozenset(each.__code__ for each in functions if inspect.isfunction(each))
+
+
+def is_of_step(frame: FrameType, functions: frozenset[CodeType]) -> bool:
+    """Whether it is of the step of the optimizer that has these functions (definition 4)."""
+    calls_hooks = _calls_hooks()
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code is not calls_hooks:
+        if caller.f_code in functions:
+            return True
+        caller = caller.f_back
+    return False
+
+
+@functools.cache
+def _calls_hooks() -> CodeType:
+    """Of every wrapper of definition 1: they are closures over different functions."""
+    wrapper: Any = torch.optim.Optimizer.profile_hook_step(lambda: None)
+    return wrapper.__code__
 
 
 def will_accumulate(node: Any, index: int) -> bool | None:

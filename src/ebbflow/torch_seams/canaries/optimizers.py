@@ -27,8 +27,21 @@ def steps_lie_below_their_hooks() -> None:
     expect(parameter.tolist() == [0.5, 0.5], "an optimizer's own step steps otherwise")
     optimizer.step()
     expect(len(calls) == 1, "hooks are not called by a step")
-    written = optimizers.modules_of(optimizer)
-    expect({"torch.optim.sgd", "torch.optim.optimizer"} <= written, f"SGD is written in {sorted(written)}")
+    functions = optimizers.functions_of(optimizer)
+    told: list[bool] = []
+
+    def look(*_: object) -> None:
+        told.append(optimizers.is_of_step(sys._getframe(), functions))
+
+    class Looks(torch.optim.SGD):
+        def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+            look()
+            return super()._init_group(*args, **kwargs)
+
+    looking = Looks([parameter], lr=0.5)
+    looking.register_step_pre_hook(look)
+    looking.step()
+    expect(told == [False, True], f"of a hook and a step is told that they are of the step: {told}")
 
 
 class _Asked(torch.nn.Parameter):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from torch_versions import counts
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_good" />
@@ -15,13 +19,7 @@ REPORT = """<testsuites><testsuite>
 
 
 def test_a_report_is_counted() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "torch_versions.py"
-    spec = importlib.util.spec_from_file_location("torch_versions", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.counts(REPORT) == {
+    assert counts(REPORT) == {
         "passed": 2,
         "failed": 2,
         "skipped": 1,
