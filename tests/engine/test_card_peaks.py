@@ -18,6 +18,7 @@ from ebbflow.measurement import card_peaks
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.card_peaks import give_back_peak, peaks_kept, reset_peak
 from ebbflow.measurement.peak import StepGauge
+from ebbflow.measurement.reserved import Reserved
 
 MIB = 2**20
 
@@ -88,6 +89,7 @@ def _installed(card: Card, patch: pytest.MonkeyPatch) -> Card:
         "memory_allocated": lambda: card.allocated,
         "reset_peak_memory_stats": card.reset,
         "memory_snapshot": card.snapshot,
+        "memory_stats": dict,
         "current_stream": Stream,
         "current_device": lambda: 0,
     }
@@ -167,9 +169,7 @@ def test_a_first_step_is_read_whole(card: Card) -> None:
     del earlier
     gauge = StepGauge("cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "ebbflow.measurement.peak.reserved_at_peak", lambda: type("R", (), {"allocated_bytes": card.peak})
-        )
+        patch.setattr("ebbflow.measurement.peak.reserved_at_peak", lambda: Reserved(card.peak, card.peak, 0))
         for _ in range(2):
             gauge.begin()
             part = _Held(card, 100 * MIB)

@@ -636,9 +636,12 @@ def test_weights_that_are_written_before_the_step_are_told_of(pair: Pair, write:
 
 
 def test_weights_may_be_written_after_the_step_and_before_the_forward(pair: Pair) -> None:
-    for _ in range(3):
-        step(pair)
-        _decay(*pair)
+    twin = eager(0)
+    for seed in range(3):
+        for each in (pair, twin):
+            step(each, seed)
+            _decay(*each)
+    assert equal(weights(pair[0]), weights(twin[0]))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_a_step_on_a_card_is_gauged_once_over_both_graphs(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
     for name, level in levels.items():
         monkeypatch.setattr(torch.cuda, name, lambda level=level: level)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"inactive_split_bytes.all.peak": 7})
+    stats = {"inactive_split_bytes.all.peak": 7, "requested_bytes.all.peak": 6 * GIB, "requested_bytes.all.current": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * GIB, 80 * GIB))
     gauge = StepGauge("cuda")
     for _ in range(2):
@@ -76,7 +77,8 @@ def test_a_step_on_a_card_is_gauged_once_over_both_graphs(monkeypatch: pytest.Mo
         gauge.end()
     assert calls == ["reset"]
     assert gauge.above_bytes == 5 * GIB
-    assert gauge.reserved == Reserved(8 * GIB, GIB, 7, 2 * GIB)
+    assert gauge.requested_above_bytes == 6 * GIB - 2
+    assert gauge.reserved == Reserved(8 * GIB, GIB, 7, 2 * GIB, 6 * GIB)
 
 
 def test_on_a_cpu_a_step_reserves_nothing() -> None:
@@ -106,9 +108,9 @@ def executable() -> Executable:
     return found
 
 
-def gauged(above_bytes: int) -> StepGauge:
+def gauged(above_bytes: int, requested_above_bytes: int | None = None) -> StepGauge:
     gauge = StepGauge("cpu")
-    gauge.above_bytes = above_bytes
+    gauge.above_bytes, gauge.requested_above_bytes = above_bytes, requested_above_bytes
     return gauge
 
 
@@ -126,15 +128,26 @@ def test_little_is_kept_free_for_larger_blocks_and_none_where_segments_grow(
             assert most_unsplit_bytes(program) == unsplit_bytes(program) == 0
 
 
-def test_blocks_larger_than_foreseen_are_said_and_kept_free_from_then_on(executable: Executable) -> None:
+@pytest.mark.parametrize("tells", [False, True])
+def test_blocks_larger_than_foreseen_are_said_and_kept_free_from_then_on(executable: Executable, tells: bool) -> None:
     plan = executable.plan
     over = plan.budget_bytes - plan.predicted_peak_bytes + 2**16
+    requested = plan.timeline.above_bytes - 512 if tells else None
     with pytest.warns(UserWarning, match=r"its budget is .*kept free from the next step on.*expandable_segments:True"):
-        executable.measured(gauged(plan.timeline.above_bytes + over))
+        executable.measured(gauged(plan.timeline.above_bytes + over, requested))
     assert executable.unsplit_bytes == over
     assert plan.resident_bytes + plan.timeline.above_bytes + executable.unsplit_bytes > plan.budget_bytes, (
         "planned anew"
     )
+
+
+def test_what_was_asked_for_is_not_taken_for_larger_blocks(executable: Executable) -> None:
+    """An op that takes more than it is priced at, by less than larger blocks may take."""
+    plan = executable.plan
+    above = plan.timeline.above_bytes + plan.budget_bytes - plan.predicted_peak_bytes + 2**16
+    assert 2**16 < most_unsplit_bytes(plan.program)
+    with pytest.raises(BudgetExceeded, match="report the op"):
+        executable.measured(gauged(above, above - 4096))
 
 
 def test_what_no_block_explains_is_over_the_budget(executable: Executable) -> None:

@@ -274,6 +274,8 @@ class Executable:
         op = plan.program.ops[where.op] if isinstance(where, Compute) else "the boundary"
         if self.device == "cuda":
             beyond = gauge.above_bytes - plan.timeline.above_bytes
+            if (requested := gauge.requested_above_bytes) is not None:
+                beyond = min(beyond, gauge.above_bytes - requested)  # else an op takes more than it is priced at
             self.unsplit_bytes = max(self.unsplit_bytes, min(beyond, most_unsplit_bytes(plan.program)))
         if self.plan.budget_bytes < peak <= plan.predicted_peak_bytes + self.unsplit_bytes:
             warnings.warn(

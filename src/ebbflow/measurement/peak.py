@@ -8,7 +8,7 @@ import torch
 
 from ebbflow.measurement.card_peaks import allocated_peak, give_back_peak, reset_peak
 from ebbflow.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, ProfilerActive
-from ebbflow.measurement.reserved import Reserved, reserved_at_peak
+from ebbflow.measurement.reserved import Reserved, requested_now, reserved_at_peak
 from ebbflow.measurement.resident import device_of, resident_bytes
 
 __all__ = ["StepGauge", "measure", "peak_above"]
@@ -31,6 +31,7 @@ class StepGauge:
 
     Attributes:
         above_bytes: the highest level above the forward's start; valid after the backward's window.
+        requested_above_bytes: of a card's allocator, what it was asked for, likewise; ``None`` if it does not say.
         reserved: what the allocator held of a card, likewise; ``None`` on CPU.
         disturbed: whether somebody's profiler ran at the begin of a window, so that nothing is known.
     """
@@ -41,7 +42,9 @@ class StepGauge:
         self._recorder: AllocationRecorder | None = None
         self._level = 0
         self._before: int | None = None
+        self._requested = 0
         self.above_bytes = 0
+        self.requested_above_bytes: int | None = None
         self.reserved: Reserved | None = None
 
     def begin(self) -> None:
@@ -49,7 +52,7 @@ class StepGauge:
         if self._cuda:
             if self._before is None:
                 self._before = reset_peak()
-                self._level = torch.cuda.memory_allocated()
+                self._level, self._requested = torch.cuda.memory_allocated(), requested_now()
             return
         if self.disturbed:
             return
@@ -64,6 +67,8 @@ class StepGauge:
         if self._cuda:
             self.reserved = reserved_at_peak()
             self.above_bytes = self.reserved.allocated_bytes - self._level
+            if (requested := self.reserved.requested_bytes) is not None:
+                self.requested_above_bytes = requested - self._requested
             return
         if self.disturbed:
             return

@@ -18,7 +18,7 @@ from ebbflow.measurement.card_peaks import allocated_peak
 from ebbflow.measurement.device import cuda_index_of
 from ebbflow.units import format_allowed, format_bytes
 
-__all__ = ["Reserved", "reserved_at_peak", "too_large_for_the_card"]
+__all__ = ["Reserved", "requested_now", "reserved_at_peak", "too_large_for_the_card"]
 
 _MUCH = 0.05  # fragments, of the budget
 
@@ -32,12 +32,14 @@ class Reserved:
         reserved_bytes: of segments, what earlier steps have left of them included.
         fragment_bytes: free in segments that are in use.
         free_bytes: that the card had left when the step ended.
+        requested_bytes: that the allocator was asked for, of what it had handed out; ``None`` if it does not say.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     fragment_bytes: int
     free_bytes: int = 0
+    requested_bytes: int | None = None
 
     @property
     def fragmentation(self) -> float:
@@ -64,9 +66,15 @@ class Reserved:
 
 def reserved_at_peak() -> Reserved:
     """The highest levels on the current card since its statistics were reset last."""
-    fragments = torch.cuda.memory_stats().get("inactive_split_bytes.all.peak", 0)
+    seen = torch.cuda.memory_stats()
+    fragments, requested = seen.get("inactive_split_bytes.all.peak", 0), seen.get("requested_bytes.all.peak")
     free, _ = torch.cuda.mem_get_info()
-    return Reserved(allocated_peak(), torch.cuda.max_memory_reserved(), fragments, free)
+    return Reserved(allocated_peak(), torch.cuda.max_memory_reserved(), fragments, free, requested)
+
+
+def requested_now() -> int:
+    """Bytes that the current card's allocator was asked for and that are in use; 0 if it does not say."""
+    return torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
 
 
 def too_large_for_the_card(roots: Iterable[object], budget_bytes: int | None) -> str:
