@@ -5,7 +5,8 @@
     python -m harness.bench --list      what either runs
 
 The selection has at least one case of every question that needs no card and no other torch, at its full size. At the
-end stand, for each benchmark, the targets met, and how its bytes and counts compare with the committed result.
+end stand, for each benchmark, the targets met, and how its bytes and counts compare with the committed result; the same
+is kept for the page of benchmarks (``checked``).
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from harness.checked import Checked, compared, write
 from harness.origin import BENCHMARKS, current_cases
 
 RESULTS = BENCHMARKS / "results"
@@ -65,8 +65,6 @@ SELECTION = (
     Selection("soak", ("soak:steps of changing shapes",), 1.5),
 )
 """Every benchmark but ``gpu`` (`make gpu`) and ``torch_versions`` (`make test-torch`)."""
-NAMES = ("case", "method", "planner", "budget", "f", "share", "threads", "call")
-"""Columns that say which row it is."""
 
 
 def main() -> int:
@@ -86,7 +84,12 @@ def main() -> int:
         if subprocess.run([sys.executable, *command], cwd=BENCHMARKS.parent, check=False).returncode:
             failed.append(each.name)
     if not options.full:
-        print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes\n\n" + "\n".join(map(_compared, SELECTION)))
+        found = _checked()
+        write(found)
+        print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes\n\n" + "\n".join(map(_told, found)))
+        failed += [
+            each.name for each in SELECTION if each.name not in {one.name for one in found} and each.name not in failed
+        ]
     if failed:
         print(f"\nmissed a target or failed: {', '.join(failed)}")
     return 1 if failed else 0
@@ -115,46 +118,23 @@ def _full(name: str, graphs: Path | None) -> list[str]:
     return [str(BENCHMARKS / f"{name}.py"), "--stale", *with_graphs]
 
 
-def _compared(selection: Selection) -> str:
+def _checked() -> list[Checked]:
+    """Every sample that there is."""
+    found: list[Checked] = []
+    for each in SELECTION:
+        path = BENCH / f"{each.name}.json"
+        if path.exists():
+            committed = RESULTS / path.name
+            rows = json.loads(committed.read_text(encoding="utf-8"))["rows"] if committed.exists() else []
+            found.append(compared(each.name, json.loads(path.read_text(encoding="utf-8")), rows))
+    return found
+
+
+def _told(each: Checked) -> str:
     """Targets met, and how many bytes and counts are those of the committed result."""
-    path = BENCH / f"{selection.name}.json"
-    if not path.exists():
-        return f"{selection.name:14} gave no result"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    checks = [check for row in rows for check in row["checks"]]
-    committed = json.loads((RESULTS / path.name).read_text(encoding="utf-8"))["rows"] if _committed(path.name) else []
-    same, differ = counted(rows, committed)
-    met = sum(check["passed"] for check in checks)
-    return (
-        f"{selection.name:14} {met} of {len(checks)} targets met; bytes and counts: {same} as committed, {differ} other"
-    )
-
-
-def _committed(name: str) -> bool:
-    return (RESULTS / name).exists()
-
-
-def counted(ours: Iterable[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """Of rows that both have, how many whole numbers and verdicts are the same, and how many are not.
-
-    Seconds and what follows from them differ from machine to machine and are not counted.
-    """
-    known = {key: row["columns"] for row in theirs if (key := _key(row)) is not None}
-    same = differ = 0
-    for row in ours:
-        columns = known.get(_key(row) or "", {})
-        for name, value in row["columns"].items():
-            if isinstance(value, int) and name in columns:
-                same, differ = (same + 1, differ) if columns[name] == value else (same, differ + 1)
-    return same, differ
-
-
-def _key(row: dict[str, Any]) -> str | None:
-    columns = row["columns"]
-    names = [
-        name for name in ("case", "method", "planner", "budget", "f", "share", "threads", "call") if name in columns
-    ]
-    return json.dumps([row["question"], *(columns[name] for name in names)]) if names else None
+    met = f"{each.targets - len(each.missed)} of {each.targets} targets met"
+    failed = f"; {len(each.failures)} cases failed" if each.failures else ""
+    return f"{each.name:14} {met}; bytes and counts: {each.same} as committed, {each.other} other{failed}"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness import checked
 from harness.origin import BENCHMARKS
 from publish import benchmarks_page, papers_page
 from publish.results import Result, all_results
@@ -22,7 +23,10 @@ DOCS = BENCHMARKS.parent / "docs"
 
 def written(results: list[Result], docs: Path = DOCS) -> dict[Path, str]:
     """Every file that is made of results, with its text."""
-    files = {docs / "benchmarks.md": benchmarks_page.page(results), docs / "papers.md": papers_page.page(results)}
+    files = {
+        docs / "benchmarks.md": benchmarks_page.page(results, checked.read()),
+        docs / "papers.md": papers_page.page(results),
+    }
     return files | {docs / "plots" / f"{name}.svg": svg for name, svg in benchmarks_page.plots(results).items()}
 
 

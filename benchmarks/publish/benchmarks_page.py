@@ -4,7 +4,8 @@
    current or stale.
 2. Its section says what it ran on, what it measures and which targets were missed, and shows the tables and plots that
    are made of its rows (``SECTIONS``).
-3. Which parts have changed since is not on the page: it would be another page after every change of a stale part.
+3. What ``make bench`` found last, with later sources than a result's, has a table of its own.
+4. Which parts have changed since is not on the page: it would be another page after every change of a stale part.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.checked import Checked
 from publish import figures, markdown
 from publish.markdown import listed, table
 from publish.results import Result, question_of, without_peer
@@ -38,12 +40,41 @@ _ALONE = (
 )
 
 
-def page(results: Sequence[Result]) -> str:
+def page(results: Sequence[Result], checked: Sequence[Checked] = ()) -> str:
     """All of it."""
     parts = [TOP, "## Overview\n", table(("result", "question", "targets met", "made", "state"), map(_line, results))]
+    parts += _checks(checked)
     parts += ["## Benchmarks without a peer\n", _ALONE, table(("benchmark", "why"), without_peer().items())]
     parts += [part for result in results for part in _section(result)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _checks(found: Sequence[Checked]) -> Iterator[str]:
+    """Definition 3."""
+    if not found:
+        return
+    made = sorted({f"{each.origin.machine.get('date')} at {each.origin.commit[:7]}" for each in found})
+    machines = sorted({f"{each.origin.machine.get('cpu')}, {each.origin.machine.get('cores')} cores" for each in found})
+    yield "## Checked again"
+    yield (
+        "`make bench` runs some cases of every benchmark at full size and holds them against their targets, and their "
+        "bytes, counts and verdicts against the committed result: of a stale result it says whether a sample of it "
+        "still comes out. Seconds, and what is chosen by them, differ from run to run and from machine to machine, so "
+        "bytes of plans that rest on measured seconds do too.\n\n"
+        f"Made {', '.join(made)}, on {'; '.join(machines)}."
+    )
+    columns = ("benchmark", "cases", "targets met", "as committed", "other", "its sources are")
+    yield table(columns, map(_checked, found))
+    missed = [f"{each.name}: {what}" for each in found for what in (*each.missed, *each.failures)]
+    if missed:
+        yield f"Missed:\n\n{listed(missed, MOST_MISSED)}"
+
+
+def _checked(each: Checked) -> tuple[str, ...]:
+    met = f"{each.targets - len(each.missed)} of {each.targets}"
+    failed = f"; {len(each.failures)} cases failed" if each.failures else ""
+    sources = "today's" if each.is_current else "older"
+    return (each.name, str(len(each.origin.cases)), met + failed, str(each.same), str(each.other), sources)
 
 
 def plots(results: Sequence[Result]) -> dict[str, str]:

@@ -10,8 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from harness import bench
-from harness.bench import SELECTION, counted
+from harness import bench, checked
+from harness.bench import SELECTION
+from harness.checked import compared, counted
+from harness.origin import Origin
+from publish import benchmarks_page
 
 APART = {"gpu", "torch_versions"}
 """These have make targets of their own."""
@@ -59,3 +62,21 @@ def test_bytes_and_counts_are_compared_and_seconds_are_not() -> None:
     ours = [_row("a", peak_bytes=10, seconds=1.0, ok=True), _row("b", peak_bytes=7), _row("new", peak_bytes=1)]
     theirs = [_row("a", peak_bytes=10, seconds=2.0, ok=True), _row("b", peak_bytes=8)]
     assert counted(ours, theirs) == (2, 1)
+
+
+def test_what_was_found_is_kept_and_shown(tmp_path: Path) -> None:
+    check = {"what": "peak", "value": 3, "target": 2, "relation": "<=", "passed": False}
+    rows = [{**_row("a", peak_bytes=10), "checks": [check, {**check, "passed": True}]}]
+    origins = [
+        Origin("c0ffee1234", False, {"step": "old"}, {"date": "2026-01-02", "cpu": "x", "cores": 2}, cases=("q:a",))
+    ]
+    found = {"rows": rows, "origins": [each.to_json() for each in origins], "failures": [{"case": "q:b", "error": "E"}]}
+    one = compared("planners", found, [_row("a", peak_bytes=11)])
+    assert (one.targets, len(one.missed), one.same, one.other, one.is_current) == (2, 1, 0, 1, False)
+    checked.write([one], tmp_path / "checked.json")
+    assert checked.read(tmp_path / "checked.json") == [one]
+    page = benchmarks_page.page([], [one])
+    assert "| planners | 1 | 1 of 2; 1 cases failed | 0 | 1 | older |" in page
+    assert "planners: q, a: peak 3, not <= 2" in page
+    assert "2026-01-02 at c0ffee1" in page
+    assert "Checked again" not in benchmarks_page.page([])
