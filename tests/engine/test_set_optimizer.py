@@ -116,6 +116,37 @@ def test_one_that_was_replaced_may_not_step_what_the_other_has_stepped_inside() 
     train(model, args, first)
 
 
+def test_two_models_that_share_weights_have_an_optimizer_each() -> None:
+    """Each steps after its own backward, as eager does; both in one round are told of."""
+
+    def trained(*, planned: bool) -> list[torch.Tensor]:
+        (one, args), (other, _) = chain(), chain()
+        other.load_state_dict(one.state_dict())
+        shared = next(iter(one.parameters()))
+        name = next(name for name, _ in other.named_parameters())
+        holder, _, leaf = name.rpartition(".")
+        setattr(other.get_submodule(holder), leaf, shared)
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (one, other)]
+        if planned:
+            ebbflow.fit(one, "1GiB", optimizer=optimizers[0], step="inside", progress=None)
+            ebbflow.fit(other, "1GiB", optimizer=optimizers[1], progress=None)
+        for _ in range(3):
+            for model, optimizer in zip((one, other), optimizers, strict=True):
+                train(model, args, optimizer)
+        if planned:
+            one(*args).backward()
+            with pytest.raises(UsageError, match="if both train these weights, call the step of the model's own first"):
+                optimizers[1].step()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        else:
+            train(one, args, optimizers[0])
+        return [each.detach() for each in (*one.parameters(), *other.parameters())]
+
+    for ours, eagers in zip(trained(planned=True), trained(planned=False), strict=True):
+        assert torch.equal(ours, eagers)
+
+
 def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     model, _ = chain()
     with pytest.raises(UsageError, match="not fitted"):

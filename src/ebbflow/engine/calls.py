@@ -44,6 +44,7 @@ _ADD_UP = (
     "What is added to a planned call's loss, and goes through the same backward, is planned for: "
     "(model(...) + penalty).backward()"
 )
+_FIT_BOTH = "If another model shares these weights, fit that one too: ebbflow.fit(other, budget)"
 _OWN_CALL = (
     "{} has a __call__ of its own that goes past its forward, which is what Ebbflow plans: move what __call__ does to "
     "forward, and call the model as before"

@@ -120,6 +120,11 @@ class Inside:
         """What of the optimizer's options its updates' bytes depend on, group by group."""
         return tuple(settings_of(group) for group in self.optimizer.param_groups)
 
+    @property
+    def updated_and_not_stepped(self) -> set[int]:
+        """Ids of the parameters that a backward has updated and of which ``optimizer.step()`` does not know yet."""
+        return {id(each) for each in self.applied.parameters} if self.applied.state is State.UPDATED else set()
+
     def parameters(self) -> list[torch.Tensor]:
         """Of the model, in the order in which it gives them."""
         module = None if self._module is None else self._module()

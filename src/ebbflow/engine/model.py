@@ -177,19 +177,23 @@ class FittedModel:
         Its state counts from the next call on, and that of one whose place it takes as long as somebody else has it.
 
         Raises:
-            UsageError: if the steps have another optimizer inside. Nothing has been changed.
+            UsageError: if another has stepped these weights inside of a step, and its own step has not been called.
+                Nothing has been changed.
         """
         told = self.optimizer
         if optimizer is told or (self.inside is None and optimizer in self.other_optimizers):
             return
         if told is not None and any(each is optimizer for each in optimizers_in(told)):
             return
-        shared = told is not None and not _parameters_of(told).isdisjoint(_parameters_of(optimizer))
-        if self.inside is not None and shared and not any(each is told for each in optimizers_in(optimizer)):
+        inside = self.inside
+        holds_it = inside is not None and any(each is inside.optimizer for each in optimizers_in(optimizer))
+        if inside is not None and not holds_it and inside.updated_and_not_stepped & _parameters_of(optimizer):
             raise UsageError(
                 f"another optimizer ({class_of(optimizer)}) is about to step weights that the fitted model's own "
-                f'({class_of(self.inside.optimizer)}) has stepped in the backward (step="inside"). '
-                "ebbflow.set_optimizer(model, optimizer), before the forward, puts it in its place",
+                f'({class_of(inside.optimizer)}) has stepped in the backward (step="inside"), and whose step has '
+                "not been called. If the other one takes its place, ebbflow.set_optimizer(model, optimizer) before the "
+                "forward says so; if both train these weights, call the step of the model's own first, after its "
+                "backward",
                 argument="optimizer",
                 value=optimizer,
             )
