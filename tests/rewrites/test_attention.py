@@ -229,7 +229,10 @@ def test_estimated_workspace_is_the_measured_one() -> None:
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_where_facts_hold_slices_have_the_bits_of_the_whole(dtype: torch.dtype, count: int) -> None:
+def test_where_facts_hold_slices_have_the_bits_of_the_whole(
+    dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where entries begin at other addresses in the whole than slices do: MKL then adds in another order."""
     drawing = torch.Generator().manual_seed(5)
 
     def drawn(value: torch.Tensor) -> torch.Tensor:
@@ -239,7 +242,8 @@ def test_where_facts_hold_slices_have_the_bits_of_the_whole(dtype: torch.dtype, 
 
     held = 0
     with threads(count):
-        for length in (33, 67, 128):
+        for length, width in ((33, 12), (67, 12), (128, 12), (41, 8), (43, 8), (64, 8)):
+            monkeypatch.setitem(globals(), "WIDTH", width)
             step, _ = captured_of(made("sloped", dtype), data(dtype, length=length))
             (region,) = find_attention(step)[0]
             for tile in calls_of(region):

@@ -106,7 +106,7 @@ MachineName = Annotated[
 Tiers = Annotated[
     str | None,
     typer.Option(
-        help="slower memory that buffers may be moved to: host, disk, disk:PATH, or several: host,disk; default: none",
+        help="slower memory that buffers may be moved to: host, disk, disk:PATH, or several: host,disk",
         autocompletion=_beginning(lambda: TIERS),
     ),
 ]
@@ -115,7 +115,10 @@ Layers = Annotated[int | None, typer.Option(min=1, help="of a zoo: model that ha
 Length = Annotated[int | None, typer.Option(min=1, help="of the sequences of a zoo: model that has it to choose")]
 Image = Annotated[int | None, typer.Option(min=1, help="height and width in pixels, of a zoo: model of images")]
 Effort = Annotated[int, typer.Option(help="local-search moves per plan")]
-TimeLimit = Annotated[float | None, typer.Option(help="seconds per plan; the best so far is kept")]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(help="seconds per plan; the best so far is kept, if need be after a search for one"),
+]
 Seed = Annotated[int, typer.Option(help="of every random choice")]
 OptimizerName = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""How a refusal is told on a terminal: a line per sentence, and the command that would work."""
+"""How a refusal is told on a terminal: in a command's words, a line per sentence, and the command that would work."""
 
 from __future__ import annotations
 
@@ -6,12 +6,35 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from ebbflow.errors import BudgetError, EbbflowError
+from ebbflow.errors import BudgetError, EbbflowError, UsageError
 
-__all__ = ["told"]
+__all__ = ["as_options", "told"]
 
 _SENTENCE = re.compile(r"(?<=[\w)%])\. (?=[A-Z0-9])")
 _BUDGET = re.compile(r"--budgets?")
+
+
+_CALL = re.compile(r"\b(?:ebbflow\.)?fit\(model, budget, ([^()]*)\)")
+_OPTIONS = (
+    "optimizer offload_optimizer step max_norm scaler tiers rewrites gradients effort seed time_limit machine planner "
+    "overhead"
+).split()
+_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(?:\"([^\"]*)\"|'([^']*)'|(True)|([\w.%-]*\w))?")
+_NONE = (("'one-forward' or None", "one-forward, or any"), (", or None for no movement", ", or none for no movement"))
+
+
+def as_options(text: str) -> str:
+    """``text`` with Python's arguments as the options that a command has for them."""
+    text = _CALL.sub(lambda call: call[1].replace(", ", " ").replace("optimizer=optimizer", "optimizer=adamw"), text)
+    for python, command in _NONE:
+        text = text.replace(python, command)
+    return _ARGUMENT.sub(_as_option, text)
+
+
+def _as_option(found: re.Match[str]) -> str:
+    name = f"--{found[1].replace('_', '-')}"
+    value = next((each for each in (found[2], found[3], found[5]) if each), "")
+    return f"{name} {value}" if value else name
 
 
 def told(error: EbbflowError, words: Sequence[str]) -> str:
@@ -21,6 +44,8 @@ def told(error: EbbflowError, words: Sequence[str]) -> str:
         error: that a command ended with.
         words: what the command was called with, its name first.
     """
+    if isinstance(error, UsageError) and words:
+        return f"ebbflow: {as_options(str(error))}"
     if not isinstance(error, BudgetError):
         return f"ebbflow: {error}"
     lines = [f"ebbflow: {_SENTENCE.sub('.' + chr(10) + '  ', str(error))}"]

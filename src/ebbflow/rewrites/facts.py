@@ -3,7 +3,10 @@
 1. A *fact* is about one signature: sizes, strides, types and slices, on one device, build and thread count. It is
    measured once, on normal numbers, and kept on disk like a cost. Integers, zeros or tiny numbers would make sums exact
    whatever their order, and are never used.
-2. Measuring needs the whole result once, in the room that there is (``cost.room``). Where there is none, nobody knows,
+2. A kernel may add in another order where its operands begin at another address: MKL's products of small matrices do. A
+   slice of what a rewrite makes itself is a tensor of its own, which begins at a multiple of :data:`ALIGNMENT` as all
+   that is allocated does, wherever that slice lies in the whole; it is measured as that (:func:`own`, :func:`either`).
+3. Measuring needs the whole result once, in the room that there is (``cost.room``). Where there is none, nobody knows,
    and what rests on the fact is not used.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,11 @@ from ebbflow.cost.room import has_room
 from ebbflow.files import cache_directory, keep, kept
 from ebbflow.torch_seams.fake_tensors import without_modes
 
-__all__ = ["Fact", "FactCache", "known_facts", "made_up", "measured", "normal"]
+__all__ = ["ALIGNMENT", "Fact", "FactCache", "either", "known_facts", "made_up", "measured", "normal", "own"]
 
-_SCHEMA = "ebbflow-facts/1"
+_SCHEMA = "ebbflow-facts/2"  # 1: slices of what rewrites make lay where they lie in the whole
+ALIGNMENT = 512
+"""Bytes: c10/core/alignment.h has 64 on a CPU, CUDACachingAllocator.cpp 512."""
 _BESIDES = 1.1
 """Times what a fact says that it takes: vectors of a number for each row, and what kernels take besides."""
 _KNOWN: dict[str, dict[str, bool]] = {}  # per file, what this process has read or measured
@@ -104,7 +109,7 @@ def known_facts(device: str) -> dict[str, bool]:
 
 
 def measured(facts: Iterable[Fact], device: str) -> dict[str, bool | None]:
-    """Whether each holds, by signature; ``None`` where there is no room to find out (definition 2).
+    """Whether each holds, by signature; ``None`` where there is no room to find out (definition 3).
 
     Random generators are left as they were.
     """
@@ -120,6 +125,20 @@ def _measured(fact: Fact, device: str) -> bool | None:
             known[fact.signature] = fact.holds()
         _cache(device).add({fact.signature: known[fact.signature]})
     return known[fact.signature]
+
+
+def own(part: Tensor) -> Tensor:
+    """The numbers of ``part`` in memory of their own (definition 2), with its columns as near to each other or rows."""
+    if part.dim() > 1 and part.mT.is_contiguous() and not part.is_contiguous():
+        return part.mT.clone(memory_format=torch.contiguous_format).mT
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def either(part: Tensor) -> Iterator[Tensor]:
+    """``part`` as it lies in the whole, and in memory of its own where that may make a difference."""
+    yield part
+    if part.data_ptr() % ALIGNMENT:
+        yield own(part)
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:

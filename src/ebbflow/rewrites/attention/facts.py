@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ebbflow.cost.call import TensorSpec
 from ebbflow.rewrites.attention.calls import FLAT, SPREAD, ByEntry, blocks, kind_of, part_of_entries
 from ebbflow.rewrites.attention.regions import BATCHED, SOFTMAXES
-from ebbflow.rewrites.facts import Fact, made_up
+from ebbflow.rewrites.facts import Fact, made_up, own
 from ebbflow.rewrites.sliced.calls import Tile
 from ebbflow.rewrites.views import seen
 
@@ -50,8 +50,8 @@ class _Of:
         self.tensors = list(part.all_input_nodes)
         self.own = [seen(each)[0] in inner for each in self.tensors]
         self.kinds = [
-            (FLAT if part.meta["val"].dim() == 3 else SPREAD) if own else kind_of(part, each)
-            for each, own in zip(self.tensors, self.own, strict=True)
+            (FLAT if part.meta["val"].dim() == 3 else SPREAD) if is_own else kind_of(part, each)
+            for each, is_own in zip(self.tensors, self.own, strict=True)
         ]
 
     def fact(self) -> Fact:
@@ -70,9 +70,9 @@ class _Of:
         result = math.prod(leading) * math.prod(out.shape[-2:]) * out.element_size()
         constants = [each for each in (*part.args, *part.kwargs.values()) if not isinstance(each, fx.Node)]
         operands = " ".join(
-            f"{spec}/{kind}{'*' * own}" for spec, kind, own in zip(specs, self.kinds, self.own, strict=True)
+            f"{spec}/{kind}{'*' * is_own}" for spec, kind, is_own in zip(specs, self.kinds, self.own, strict=True)
         )
-        copied = sum(_bytes(each) for each, own in zip(specs, self.own, strict=True) if own)
+        copied = sum(_bytes(each) for each, is_own in zip(specs, self.own, strict=True) if is_own)
         return Fact(
             f"{name} by entries {list(leading)} of {operands} {constants} by {size}",
             f"{size} of {math.prod(leading)} entries at a time of {name}",
@@ -96,20 +96,20 @@ class _Of:
         flat = whole.reshape(-1, *whole.shape[-2:])
         for block in blocks(leading, self.size):
             given = [
-                self._given(each, kind, own, leading, block)
-                for each, kind, own in zip(tensors, self.kinds, self.own, strict=True)
+                self._given(each, kind, is_own, leading, block)
+                for each, kind, is_own in zip(tensors, self.kinds, self.own, strict=True)
             ]
             if not torch.equal(self._call(given, inner=True), part_of_entries(flat, FLAT, leading, block)):
                 return False
             del given  # before the next ones are made
         return True
 
-    def _given(self, tensor: Tensor, kind: str, own: bool, leading: tuple[int, ...], block: Any) -> Tensor:
+    def _given(self, tensor: Tensor, kind: str, is_own: bool, leading: tuple[int, ...], block: Any) -> Tensor:
         """Laid out as a call has it: what it has made itself is a tensor of its own, or swapped."""
         part = part_of_entries(tensor, kind, leading, block)
-        if not own:
+        if not is_own:
             return part
-        return part.contiguous() if tensor.is_contiguous() else part.mT.contiguous().mT
+        return own(part) if tensor.is_contiguous() else own(part.mT).mT
 
     def _call(self, tensors: Sequence[Tensor], *, inner: bool) -> Tensor:
         known = dict(zip(self.tensors, tensors, strict=True))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ebbflow.cost.call import TensorSpec
-from ebbflow.rewrites.facts import Fact, made_up, normal
+from ebbflow.rewrites.facts import Fact, made_up, normal, own
 from ebbflow.rewrites.feed_forward.regions import PRODUCTS, is_flip, is_sum_of_rows, seen_through
 from ebbflow.rewrites.feed_forward.tiles import ROWS
 from ebbflow.rewrites.sliced.calls import Tile
@@ -47,17 +47,18 @@ def _sum_fact(tile: Tile, part: fx.Node, size: int) -> Fact:
     operands = [each for each in arguments_of(part) if isinstance(each, fx.Node)]
     specs = [_spec(each) for each in operands]
     cuts, out_cut = _cuts(tile, part)
-    made = [tile.axis != ROWS and (_source(each) in tile.parts) for each in operands]
+    made = [_source(each) in tile.parts and cut is not None for each, cut in zip(operands, cuts, strict=True)]
     kind = str(part.target).removeprefix("aten.").partition(".")[0]
     out = part.meta["val"]
     what = "the sum over rows" if is_sum_of_rows(part) else f"the {' x '.join(map(str, _sizes(specs)))} product"
     says = f"{size} {'rows' if tile.axis == ROWS else 'columns'} at a time of {what}"
     words = [
-        f"{spec}/{'whole' if cut is None else cut}{'*' * own}" for spec, cut, own in zip(specs, cuts, made, strict=True)
+        f"{spec}/{'whole' if cut is None else cut}{'*' * is_own}"
+        for spec, cut, is_own in zip(specs, cuts, made, strict=True)
     ]
     length = out.shape[out_cut]
     share = max(b - a for a, b in even_spans(length, size)) / length
-    copied = share * sum(_bytes(spec) for spec, own in zip(specs, made, strict=True) if own)
+    copied = share * sum(_bytes(spec) for spec, is_own in zip(specs, made, strict=True) if is_own)
     widened = 2 * sum(_bytes(spec) for spec in specs if spec.dtype.itemsize < 4)  # by kernels that sum in float32
     needs = math.ceil(sum(map(_bytes, specs)) + copied + widened + (1 + share) * bytes_of(part))
 
@@ -72,7 +73,8 @@ def _sum_fact(tile: Tile, part: fx.Node, size: int) -> Fact:
         whole = call(*tensors)
         for a, b in even_spans(length, size):
             given = [
-                t if cut is None else _slice(t, cut, a, b, own) for t, cut, own in zip(tensors, cuts, made, strict=True)
+                t if cut is None else _slice(t, cut, a, b, is_own)
+                for t, cut, is_own in zip(tensors, cuts, made, strict=True)
             ]
             if not torch.equal(call(*given), whole.narrow(out_cut, a, b - a)):
                 return False
@@ -91,12 +93,12 @@ def _source(node: fx.Node) -> fx.Node:
     return seen_through(arguments_of(node)[0]) if is_flip(node) else seen_through(node)
 
 
-def _slice(tensor: Tensor, cut: int, a: int, b: int, own: bool) -> Tensor:
+def _slice(tensor: Tensor, cut: int, a: int, b: int, is_own: bool) -> Tensor:
     """Laid out as a tile has it: what it has made itself is a tensor of its own, or the transposed view of one."""
     part = tensor.narrow(cut, a, b - a)
-    if not own:
+    if not is_own:
         return part
-    return part.contiguous() if tensor.is_contiguous() else part.t().contiguous().t()
+    return own(part) if tensor.is_contiguous() else own(part.t()).t()
 
 
 def _cuts(tile: Tile, part: fx.Node) -> tuple[list[int | None], int]:
@@ -112,8 +114,8 @@ def _cuts(tile: Tile, part: fx.Node) -> tuple[list[int | None], int]:
     if not any(wide):
         *bias, _, _ = operands
         return [*(each.meta["val"].dim() - 1 for each in bias), None, 1], 1
-    for each, own in zip(operands, wide, strict=True):
-        given[each] = (0 if is_flip(each) else 1) if own else None
+    for each, is_wide in zip(operands, wide, strict=True):
+        given[each] = (0 if is_flip(each) else 1) if is_wide else None
     return [given[each] for each in operands], 0 if wide[0] else 1
 
 
@@ -148,7 +150,7 @@ def _chain(tile: Tile, chain: list[fx.Node], size: int, rows: int, columns: int)
         }
         whole = _run(chain, values)
         for a, b in spans:
-            part = {each: t.narrow(axis, a, b - a).contiguous() if t.dim() else t for each, t in values.items()}
+            part = {each: own(t.narrow(axis, a, b - a)) if t.dim() else t for each, t in values.items()}
             made = _run(chain, part)
             if not all(torch.equal(made[each], whole[each].narrow(axis, a, b - a)) for each in chain):
                 return False

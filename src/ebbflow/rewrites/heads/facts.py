@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ebbflow.rewrites.facts import Fact, normal
+from ebbflow.rewrites.facts import Fact, either, normal, own
 from ebbflow.rewrites.heads.between import applied, caps, taken_back
 from ebbflow.rewrites.heads.cuts import read, rows_read
 from ebbflow.rewrites.heads.slices import weighted_loss, weighted_targets
@@ -172,7 +172,11 @@ def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
     def hidden_hold() -> bool:
         gradient, w = _normal_logits(sizes, sizes.dtype, 4), _wt(sizes).t()
         whole = torch.mm(gradient, w)
-        return all(torch.equal(whole[a:b], torch.mm(gradient[a:b], w)) for a, b in spans(sizes.rows, rows))
+        return all(
+            torch.equal(whole[a:b], torch.mm(part, w))
+            for a, b in spans(sizes.rows, rows)
+            for part in either(gradient[a:b])
+        )
 
     needs = logits_by_slices(sizes, "rows", rows)[1] + sizes.operand_bytes + _widened(sizes)
     yield Fact(f"rows of logits {sizes} by {rows}", f"{rows} rows of the logits at a time", needs, logits_hold)
@@ -226,7 +230,7 @@ def weight_of_made_up(sizes: HeadSizes, classes: int) -> tuple[Tensor, Tensor]:
 def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
     """``values`` laid out as the gradient of some columns is: with one column more, or copied to another type."""
     if sizes.dtype != sizes.softmax or sizes.between:
-        return values.contiguous()
+        return own(values)
     held = values.new_empty((values.shape[0], values.shape[1] + 1))
     held[:, :-1] = values
     return held[:, :-1]
@@ -302,8 +306,8 @@ def _between_holds(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool:
     slices = [(slice(a, b), slice(None)) for a, b in spans(sizes.rows, rows)]
     slices += [(slice(None), slice(a, b)) for size in columns for a, b in spans(sizes.vocabulary, size)]
     for each in slices:
-        part, made = applied(sizes.between, logits[each].contiguous(), sizes.softmax)
-        again = taken_back(sizes.between, gradient[each].contiguous(), made, sizes.dtype)
+        part, made = applied(sizes.between, own(logits[each]), sizes.softmax)
+        again = taken_back(sizes.between, own(gradient[each]), made, sizes.dtype)
         if not torch.equal(part, whole[each]) or not torch.equal(again, back[each]):
             return False
     return True
