@@ -50,9 +50,11 @@ ZOO = (
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` with the known name that is nearest to ``name``; empty if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """``"; did you mean 'x'?"`` with known names that begin or end so, else the nearest one, if any."""
+    listed = list(known)
+    near = [each for each in listed if len(name) > 2 and (each.startswith(name) or each.endswith(name))][:2]
+    near = near or difflib.get_close_matches(name, listed, n=1)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -39,12 +39,12 @@ AT_ONCE: list[tuple[list[str], int, str]] = [
     (["plan", "zoo:gpt", "--budget", "1GB", "--machine", "a100-80g"], 2, "did you mean 'a100-80gb'"),
     (["plan", "zoo:gpt", "--budget", "1GB", "--optimizer", "sdg"], 2, "did you mean 'sgd'"),
     (["plan", "zoo:gpt", "--budget", "1GB", "--gradients", "al"], 2, "did you mean 'all'"),
-    (["plan", "zoo:gpt", "--budget", "1GB", "--effort", "0"], 2, "effort=0"),
-    (["plan", "zoo:gpt", "--budget", "1GB", "--time-limit", "nan"], 2, "time_limit=nan"),
-    (["plan", "zoo:gpt", "--budget", "1GB", "--seed", "-1"], 2, "seed=-1"),
+    (["plan", "zoo:gpt", "--budget", "1GB", "--effort", "0"], 2, "--effort 0"),
+    (["plan", "zoo:gpt", "--budget", "1GB", "--time-limit", "nan"], 2, "--time-limit nan"),
+    (["plan", "zoo:gpt", "--budget", "1GB", "--seed", "-1"], 2, "--seed -1"),
     (["compare", "zoo:gpt", "--planners", "auto,atuo"], 2, "did you mean 'auto'"),
     (["compare", "zoo:gpt", "--budgets", "80%,lots"], 2, "'lots'"),
-    (["compare", "zoo:gpt", "--effort", "-5"], 2, "effort=-5"),
+    (["compare", "zoo:gpt", "--effort", "-5"], 2, "--effort -5"),
     (["max-batch", "zoo:gpt", "--budget", "lots"], 2, "'lots'"),
     (["max-batch", "zoo:gpt", "--budget", "1GB", "--overhead", "lots"], 2, "one-forward"),
     (["max-batch", "zoo:gpt", "--budget", "1GB", "--seed", "x"], 2, "--seed"),
@@ -135,7 +135,10 @@ def test_ctrl_c_is_answered_in_one_line_while_it_imports(module: str, tmp_path: 
     (tmp_path / "plan.json").write_text("{}")
     command = [sys.executable, "-c", INTERRUPTED, "show", "plan.json", module]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (130, "ebbflow: stopped by Ctrl-C; there is no result yet\n")
+    assert (done.returncode, done.stderr) == (
+        130,
+        "ebbflow: stopped by Ctrl-C while it started; there is no result yet\n",
+    )
 
 
 def complete(words: str, shell: str = "bash") -> list[str]:

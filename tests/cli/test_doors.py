@@ -93,7 +93,7 @@ def test_commands_take_them(more: tuple[object, ...]) -> None:
 def test_commands_say_that_they_need_the_optimizer_inside(more: tuple[object, ...]) -> None:
     result = CliRunner().invoke(app, [str(each) for each in ("plan", *CHAIN, "--budget", "100%", *more)])
     assert result.exit_code != 0
-    assert 'step="inside"' in str(result.exception) + result.output
+    assert "--step inside" in str(result.exception) + result.output
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -258,3 +259,38 @@ def test_elapsed_time_ticks_while_nothing_is_told(monkeypatch: pytest.MonkeyPatc
         display.stage("capturing")
         time.sleep(1.4)
     assert len(set(re.findall(r"capturing \((\d+) s\)", terminal.getvalue()))) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan zoo:mlp_chain --budget 60% --step inside", "--optimizer adamw --step inside"),
+        ("plan zoo:mlp_chain --budget 60% --max-norm 1", "give --step inside and --optimizer besides"),
+        ("plan zoo:mlp_chain --budget 60% --planner swap", "give --tiers disk where the model is on CPU"),
+        ("plan zoo:mlp_chain --budget 60% --tiers foo", "or none for no movement"),
+        ("max-batch zoo:mlp_chain --budget 1MiB --overhead -1", "one-forward, or any"),
+        ("max-batch zoo:mlp_chain --budget 60%", "for example --budget 16GiB"),
+        ("plan zoo:gpt2 --budget 60%", "did you mean 'gpt2_small' or 'hf_gpt2'?"),
+        ("doctor zoo:mlp_chain --planner min_cut", "give --budget 60% besides"),
+        ("compare zoo:mlp_chain --budgets ,", "--budgets names none"),
+    ],
+)
+def test_refusals_are_in_the_words_of_commands(words: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ebbflow.cli", *words.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert '="' not in done.stderr
+    assert "None" not in done.stderr
+
+
+def test_no_share_is_advised_where_none_is_taken() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ebbflow.cli", "max-batch", "zoo:gpt", "--budget", "60"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "'60GiB' for bytes" in done.stderr
+    assert "%" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -397,9 +398,42 @@ class Clips(torch.optim.Optimizer):
             each.sub_(0.1 * each.grad)
 
 
+class FirstRate(torch.optim.SGD):
+    """Steps every group by the rate of the first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(self.param_groups[0]["lr"] * each.grad)
+
+
+class CountsInTensor(FirstRate):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.steps = {"taken": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps["taken"] += 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(group["lr"] * each.grad)
+
+
+class Wants(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (lambda p: FirstRate(p, lr=0.1), "gives other bits than all together"),
+        (CountsInTensor, "counts in its attributes"),
+        (lambda p: Wants(p, 0.1), "needs a default in its __init__"),
         *(((lambda p, most=most: Clips(p, most)), "gives other bits than all together") for most in (1e-5, 1.0, 50.0)),
         (torch.optim.LBFGS, "LBFGS takes one step for all of its parameters"),
         (Coupled, "gives other bits than all together"),
@@ -603,6 +637,123 @@ def test_a_rehearsal_frees_what_the_forward_has_saved_after_its_last_reader(monk
     assert len(alive) == 6
     assert alive[0] > 0
     assert alive[-1] == 0
+
+
+def _clear_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def _zero_averages(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def _load_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("change", [_clear_state, _zero_averages, _load_state])
+def test_state_that_is_changed_before_the_step_is_told_of(
+    pair: Pair, change: Callable[[torch.optim.Optimizer], None]
+) -> None:
+    model, optimizer = pair
+    step(pair)
+    optimizer.zero_grad()
+    change(optimizer)  # here it may be
+    step(pair)
+    optimizer.zero_grad()
+    model(batch()).backward()
+    change(optimizer)
+    with pytest.raises(UpdateError, match=r"state of .* changed between loss.backward\(\) and optimizer.step"):
+        optimizer.step()
+
+
+def test_a_second_step_after_one_backward_is_told_of(pair: Pair) -> None:
+    model, optimizer = pair
+    step(pair)
+    before = weights(model)
+    with pytest.raises(UsageError, match="called again after one backward"):
+        optimizer.step()
+    assert equal(weights(model), before)
+    optimizer.zero_grad()
+    step(pair)
+
+
+def test_another_optimizer_is_refused_before_the_step_of_the_one_that_has_updated(pair: Pair) -> None:
+    model, optimizer = pair
+    model(batch()).backward()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="its step has not been called"):
+        ebbflow.set_optimizer(model, other)
+    optimizer.step()
+    optimizer.zero_grad()
+    ebbflow.set_optimizer(model, other)
+    step((model, other))
+
+
+@pytest.mark.parametrize("unfitted", [False, True])
+def test_a_backward_of_a_forward_with_another_optimizer_updates_nothing(pair: Pair, unfitted: bool) -> None:
+    model, optimizer = pair
+    step(pair)
+    optimizer.zero_grad()
+    loss, before = model(batch()), weights(model)
+    other: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if unfitted:
+        ebbflow.unfit(model)
+    else:
+        ebbflow.set_optimizer(model, other)
+    with pytest.raises(UsageError, match="Nothing has been updated; run the forward again"):
+        loss.backward()
+    del loss
+    assert equal(weights(model), before)
+    step((model, other))
+    other.zero_grad()
+    step((model, other))
+
+
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+def test_gradients_of_a_round_that_only_sums_are_clipped(kind: float) -> None:
+    """As at the end of an epoch whose last round is not whole."""
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin))
+    clipping = ebbflow.Clipping(0.01, norm_type=kind)
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=clipping, progress=None)
+    for rounds in ((True, False), (True, True), (False,)):
+        for seed, only_sums in enumerate(rounds):
+            with ebbflow.no_update(model) if only_sums else contextlib.nullcontext():
+                model(batch(seed)).backward()
+            twin(batch(seed)).backward()
+        total = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.01, norm_type=kind)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+        assert torch.equal(ebbflow.total_norm(model), total)
+        assert equal(weights(model), weights(twin))
+
+
+def test_state_stands_in_order_where_some_gradients_only_came_while_summing() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+            return sum(self.parts[each](x).square().mean() for each in used)  # type: ignore[return-value]
+
+    def order(*, planned: bool) -> list[int]:
+        model = Parts()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if planned:
+            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        with ebbflow.no_update(model) if planned else contextlib.nullcontext():
+            model(batch(), (0, 1, 2)).backward()
+        model(batch(), (0, 2)).backward()
+        optimizer.step()
+        return list(optimizer.state_dict()["state"])
+
+    assert order(planned=True) == order(planned=False)
 
 
 # -- between the backward and the step ---------------------------------------------------------------------------------

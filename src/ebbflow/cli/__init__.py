@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]  # pyright: ignore[reportUnsupportedDunderAll]
 
-STOPPED = b"ebbflow: stopped by Ctrl-C; there is no result yet\n"
+STOPPED = b"ebbflow: stopped by Ctrl-C while it started; there is no result yet\n"
 
 
 def main() -> None:

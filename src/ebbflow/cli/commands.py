@@ -67,7 +67,7 @@ class _Group(TyperGroup):
             raise typer.Exit(1 if broken else 2) from error
         except KeyboardInterrupt as error:
             notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(INTERRUPTED)]
-            at = f" at this: {notes[-1].removeprefix(INTERRUPTED)}" if notes else ""
+            at = f" at this: {notes[-1].removeprefix(INTERRUPTED)}" if notes else " while it started"
             print(f"ebbflow: stopped by Ctrl-C{at}; there is no result yet", file=sys.stderr)
             raise typer.Exit(130) from error
         except Exception as error:

@@ -110,7 +110,10 @@ def compare(
         time_limit=time_limit,
         seed=seed,
     )
-    parsed = [Budget.parse(each.strip()) for each in budgets.split(",")]
+    named = [each.strip() for each in budgets.split(",") if each.strip()]
+    if not named:
+        raise UsageError("--budgets names none; give some, as 80%,60%,12GiB", argument="budgets", value=budgets)
+    parsed = [Budget.parse(each) for each in named]
     if planners != "all":
         for each in several_planners(planners):
             require_planner(each)

@@ -41,7 +41,7 @@ from ebbflow.cli.arguments import (
 from ebbflow.cli.imports import import_large
 from ebbflow.cli.output import write_json
 from ebbflow.cli.steps import captured_step, check_request
-from ebbflow.errors import CaptureError
+from ebbflow.errors import CaptureError, UsageError
 from ebbflow.options import DEFAULT_EFFORT, Options
 from ebbflow.units import Budget
 
@@ -94,6 +94,10 @@ def doctor(
         seed=seed,
     )
     limit = None if budget is None else Budget.parse(budget)
+    if limit is None and planner != "auto":
+        raise UsageError(
+            f"--planner {planner} is judged by a plan within a budget; give --budget 60% besides", argument="planner"
+        )
     check_request(case, size, asked, scaler=scaler or None)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 

@@ -16,10 +16,11 @@ _BUDGET = re.compile(r"--budgets?")
 
 _CALL = re.compile(r"\b(?:ebbflow\.)?fit\(model, budget, ([^()]*)\)")
 _OPTIONS = (
-    "optimizer offload_optimizer step max_norm scaler tiers rewrites gradients effort seed time_limit machine planner "
-    "overhead"
+    "budget optimizer offload_optimizer step max_norm scaler tiers rewrites gradients effort seed time_limit machine "
+    "planner overhead"
 ).split()
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(?:\"([^\"]*)\"|'([^']*)'|(True)|([\w.%-]*\w))?")
+_SHARES = re.compile(r"'[\d.]+%' for a share of the unplanned peak, |, or \"60%\" of the unplanned peak")
 _NONE = (("'one-forward' or None", "one-forward, or any"), (", or None for no movement", ", or none for no movement"))
 
 
@@ -45,7 +46,10 @@ def told(error: EbbflowError, words: Sequence[str]) -> str:
         words: what the command was called with, its name first.
     """
     if isinstance(error, UsageError) and words:
-        return f"ebbflow: {as_options(str(error))}"
+        said = as_options(str(error))
+        if words[0] == "max-batch":  # which takes no share
+            said = _SHARES.sub("", said)
+        return f"ebbflow: {said}"
     if not isinstance(error, BudgetError):
         return f"ebbflow: {error}"
     lines = [f"ebbflow: {_SENTENCE.sub('.' + chr(10) + '  ', str(error))}"]

@@ -60,12 +60,15 @@ class Applied:
         state: of all of them.
         stepping: whether ``optimizer.step()`` runs.
         found: whether some were not finite, so that nothing has been updated.
+        rounds: how often a backward has updated something.
+        stepped_round: the last of these whose ``optimizer.step()`` has ended.
     """
 
     def __init__(self, functions: frozenset[CodeType], *, clips: bool = False, scales: bool = False) -> None:
         self._clips = clips
         self.scales = scales
         self.found = False
+        self.rounds = self.stepped_round = 0
         self.state = State.CLEARED
         self.stepping = False
         self._functions = functions
@@ -88,6 +91,7 @@ class Applied:
     def add(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> None:
         """These have been updated: definition 1."""
         self.state = State.UPDATED
+        self.rounds += 1
         self._told.clear()
         self._names.update({id(each): (each, name) for each, name in parameters})
         self._show()

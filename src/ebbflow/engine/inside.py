@@ -17,8 +17,11 @@
    backward began, inverted, before it is clipped and applied.
 7. A backward that fails after its first update raises :class:`~ebbflow.errors.UpdateError`, which names what has been
    updated: those steps are made, the others are not.
-8. Weights that somebody has written to between the backward and the end of ``optimizer.step()`` have been updated
-   before, and not after as in eager: that raises as well, where their version counters tell.
+8. Weights and state of the optimizer that somebody has written to, or put others in the place of, between the backward
+   and the end of ``optimizer.step()`` have been used before, and not after as in eager: that raises as well, where
+   version counters tell. So does a second ``optimizer.step()`` after one backward: what eager steps by again is gone.
+9. Gradients of which no backward has updated anything (all of a round came inside of :func:`accumulating`) are clipped
+   when ``optimizer.step()`` begins: nobody else does.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from ebbflow.inside.norms import coefficient_of, total_of
 from ebbflow.inside.one_by_one import step_alone
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import names_of
+from ebbflow.measurement.optimizer_state import attributes_of, is_plain
 from ebbflow.torch_seams.data_parallel import bucket_bytes
 from ebbflow.torch_seams.gradient_norms import norm_of, scale_by
 from ebbflow.torch_seams.optimizers import functions_of, gradient_of, has_gradient_hooks, set_gradient, will_accumulate
@@ -79,11 +83,14 @@ class Inside:
         self.total_norm: torch.Tensor | None = None
         self.applied = Applied(functions_of(optimizer), clips=clipping is not None, scales=self.scaler is not None)
         self.has_updated = False
+        self._closed = False
         self._put_in: WithOptimizer | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._options: list[dict[str, Any]] = []
+        self._attributes: dict[str, Any] = {}
         self._versions: dict[int, int] = {}
-        self._with_state = set[int]()
+        self._state: dict[int, object] = {}
+        self._with_state = {id(each) for each in optimizer.state}
         self._accumulating = threading.local()
         before, after = self._before_step, self._after_step
         why = "Ebbflow looks at what its steps have updated"
@@ -94,6 +101,7 @@ class Inside:
 
     def close(self) -> None:
         """The model is not fitted any more, or has another optimizer."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         self.applied.clear()
@@ -180,6 +188,11 @@ class Inside:
         Raises:
             UsageError: saying what is to be called. This backward has changed nothing.
         """
+        if self._closed:
+            raise UsageError(
+                "a backward begins whose forward ran with another optimizer in the step: set_optimizer or unfit was "
+                "called since. Nothing has been updated; run the forward again"
+            )
         if self.applied.state is State.UPDATED:
             raise UsageError(
                 "a backward begins, and optimizer.step() has not been called since the last one, which has updated the "
@@ -199,6 +212,7 @@ class Inside:
     def snapshot_options(self) -> None:
         """Definition 3."""
         self._options = [_options(group) for group in self.optimizer.param_groups]
+        self._attributes = attributes_of(self.optimizer)
         self._with_state = {id(each) for each in self.optimizer.state}
 
     def order_new_state(self) -> None:
@@ -210,6 +224,8 @@ class Inside:
                     state[parameter] = state.pop(parameter)
 
     def _before_step(self, *_: object) -> None:
+        if self.applied.state is State.CLEARED and self.clipping is not None:
+            self._clip(self.clipping)
         self.applied.stepping = True
         if self.applied.state is not State.UPDATED:
             return
@@ -222,6 +238,7 @@ class Inside:
             self._refuse_late_gradients()
             self._refuse_other_options()
             self._refuse_other_weights()
+            self._refuse_other_state()
         except BaseException:
             self.applied.stepping = False
             raise
@@ -229,11 +246,34 @@ class Inside:
 
     def _after_step(self, *_: object) -> None:
         self.applied.stepping = False
+        if self.applied.state is not State.CLEARED:
+            self.order_new_state()  # gradients that came inside of :func:`accumulating` are stepped by now
+        self._with_state = {id(each) for each in self.optimizer.state}
         if self.applied.state is State.STEPPED:
             self._refuse_other_weights()  # written by a hook that came after ours
+            if self.applied.stepped_round == self.applied.rounds:
+                raise UsageError(
+                    "optimizer.step() was called again after one backward: eager steps by the same gradients again, "
+                    'and step="inside" has applied and freed them. This call has changed nothing; run another backward '
+                    'before it, or leave step="inside" out'
+                )
+            self.applied.stepped_round = self.applied.rounds
         if self.applied.state is State.UPDATED:  # its closure has called the backward
             self._refuse_late_gradients()
             self.applied.state = State.STEPPED
+            self.applied.stepped_round = self.applied.rounds
+
+    def _clip(self, clipping: Clipping) -> None:
+        """Definition 9."""
+        parameters = self.parameters()
+        if any(gradient_of(each) is not None for each in parameters):
+            self.total_norm = torch.nn.utils.clip_grad_norm_(
+                parameters,
+                clipping.max_norm,
+                norm_type=clipping.norm_type,
+                error_if_nonfinite=clipping.error_if_nonfinite,
+                foreach=clipping.foreach,
+            )
 
     def _refuse_late_gradients(self) -> None:
         """Definition 4."""
@@ -251,6 +291,22 @@ class Inside:
     def note_weights(self) -> None:
         """The backward has ended: nobody is to write to what it has updated before ``optimizer.step()``."""
         self._versions = {id(each): version_of(each) for each in self.applied.parameters}
+        self._state = {id(each): _value(self.optimizer.state.get(each)) for each in self.applied.parameters}
+
+    def _refuse_other_state(self) -> None:
+        """Definition 8."""
+        pairs = zip(self.applied.names, self.applied.parameters, strict=True)
+        state = self.optimizer.state
+        written = [
+            n for n, each in pairs if id(each) in self._state and self._state[id(each)] != _value(state.get(each))
+        ]
+        if written:
+            raise UpdateError(
+                f"the optimizer's state of {names_of(written)} changed between loss.backward() and optimizer.step(), "
+                'and step="inside" has updated by it in the backward: eager changes first and updates then. Change '
+                "state (load_state_dict, state.clear()) before the forward or after optimizer.step()",
+                updated=self.applied.names,
+            )
 
     def _refuse_other_weights(self) -> None:
         """Definition 8."""
@@ -266,10 +322,10 @@ class Inside:
             )
 
     def _refuse_other_options(self) -> None:
-        now = [_options(group) for group in self.optimizer.param_groups]
-        if now == self._options:
+        now, attributes = [_options(group) for group in self.optimizer.param_groups], attributes_of(self.optimizer)
+        if now == self._options and attributes == self._attributes:
             return
-        pairs = zip(self._options, now, strict=False)
+        pairs = [*zip(self._options, now, strict=False), (self._attributes, attributes)]
         changed = sorted({key for a, b in pairs for key in {*a, *b} if a.get(key) != b.get(key)}) or ["groups"]
         raise UpdateError(
             f"{', '.join(changed)} of the optimizer changed between loss.backward() and optimizer.step(), and "
@@ -289,7 +345,11 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return id(value), version_of(value)
-    return tuple(map(_value, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, Mapping):
+        return {key: _value(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(_value, value))
+    return value if is_plain(value) else id(value)
 
 
 class Updating:

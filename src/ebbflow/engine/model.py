@@ -160,8 +160,18 @@ class FittedModel:
         """Plan for the state of another optimizer, from the next call on. What is captured stays.
 
         The state of those that it replaces counts as long as somebody has them.
+
+        Raises:
+            UsageError: if the one that it replaces has updated weights inside of a backward, and has not stepped yet.
         """
         if optimizer is not self.optimizer:
+            if self.inside is not None and self.inside.updated_and_not_stepped:
+                raise UsageError(
+                    f'{class_of(self.inside.optimizer)} has updated the weights in the backward (step="inside"), and '
+                    "its step has not been called: call it and clear gradients, and tell of the other optimizer then",
+                    argument="optimizer",
+                    value=optimizer,
+                )
             replaced = [each for each in self.optimizers if _state_bytes(each) and each is not optimizer]
             self.optimizer = optimizer
             self.other_optimizers = weakref.WeakSet(replaced)

@@ -1,9 +1,9 @@
 """Whether an optimizer's step may be taken for one parameter at a time: tried out on stand-ins, bit by bit.
 
-1. For each group a few small tensors of the type and on the device of its parameters step all together, as the
-   optimizer does, and one by one in another order, as gradients come in a backward. After each step parameters and
-   state are compared. Gradients are large in some steps and small in others (:data:`_SCALES`), as there are couplings
-   that begin at a size.
+1. For each group, and for one more with other numbers among its options, a few small tensors of the type and on the
+   device of its parameters step all together, as the optimizer does, and one by one in another order, as gradients
+   come in a backward. After each step parameters and state are compared. Gradients are large in some steps and small
+   in others (:data:`_SCALES`), as there are couplings that begin at a size.
 2. What steps by a closure, counts its steps in its groups, couples parameters (a common norm, a common estimate),
    draws random numbers or calls its hooks from below gives other bits there, or an error, and is refused by name. So
    is what fails where no parameter has a gradient, which is what its own step finds afterwards.
@@ -59,6 +59,8 @@ def refuse_what_is_not_alone(optimizer: torch.optim.Optimizer) -> None:
     try:
         with signals_wait(), without_modes(), torch.random.fork_rng():
             difference = _difference(optimizer)
+    except UsageError:
+        raise
     except Exception as error:  # any optimizer of the user's may raise anything here
         if raised_by_a_handler(error):
             raise
@@ -113,9 +115,24 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _counts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    numbers = {name: each for name, each in vars(optimizer).items() if isinstance(each, int | float)}
-    return {name: each for name, each in numbers.items() if not isinstance(each, bool)}
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    """Numbers in attributes, and in tensors of one element and containers in attributes: of these their values."""
+    return {
+        name: sorted(_numbers_in(value))
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state", "defaults")
+    }
+
+
+def _numbers_in(value: object) -> Iterator[float]:
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            yield float(value)
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _numbers_in(each)  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
 
 
 def _overlap(parameters: list[torch.Tensor]) -> bool:
@@ -133,7 +150,22 @@ def _overlap(parameters: list[torch.Tensor]) -> bool:
 
 def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     groups = [{**options_of(group), "params": list(_small(group["params"]))} for group in optimizer.param_groups]
-    return stand_in_of(optimizer, groups)
+    other = optimizer.param_groups[-1]
+    groups.append({**_others(options_of(other)), "params": list(_small(other["params"]))})
+    try:
+        return stand_in_of(optimizer, groups)
+    except Exception as error:  # of the user's own constructor, which may raise anything
+        if raised_by_a_handler(error):
+            raise
+        raise _refusal(
+            f"{type(optimizer).__name__} cannot be made again from its groups to be tried out ({type(error).__name__}: "
+            f"{error}); what they hold, such as lr, needs a default in its __init__"
+        ) from error
+
+
+def _others(options: dict[str, Any]) -> dict[str, Any]:
+    """Other numbers of the same kind: what steps by the options of a group that is not its parameter's is found out."""
+    return {name: value / 2 if isinstance(value, float) else value for name, value in options.items()}
 
 
 def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:

@@ -23,7 +23,7 @@ from ebbflow.measurement.together import parts_of
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
-__all__ = ["future_state_bytes", "future_state_sizes", "options_of", "stand_in_of"]
+__all__ = ["attributes_of", "future_state_bytes", "future_state_sizes", "is_plain", "options_of", "stand_in_of"]
 
 _ANSWERS = (1, 0)
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # of definition 2
@@ -90,15 +90,21 @@ def stand_in_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
     momentum, in an attribute. What is not plain is what its constructor makes.
     """
     made = type(optimizer)(groups)  # type: ignore[call-arg]
-    options = {name: value for name, value in vars(optimizer).items() if _is_plain(value)}
-    vars(made).update(options)
+    vars(made).update({name: value for name, value in vars(optimizer).items() if is_plain(value)})
     return made
 
 
-def _is_plain(value: object) -> bool:
+def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What of an optimizer's public attributes is plain, and the defaults of its options."""
+    plain = {name: value for name, value in vars(optimizer).items() if name[:1] != "_" and is_plain(value)}
+    defaults = {f"defaults[{name!r}]": value for name, value in optimizer.defaults.items() if is_plain(value)}
+    return plain | defaults
+
+
+def is_plain(value: object) -> bool:
     """Whether it is an immutable value without tensors."""
     if isinstance(value, tuple):
-        return all(map(_is_plain, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        return all(map(is_plain, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum | torch.dtype)
 
 

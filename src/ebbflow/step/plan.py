@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -308,7 +309,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """The plan that :meth:`save` wrote.
+        """The plan that :meth:`save` wrote; the file may be compressed by ``xz``.
 
         Raises:
             UsageError: for what is not a path.
@@ -319,14 +320,16 @@ class Plan:
         try:
             if path.stat().st_size > _LARGEST_FILE_BYTES:
                 raise PlanFileError(f"{path} is larger than any plan; nothing was read", path=path)
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(_text_of(path))
         except OSError as error:
             raise PlanFileError(
-                f"{path} cannot be read ({error.strerror}); give the path of a plan file", path=path
+                f"{path} cannot be read ({error.strerror or error}); give the path of a plan file", path=path
             ) from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, lzma.LZMAError, EOFError) as error:
             raise PlanFileError(
-                f"{path} is not a whole plan file ({error}); make it anew with Plan.save", path=path
+                f"{path} is not a whole plan file ({error}): it ends early, or something else has written to it; "
+                f"{_MAKE_ANEW}",
+                path=path,
             ) from error
         if not _is_object(data) or "schema" not in data:
             raise PlanFileError(
@@ -339,6 +342,21 @@ class Plan:
                 differences=[f"schema: plan {data['schema']!r}, here {SCHEMA!r}"],
             )
         return _from_json(data, str(path))
+
+
+_XZ = b"\xfd7zXZ\x00"
+_MAKE_ANEW = "make it anew with `ebbflow plan CASE --budget B --out plan.json` or Plan.save"
+
+
+def _text_of(path: Path) -> str:
+    """What the file says, where it is compressed by ``xz`` too, as those of ``docs/plans`` are."""
+    content = path.read_bytes()
+    if content.startswith(_XZ):
+        unpacking = lzma.LZMADecompressor()
+        content = unpacking.decompress(content, max_length=_LARGEST_FILE_BYTES)
+        if not unpacking.eof:
+            raise EOFError("the compressed data ends early, or holds more than any plan")
+    return content.decode("utf-8")
 
 
 def _path(value: object, caller: str) -> Path:
@@ -378,11 +396,12 @@ def _from_json(data: dict[str, Any], path: str) -> Plan:
         recorded = int(data["predicted_peak_bytes"])
         predicted = recorded if violations else plan.predicted_peak_bytes
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        raise PlanFileError(f"{path} is damaged ({type(error).__name__}: {error}); make it anew", path=path) from error
+        what = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise PlanFileError(f"{path} is damaged ({what}); {_MAKE_ANEW}", path=path) from error
     if violations:
-        raise PlanFileError(f"{path} holds an illegal schedule ({violations[0]}); make it anew", path=path)
+        raise PlanFileError(f"{path} holds an illegal schedule ({violations[0]}); {_MAKE_ANEW}", path=path)
     if recorded != predicted:
         raise PlanFileError(
-            f"{path} says a peak of {recorded} bytes, its schedule takes {predicted}; make it anew", path=path
+            f"{path} says a peak of {recorded} bytes, its schedule takes {predicted}; {_MAKE_ANEW}", path=path
         )
     return plan
