@@ -16,7 +16,7 @@ from ebbflow.errors import BudgetError
 from ebbflow.measurement.cpu_allocations import AllocationRecorder
 from ebbflow.measurement.peak import peak_above
 from ebbflow.rewrites import facts
-from ebbflow.rewrites.facts import Fact, measured, normal
+from ebbflow.rewrites.facts import ALIGNMENT, Fact, either, measured, normal, own
 from ebbflow.torch_seams.fake_tensors import without_modes
 
 
@@ -155,3 +155,23 @@ def test_measuring_takes_no_more_than_it_says(
         ebbflow.plan(model, given_to(model, dtype), budget=1, rewrites="all", progress=None)
     assert len(taken) > 4
     assert {each: found for each, found in taken.items() if found[1] > facts._BESIDES * found[0]} == {}
+
+
+def test_what_a_rewrite_makes_itself_is_measured_at_an_address_of_its_own() -> None:
+    whole = torch.arange(7 * 41 * 3, dtype=torch.float32).view(7, 41, 3)
+    for part in (whole[3:5], whole[3:5].mT, whole[:, 5:9], whole[1], whole[1, 2]):
+        found = own(part)
+        assert torch.equal(found, part)
+        assert found.data_ptr() % 64 == 0
+        assert found.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        assert found.is_contiguous() or found.mT.is_contiguous()
+    assert own(whole[3:5].mT).stride() == whole[3:5].mT.stride()
+
+
+def test_both_ways_are_tried_where_a_slice_begins_elsewhere() -> None:
+    whole = torch.arange(600, dtype=torch.float32).view(200, 3)
+    first = (-whole.data_ptr() % ALIGNMENT) // 4  # elements until the next such address
+    aligned, other = whole.view(-1)[first:], whole.view(-1)[first + 1 :]
+    assert len(list(either(aligned))) == 1
+    assert len(list(either(other))) == 2
+    assert all(torch.equal(each, other) for each in either(other))
