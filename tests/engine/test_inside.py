@@ -668,6 +668,36 @@ def test_state_that_is_changed_before_the_step_is_told_of(
         optimizer.step()
 
 
+def test_looking_at_state_and_counting_in_attributes_changes_nothing() -> None:
+    model = Net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.taken = 0
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    for seed in range(2):
+        model(batch(seed)).backward()
+        assert not any(optimizer.state[each] for each in model.parameters())  # which makes it
+        optimizer.taken += 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("where", ["a group", "a dictionary in a group", "an attribute"])
+def test_options_that_change_before_the_step_are_told_of(where: str) -> None:
+    model = Net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["more"], optimizer.scale = {"k": 1.0}, 1.0
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    model(batch()).backward()
+    if where == "a group":
+        optimizer.param_groups[0]["lr"] = 0.2
+    elif where == "an attribute":
+        optimizer.scale = 2.0
+    else:
+        optimizer.param_groups[0]["more"]["k"] = 2.0
+    with pytest.raises(UpdateError, match=r"of the optimizer changed between loss.backward\(\)"):
+        optimizer.step()
+
+
 def test_a_second_step_after_one_backward_is_told_of(pair: Pair) -> None:
     model, optimizer = pair
     step(pair)

@@ -291,15 +291,17 @@ class Inside:
     def note_weights(self) -> None:
         """The backward has ended: nobody is to write to what it has updated before ``optimizer.step()``."""
         self._versions = {id(each): version_of(each) for each in self.applied.parameters}
-        self._state = {id(each): _value(self.optimizer.state.get(each)) for each in self.applied.parameters}
+        self._state = {id(each): self._state_of(each) for each in self.applied.parameters}
+
+    def _state_of(self, parameter: torch.Tensor) -> object:
+        """Who asks for state that there is none of makes it empty."""
+        return _value(self.optimizer.state.get(parameter) or {})
 
     def _refuse_other_state(self) -> None:
         """Definition 8."""
         pairs = zip(self.applied.names, self.applied.parameters, strict=True)
-        state = self.optimizer.state
-        written = [
-            n for n, each in pairs if id(each) in self._state and self._state[id(each)] != _value(state.get(each))
-        ]
+        known = self._state
+        written = [name for name, each in pairs if id(each) in known and known[id(each)] != self._state_of(each)]
         if written:
             raise UpdateError(
                 f"the optimizer's state of {names_of(written)} changed between loss.backward() and optimizer.step(), "

@@ -95,10 +95,12 @@ def stand_in_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What of an optimizer's public attributes is plain, and the defaults of its options."""
-    plain = {name: value for name, value in vars(optimizer).items() if name[:1] != "_" and is_plain(value)}
-    defaults = {f"defaults[{name!r}]": value for name, value in optimizer.defaults.items() if is_plain(value)}
-    return plain | defaults
+    """What of an optimizer's public attributes is plain, but for whole numbers: somebody may count there."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name[:1] != "_" and is_plain(value) and (isinstance(value, bool) or not isinstance(value, int))
+    }
 
 
 def is_plain(value: object) -> bool:
