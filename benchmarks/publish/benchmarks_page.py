@@ -62,6 +62,7 @@ def _checks(found: Sequence[Checked]) -> Iterator[str]:
         "still comes out. Seconds, and what is chosen by them, differ from run to run and from machine to machine, so "
         "bytes of plans that rest on measured seconds do too.\n\n"
         f"Made {', '.join(made)}, on {'; '.join(machines)}."
+        f"{' Some with changes that were not committed.' if any(each.origin.changed for each in found) else ''}"
     )
     columns = ("benchmark", "cases", "targets met", "as committed", "other", "its sources are")
     yield table(columns, map(_checked, found))
