@@ -763,6 +763,34 @@ def test_gradients_of_a_round_that_only_sums_are_clipped(kind: float) -> None:
         assert equal(weights(model), weights(twin))
 
 
+@pytest.mark.parametrize("sums_all", [False, True])
+def test_a_closure_makes_its_gradients_before_they_are_clipped(sums_all: bool) -> None:
+    """As Lightning's trainer steps: the last backward of a round is called by the step itself."""
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=0.01, progress=None)
+
+    def closure() -> Tensor:
+        with ebbflow.no_update(model) if sums_all else contextlib.nullcontext():
+            loss = model(batch(1))
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(3):
+        with ebbflow.no_update(model):
+            model(batch(0)).backward()
+        optimizer.step(closure)
+        for seed in (0, 1):
+            twin(batch(seed)).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
+        plain.step()
+        for each in (optimizer, plain):
+            each.zero_grad()
+        assert equal(weights(model), weights(twin))
+
+
 def test_state_stands_in_order_where_some_gradients_only_came_while_summing() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:

@@ -26,9 +26,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -160,6 +161,7 @@ class Inside:
         Raises:
             CaptureError: naming who.
         """
+        self._module = weakref.ref(module)  # also where no call updates, as gradients are clipped then too
         instead = 'fit without step="inside" here, or take that away'
         if checkpointed:
             raise CaptureError(
@@ -223,9 +225,26 @@ class Inside:
                 if parameter in state and id(parameter) not in self._with_state:
                     state[parameter] = state.pop(parameter)
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Definitions 3, 4, 6, 8 and 9; returns what is called in place of a closure, whose gradients are to come."""
+        again = None
         if self.applied.state is State.CLEARED and self.clipping is not None:
-            self._clip(self.clipping)
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                self._clip(self.clipping)
+            else:
+                again = args[:1], {**kwargs, "closure": functools.partial(self._clipped, closure, self.clipping)}
+        self._allow_step()
+        return again
+
+    def _clipped(self, closure: Callable[[], Any], clipping: Clipping) -> Any:
+        """What ``closure`` gives; its gradients are clipped where its backward has updated nothing."""
+        result = closure()
+        if self.applied.state is State.CLEARED:
+            self._clip(clipping)
+        return result
+
+    def _allow_step(self) -> None:
         self.applied.stepping = True
         if self.applied.state is not State.UPDATED:
             return
