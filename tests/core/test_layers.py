@@ -12,7 +12,7 @@ import ebbflow
 ROOT = Path(ebbflow.__file__).parent
 
 LAYERS = [
-    {"errors", "faults", "signals", "units", "names", "files", "case", "tiers", "clipping"},
+    {"errors", "faults", "signals", "turns", "units", "names", "files", "case", "tiers", "clipping"},
     {"step"},
     {"planners"},
     {"options"},
@@ -39,6 +39,7 @@ NO_TORCH = {
     "errors",
     "faults",
     "signals",
+    "turns",
     "units",
     "names",
     "files",

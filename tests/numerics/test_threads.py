@@ -69,6 +69,43 @@ def test_threads_train_at_once_on_batches_of_their_own() -> None:
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
+LEAVES = """
+import sys, threading, torch
+from torch import nn
+from ebbflow.torch_seams.autograd import gradient_leaf
+
+class Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *parameters):
+        return torch.empty(0)
+
+def begin_steps():
+    for _ in range(20_000):
+        Step.apply(*parameters)
+
+def look():
+    for _ in range(3_000):
+        for each in parameters:
+            gradient_leaf(each)
+
+sys.setswitchinterval(1e-5)
+parameters = [nn.Parameter(torch.randn(4)) for _ in range(8)]
+threads = [threading.Thread(target=each, daemon=True) for each in (begin_steps, look, look)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
+
+def test_a_look_at_a_leaf_and_the_begin_of_a_step_in_another_thread_do_not_wait_for_each_other() -> None:
+    # For good, that was: each had what the other waited for, the interpreter's lock and the parameter's.
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LEAVES], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
 def test_a_flight_that_is_being_proven_is_left_alone_until_it_came_to_nothing() -> None:
     model = ebbflow.fit(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)), "1GiB", effort=10)
     x = torch.randn(1, 4)

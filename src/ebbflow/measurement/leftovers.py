@@ -14,18 +14,18 @@ takes the others as alive. Too much may be counted that way, never too little; :
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from ebbflow.torch_seams.storages import StorageWatch, has_memory
+from ebbflow.turns import Turns
 
 __all__ = ["forget_all", "forget_dead", "give", "leave", "left_bytes", "watches_of"]
 
 LOOKED_AT = 32  # of what is left, the longest not looked at, per question
 
-_lock = threading.Lock()
+_turns = Turns()
 
 
 class _Left:
@@ -74,30 +74,44 @@ def give(watches: Iterable[StorageWatch]) -> None:
 
 def left_bytes(*counted: Mapping[int, int]) -> int:
     """Bytes of what is left, without the storages whose keys are in ``counted``."""
-    with _lock:
+
+    def looked_at() -> int:
         for kind in _KINDS:
             kind.look(LOOKED_AT)
         return sum(kind.bytes_without(counted) for kind in _KINDS if kind.watches)
 
+    return _turns.now(looked_at)
+
 
 def forget_dead() -> None:
     """Look at all that is left."""
-    with _lock:
+
+    def look() -> None:
         for kind in _KINDS:
             kind.look(len(kind.watches))
+
+    _turns.now(look)
 
 
 def forget_all() -> None:
     """Count nothing of what lives now: for tests, each of which begins as a process does."""
-    with _lock:
+
+    def forget() -> None:
         for kind in _KINDS:
             kind.watches.clear()
             kind.total_bytes = 0
 
+    _turns.now(forget)
+
 
 def _add(watches: Iterable[StorageWatch], kind: _Left) -> None:
+    """Called by the garbage collector as well, when it comes upon a step that ended."""
     alive = [each for each in watches if each.alive]
-    with _lock:
+
+    def add() -> None:
         for each in alive:
             if not any(each.key in known.watches for known in _KINDS):
                 kind.add(each)
+
+    if alive:
+        _turns.do(add)

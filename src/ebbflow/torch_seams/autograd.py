@@ -134,10 +134,25 @@ def backwards_begun() -> int | None:
     return int(_of_thread.number) - before
 
 
+class _Of(torch.autograd.Function):
+    """A function of nothing but whose graph has the leaf of its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        del ctx, parameter
+        return torch.empty(0, device="cpu")
+
+
 def gradient_leaf(parameter: torch.Tensor) -> Any:
-    """The node of autograd's graph that gives ``parameter`` its gradient; it lives as long as somebody has it."""
+    """The node of autograd's graph that gives ``parameter`` its gradient; it lives as long as somebody has it.
+
+    It is made while this thread has the interpreter's lock. ``torch.autograd.graph.get_gradient_edge`` makes it in an
+    operator, without: it holds the parameter's own lock then and waits for the interpreter's, and if another thread's
+    ``Function.apply``, with which a captured step begins, waits for the parameter's at that moment, both wait for good.
+    """
     with torch.inference_mode(mode=False), torch.enable_grad():
-        return torch.autograd.graph.get_gradient_edge(parameter).node
+        node = _Of.apply(parameter).grad_fn
+    return node.next_functions[0][0]
 
 
 def release_failed_backward() -> None:

@@ -19,12 +19,13 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
+
+from ebbflow.turns import Turns
 
 __all__ = ["Attribute", "Item", "Patch", "Place", "Setting", "open_patches", "patched", "places", "wrapped"]
 
@@ -158,10 +159,9 @@ class _Layer:
         return function(*args, **kwargs)
 
 
-_lock = threading.Lock()
+_turns = Turns()
 _layers: dict[tuple[object, ...], list[_Layer]] = {}
 _ever: dict[tuple[object, ...], Place] = {}
-_garbage: deque[_Layer] = deque()
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -172,22 +172,21 @@ def _same(one: Any, other: Any) -> bool:
 def _lay(layer: _Layer) -> None:
     """Open; interrupted anywhere, :func:`_take_off` undoes what has been done."""
     place = layer.place
-    with _lock:
-        _ever.setdefault(place.key[:2], place)
-        _layers.setdefault(place.key, []).append(layer)
-        found = place.read()
-        while isinstance(gated := getattr(found, "_ebbflow_layer", None), _Layer) and not gated.active:
-            found = gated.found
-        layer.found = found
-        if callable(found) and hasattr(layer.laid, "_ebbflow_layer"):
-            functools.update_wrapper(layer.laid, found)
-            layer.laid._ebbflow_layer = layer
-        layer.active = True
-        place.write(layer.laid)
+    _ever.setdefault(place.key[:2], place)
+    _layers.setdefault(place.key, []).append(layer)
+    found = place.read()
+    while isinstance(gated := getattr(found, "_ebbflow_layer", None), _Layer) and not gated.active:
+        found = gated.found
+    layer.found = found
+    if callable(found) and hasattr(layer.laid, "_ebbflow_layer"):
+        functools.update_wrapper(layer.laid, found)
+        layer.laid._ebbflow_layer = layer
+    layer.active = True
+    place.write(layer.laid)
 
 
 def _take_off(layer: _Layer) -> None:
-    """Close; done twice, or interrupted and done again, it is done once. The lock is held."""
+    """Close; done twice, or interrupted and done again, it is done once."""
     layer.active = False
     place = layer.place
     stack = _layers.get(place.key, [])
@@ -205,24 +204,8 @@ def _take_off(layer: _Layer) -> None:
 
 
 def _close(layer: _Layer) -> None:
-    with _lock:
-        _take_off(layer)
-    _sweep()
-
-
-def _discard(layer: _Layer) -> None:
-    """Called by the garbage collector, which may come while this very thread holds the lock: then that part sweeps."""
-    _garbage.append(layer)
-    _sweep()
-
-
-def _sweep() -> None:
-    # Whoever holds the lock sweeps when it has let go of it.
-    while _garbage and not _lock.locked():
-        with _lock:
-            while _garbage:
-                _take_off(_garbage[0])
-                _garbage.popleft()
+    """Called by the garbage collector as well."""
+    _turns.do(functools.partial(_take_off, layer))
 
 
 class Patch:
@@ -253,12 +236,11 @@ class Patch:
         if self._layer is not None:
             raise RuntimeError(f"the patch of {self._place} is open already")
         layer = self._layer_of(self._place)
-        self._end = weakref.finalize(self, _discard, layer)
+        self._end = weakref.finalize(self, _close, layer)
         self._end.atexit = False
         self._layer = layer
         try:
-            _lay(layer)
-            _sweep()
+            _turns.now(functools.partial(_lay, layer))
         except BaseException:
             self.close()
             raise
@@ -325,13 +307,9 @@ def wrapped(
 
 def places() -> list[Place]:
     """Every place that has been patched in this process: what tests hold against what was there before."""
-    _sweep()
-    with _lock:
-        return list(_ever.values())
+    return _turns.now(lambda: list(_ever.values()))
 
 
 def open_patches(*, lasting: bool = False) -> int:
     """How many patches are open, for a while or as long as something lives."""
-    _sweep()
-    with _lock:
-        return sum(layer.lasting == lasting for stack in _layers.values() for layer in stack)
+    return _turns.now(lambda: sum(layer.lasting == lasting for stack in _layers.values() for layer in stack))

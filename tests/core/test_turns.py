@@ -1,0 +1,86 @@
+"""Pieces of work, some of which finalizers bring: one at a time, none in the middle of another, none lost."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from ebbflow.turns import Turns
+
+
+class _Object:
+    pass
+
+
+def _ends(work: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize("begin", ["now", "do"])
+def test_what_a_finalizer_brings_is_done_after_what_it_interrupts(begin: str) -> None:
+    turns, done = Turns(), list[str]()
+    garbage = [_Object()]
+    weakref.finalize(garbage[0], turns.do, lambda: done.append("brought"))
+
+    def work() -> None:
+        done.append("begun")
+        garbage.clear()
+        done.append("ended")
+
+    assert _ends(lambda: getattr(turns, begin)(work))
+    assert done == ["begun", "ended", "brought"]
+
+
+def test_what_an_interrupt_ends_is_done_by_whoever_comes_next() -> None:
+    turns, done = Turns(), list[str]()
+    errors = [KeyboardInterrupt()]
+
+    def piece() -> None:
+        if errors:
+            raise errors.pop()
+        done.append("piece")
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.do(piece)
+    assert turns.now(lambda: list(done)) == ["piece"]
+
+
+def test_what_work_raises_lets_others_in() -> None:
+    turns, done = Turns(), list[str]()
+
+    def fail() -> None:
+        turns.do(lambda: done.append("brought"))
+        raise ValueError("of the work")
+
+    with pytest.raises(ValueError, match="of the work"):
+        turns.now(fail)
+    assert _ends(lambda: turns.do(lambda: done.append("next")))
+    assert done == ["brought", "next"]
+
+
+def test_threads_take_turns() -> None:
+    turns, amid, most, done = Turns(), [0], [0], [0]
+
+    def piece() -> None:
+        amid[0] += 1
+        most[0] = max(most[0], amid[0])
+        done[0] += 1
+        amid[0] -= 1
+
+    def work() -> None:
+        for _ in range(2_000):
+            turns.do(piece)
+            turns.now(piece)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert (most[0], done[0]) == (1, 16_000)
