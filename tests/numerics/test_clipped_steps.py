@@ -212,7 +212,7 @@ def test_a_norm_that_is_no_number_raises_before_anything_is_updated_or_spreads_a
 
 
 def test_a_backward_that_fails_before_its_norm_has_updated_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbflow.engine.inside import Updating
+    from ebbflow.engine.updating import Updating
 
     torch.manual_seed(0)
     model = Lora()

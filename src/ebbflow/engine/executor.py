@@ -25,9 +25,9 @@ from ebbflow.engine.arrivals import note_planned
 from ebbflow.engine.between import learn_retained
 from ebbflow.engine.executable import Executable, Phase, executable_numbered
 from ebbflow.engine.flights import Flight, aloft, flight_numbered, flights_of
-from ebbflow.engine.inside import Updating
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
+from ebbflow.engine.updating import Updating
 from ebbflow.errors import CaptureError, VerificationError
 from ebbflow.inside.current import updating
 from ebbflow.measurement.cpu_allocations import profiler_active

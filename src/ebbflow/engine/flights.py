@@ -27,10 +27,11 @@ from ebbflow.cost.cache import product_precisions
 from ebbflow.engine.derivatives import refuse_second_derivative
 from ebbflow.engine.executable import Executable
 from ebbflow.engine.hook_order import keep_order
-from ebbflow.engine.inside import Inside, Updating
+from ebbflow.engine.inside import Inside
 from ebbflow.engine.key import Slot
 from ebbflow.engine.tickets import ANY_FLIGHT
 from ebbflow.engine.unused import note_arrived
+from ebbflow.engine.updating import Updating
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.between import BetweenGauge
 from ebbflow.measurement.leftovers import leave, watches_of

@@ -1,27 +1,17 @@
 """The optimizer of one model, in its steps: what updates it takes, when it may, and what its own step finds then.
 
 1. A backward of a training call *updates*: each parameter of the optimizer that gets a gradient of the step is stepped
-   by it where the plan says so (``inside.updates``), and has none afterwards (``engine.applied``). Calls inside of
-   :func:`accumulating` do not, and leave their gradients as ever.
+   by it where the plan says so (``inside.updates``, ``engine.updating``), and has none afterwards (``engine.applied``).
+   Calls inside of :func:`accumulating` do not, and leave their gradients as ever.
 2. Before the first update it is seen that nothing forbids one: a backward that retains its graph, another forward in
    flight, gradients of earlier steps that were not cleared, ``torch.autograd.grad``. Nothing has changed if it raises.
-3. Options of the optimizer are what they are when the backward begins. If they are others at ``optimizer.step()``,
-   eager would have stepped otherwise, and that raises.
+3. What updates have used is to be the same when ``optimizer.step()`` ends (``engine.used``); where it is not, eager
+   would have stepped otherwise, and that raises.
 4. A gradient that reaches an updated parameter from elsewhere in the same backward came too late to be added: at
-   ``optimizer.step()`` that raises.
-5. Where gradients are clipped by their norm, each is looked at when it is made, the norm is settled once all have been,
-   and updates come after that. Gradients that are there already are added to first, and those of parameters that the
-   step does not reach are in the norm and are scaled in place, as ``clip_grad_norm_`` does.
-6. With a gradient scaler each is looked at for elements that are not finite, likewise. If one has some, nothing is
-   updated, and the scaler is told so when it asks (``applied``); else each is multiplied by what the scale was when the
-   backward began, inverted, before it is clipped and applied.
-7. A backward that fails after its first update raises :class:`~ebbflow.errors.UpdateError`, which names what has been
-   updated: those steps are made, the others are not.
-8. Weights and state of the optimizer that somebody has written to, or put others in the place of, between the backward
-   and the end of ``optimizer.step()`` have been used before, and not after as in eager: that raises as well, where
-   version counters tell. So does a second ``optimizer.step()`` after one backward: what eager steps by again is gone.
-9. Gradients of which no backward has updated anything (all of a round came inside of :func:`accumulating`) are clipped
-   when ``optimizer.step()`` begins: nobody else does.
+   ``optimizer.step()`` that raises. So does a second ``optimizer.step()`` after one backward: what eager steps by again
+   is gone.
+5. Gradients of which no backward has updated anything (all of a round came inside of :func:`accumulating`) are clipped
+   when ``optimizer.step()`` begins, or when its closure has made them: nobody else does.
 """
 
 from __future__ import annotations
@@ -29,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,25 +28,20 @@ import torch
 from ebbflow.capture.joint import Captured
 from ebbflow.clipping import Clipping
 from ebbflow.engine.applied import Applied, State
+from ebbflow.engine.used import Used
 from ebbflow.errors import CaptureError, UpdateError, UsageError
 from ebbflow.inside.costs import settings_of
-from ebbflow.inside.norms import coefficient_of, total_of
-from ebbflow.inside.one_by_one import step_alone
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import names_of
-from ebbflow.measurement.optimizer_state import attributes_of, is_plain
 from ebbflow.torch_seams.data_parallel import bucket_bytes
-from ebbflow.torch_seams.gradient_norms import norm_of, scale_by
-from ebbflow.torch_seams.optimizers import functions_of, gradient_of, has_gradient_hooks, set_gradient, will_accumulate
-from ebbflow.torch_seams.scalers import inverse_scale_of, multiply_and_check
+from ebbflow.torch_seams.optimizers import functions_of, gradient_of, has_gradient_hooks
 from ebbflow.torch_seams.stance import left_out_of_traces
-from ebbflow.torch_seams.storages import version_of
 
-__all__ = ["Inside", "Updating"]
+__all__ = ["Inside"]
 
 
 class Inside:
-    """Definitions 1 to 4, of one fitted model.
+    """Of one fitted model.
 
     Args:
         optimizer: whose step may be taken for one parameter at a time (``inside.alone``).
@@ -69,6 +54,7 @@ class Inside:
         scaler: likewise; ``None`` if it is not enabled.
         total_norm: of the gradients of the last backward that has settled it, before they were clipped.
         applied: what has been updated and is not cleared.
+        used: by the last updates, until ``optimizer.step()`` ends.
         has_updated: whether a backward has updated anything, so that the optimizer's state is there.
     """
 
@@ -83,14 +69,11 @@ class Inside:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.total_norm: torch.Tensor | None = None
         self.applied = Applied(functions_of(optimizer), clips=clipping is not None, scales=self.scaler is not None)
+        self.used = Used(optimizer, self.applied)
         self.has_updated = False
         self._closed = False
         self._put_in: WithOptimizer | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
-        self._options: list[dict[str, Any]] = []
-        self._attributes: dict[str, Any] = {}
-        self._versions: dict[int, int] = {}
-        self._state: dict[int, object] = {}
         self._with_state = {id(each) for each in optimizer.state}
         self._accumulating = threading.local()
         before, after = self._before_step, self._after_step
@@ -211,10 +194,9 @@ class Inside:
 
     # -- optimizer.step() -----------------------------------------------------------------------------------
 
-    def snapshot_options(self) -> None:
-        """Definition 3."""
-        self._options = [_options(group) for group in self.optimizer.param_groups]
-        self._attributes = attributes_of(self.optimizer)
+    def begin(self) -> None:
+        """A backward is about to update."""
+        self.used.note_options()
         self._with_state = {id(each) for each in self.optimizer.state}
 
     def order_new_state(self) -> None:
@@ -226,7 +208,7 @@ class Inside:
                     state[parameter] = state.pop(parameter)
 
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Definitions 3, 4, 6, 8 and 9; returns what is called in place of a closure, whose gradients are to come."""
+        """Definitions 3 to 5; returns what is called in place of a closure, whose gradients are to come."""
         again = None
         if self.applied.state is State.CLEARED and self.clipping is not None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -255,9 +237,7 @@ class Inside:
                     "leaves the step out, where optimizer.step() would make it",
                 )
             self._refuse_late_gradients()
-            self._refuse_other_options()
-            self._refuse_other_weights()
-            self._refuse_other_state()
+            self.used.refuse_changes()
         except BaseException:
             self.applied.stepping = False
             raise
@@ -269,7 +249,7 @@ class Inside:
             self.order_new_state()  # gradients that came inside of :func:`accumulating` are stepped by now
         self._with_state = {id(each) for each in self.optimizer.state}
         if self.applied.state is State.STEPPED:
-            self._refuse_other_weights()  # written by a hook that came after ours
+            self.used.refuse_other_weights()  # written by a hook that came after ours
             if self.applied.stepped_round == self.applied.rounds:
                 raise UsageError(
                     "optimizer.step() was called again after one backward: eager steps by the same gradients again, "
@@ -283,7 +263,7 @@ class Inside:
             self.applied.stepped_round = self.applied.rounds
 
     def _clip(self, clipping: Clipping) -> None:
-        """Definition 9."""
+        """Definition 5."""
         parameters = self.parameters()
         if any(gradient_of(each) is not None for each in parameters):
             self.total_norm = torch.nn.utils.clip_grad_norm_(
@@ -306,236 +286,3 @@ class Inside:
                 "the step's own gradients have been made",
                 updated=self.applied.names,
             )
-
-    def note_weights(self) -> None:
-        """The backward has ended: nobody is to write to what it has updated before ``optimizer.step()``."""
-        self._versions = {id(each): version_of(each) for each in self.applied.parameters}
-        self._state = {id(each): self._state_of(each) for each in self.applied.parameters}
-
-    def _state_of(self, parameter: torch.Tensor) -> object:
-        """Who asks for state that there is none of makes it empty."""
-        return _value(self.optimizer.state.get(parameter) or {})
-
-    def _refuse_other_state(self) -> None:
-        """Definition 8."""
-        pairs = zip(self.applied.names, self.applied.parameters, strict=True)
-        known = self._state
-        written = [name for name, each in pairs if id(each) in known and known[id(each)] != self._state_of(each)]
-        if written:
-            raise UpdateError(
-                f"the optimizer's state of {names_of(written)} changed between loss.backward() and optimizer.step(), "
-                'and step="inside" has updated by it in the backward: eager changes first and updates then. Change '
-                "state (load_state_dict, state.clear()) before the forward or after optimizer.step()",
-                updated=self.applied.names,
-            )
-
-    def _refuse_other_weights(self) -> None:
-        """Definition 8."""
-        pairs = zip(self.applied.names, self.applied.parameters, strict=True)
-        written = [name for name, each in pairs if self._versions.get(id(each), version_of(each)) != version_of(each)]
-        if written:
-            self._versions = {}
-            raise UpdateError(
-                f"{names_of(written)} were written to between loss.backward() and the end of optimizer.step(), and "
-                'step="inside" has updated them in the backward: eager writes first and updates what was written. '
-                "Write to weights (decay, clamping, load_state_dict) before the forward or after optimizer.step()",
-                updated=self.applied.names,
-            )
-
-    def _refuse_other_options(self) -> None:
-        now, attributes = [_options(group) for group in self.optimizer.param_groups], attributes_of(self.optimizer)
-        if now == self._options and attributes == self._attributes:
-            return
-        pairs = [*zip(self._options, now, strict=False), (self._attributes, attributes)]
-        changed = sorted({key for a, b in pairs for key in {*a, *b} if a.get(key) != b.get(key)}) or ["groups"]
-        raise UpdateError(
-            f"{', '.join(changed)} of the optimizer changed between loss.backward() and optimizer.step(), and "
-            'step="inside" has applied the gradients in the backward, with what was set before. Change options before '
-            "loss.backward(), or after optimizer.step() as schedulers do",
-            updated=self.applied.names,
-        )
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group as they are now; of a tensor which one and how often it was written to."""
-    return {key: _value(value) for key, value in group.items() if key != "params"} | {
-        "params": [id(each) for each in group["params"]]
-    }
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return id(value), version_of(value)
-    if isinstance(value, Mapping):
-        return {key: _value(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(map(_value, value))
-    return value if is_plain(value) else id(value)
-
-
-class Updating:
-    """The updates of one flight; the :class:`~ebbflow.inside.current.Updater` of its backward.
-
-    Args:
-        inside: of its model.
-        parameters: by position among the primals, with their names.
-        entries: per position, its place among the tensors that go into the step's node.
-    """
-
-    def __init__(
-        self, inside: Inside, parameters: Mapping[int, tuple[torch.Tensor, str]], entries: Mapping[int, int]
-    ) -> None:
-        self._inside = inside
-        self._trained = dict(parameters)
-        self._entries = entries
-        self._groups: dict[int, dict[str, Any]] = {}
-        self._left_out: set[int] = set()
-        self._updated: list[tuple[torch.Tensor, str]] = []
-        self._coefficient: torch.Tensor | None = None
-        self._skipped: list[tuple[torch.Tensor, str]] = []
-        self._found: torch.Tensor | None = None
-        self._inverse: torch.Tensor | None = None
-        self._skips = False
-
-    def begin(self, node: Any, unused: frozenset[int]) -> None:
-        """Its backward begins: definitions 2 and 3.
-
-        Args:
-            node: of the step.
-            unused: positions whose gradients are none, for nothing that was used depends on them.
-        """
-        optimizer = self._inside.optimizer
-        self._groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-        self._inside.snapshot_options()
-        self._updated = []
-        self._coefficient = None
-        self._begin_scaled()
-        self._left_out = set(unused)
-        for position, (parameter, name) in self._trained.items():
-            if id(parameter) not in self._groups or not parameter.requires_grad:
-                raise UsageError(
-                    f"{name} was trained by the optimizer when its step was planned, and is not any more; tell of "
-                    "another optimizer (ebbflow.set_optimizer), and freeze parameters before the forward"
-                )
-            if position in self._left_out:
-                continue
-            wanted = will_accumulate(node, self._entries[position])
-            if wanted is None:
-                raise CaptureError(
-                    'torch.autograd.grad was called on what a fitted model has computed, and step="inside" applies '
-                    "gradients in a backward and hands none out. Nothing has been updated",
-                    remedy='call loss.backward(), or leave step="inside" out',
-                )
-            if not wanted:
-                self._left_out.add(position)
-
-    def _begin_scaled(self) -> None:
-        """Definition 6."""
-        self._skipped, self._skips, self._inverse = [], False, None
-        if (scaler := self._inside.scaler) is not None:
-            self._inverse = inverse_scale_of(scaler)
-            if self._inverse is None:
-                raise UsageError(
-                    "the model was fitted with a scaler, which has not scaled this loss: scaler.scale(loss).backward()"
-                )
-            self._found = torch.zeros_like(self._inverse)
-
-    def _seen(self, gradient: torch.Tensor) -> torch.Tensor:
-        """One number that is known of ``gradient``, which stays as it is: its norm, once it is unscaled."""
-        clipping = self._inside.clipping
-        if self._inverse is not None and self._found is not None:
-            if gradient.dtype == torch.float16:
-                raise ValueError("Attempting to unscale FP16 gradients.")  # as the scaler says it
-            if clipping is None:
-                multiply_and_check(gradient, self._found, torch.ones_like(self._inverse))
-                return gradient.new_zeros(())
-            gradient = gradient.clone()
-            multiply_and_check(gradient, self._found, self._inverse)
-        assert clipping is not None
-        return norm_of(gradient, clipping.norm_type, clipping.foreach)
-
-    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What is known of the gradient that the parameter at ``position`` has with this one (definitions 5 and 6)."""
-        if position in self._left_out:
-            return gradient.new_zeros(())
-        with torch.no_grad():
-            if (existing := gradient_of(self._trained[position][0])) is not None:
-                existing += gradient
-                gradient = existing
-            return self._seen(gradient)
-
-    def settle(self, looks: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """What gradients are scaled by, of all that parameters have (definitions 5 and 6)."""
-        clipping = self._inside.clipping
-        made = {id(self._trained[i][0]): look for i, look in looks.items() if i not in self._left_out}
-        norms: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
-        with torch.no_grad():
-            for parameter in self._inside.parameters():
-                if (norm := made.get(id(parameter))) is not None:
-                    norms.append(norm)
-                elif (gradient := gradient_of(parameter)) is not None:
-                    norms.append(self._seen(gradient))
-                    others.append(gradient)
-            if self._found is not None and self._inverse is not None:
-                self._skips = bool(self._found.item())
-            if clipping is None:
-                return next(iter(looks.values()))
-            if others and self._inverse is not None:
-                raise UsageError(
-                    "a parameter has a gradient that this step does not add to, and the scaler unscales it after the "
-                    "step has clipped: clear gradients before such a step, or leave max_norm out"
-                )
-            total = total_of(norms, clipping)
-            self._inside.total_norm = total
-            self._coefficient = coefficient_of(total, clipping)
-            for gradient in others:
-                scale_by(gradient, self._coefficient, clipping.foreach)
-        return self._coefficient
-
-    def update(self, position: int, gradient: torch.Tensor) -> None:
-        """Step the parameter at ``position`` by ``gradient``."""
-        if position in self._left_out:
-            return
-        parameter, name = self._trained[position]
-        if self._skips:
-            self._skipped.append((parameter, name))
-            set_gradient(parameter, None)
-            return
-        clipping = self._inside.clipping
-        if clipping is not None or self._inverse is not None:
-            gradient = gradient if (existing := gradient_of(parameter)) is None else existing
-            with torch.no_grad():
-                if self._inverse is not None and self._found is not None:
-                    multiply_and_check(gradient, self._found, self._inverse)
-                if clipping is not None and self._coefficient is not None:
-                    scale_by(gradient, self._coefficient, clipping.foreach)
-        # In the list first: an update that is interrupted may have been made in part.
-        self._updated.append((parameter, name))
-        step_alone(self._inside.optimizer, self._groups[id(parameter)], parameter, gradient)
-
-    def end(self) -> None:
-        """Its backward has returned, or failed."""
-        self._inside.applied.found = self._skips
-        if self._skipped:
-            self._inside.applied.add(self._skipped)
-        if self._updated:
-            self._inside.order_new_state()
-            self._inside.has_updated = True
-            self._inside.applied.add(self._updated)
-        self._inside.note_weights()
-
-    def failed(self, error: BaseException) -> BaseException:
-        """What to raise in place of ``error`` (definition 7)."""
-        if not self._updated:
-            return error
-        names = [name for _, name in self._updated]
-        said = (
-            f"the backward failed after it had updated {names_of(names)} ({len(names)} of {len(self._trained)} "
-            f"parameters; .updated has all names): {type(error).__name__}: {error}. The others are as they were. Load "
-            "a checkpoint, or go on: optimizer.step() and zero_grad() end this step as it is"
-        )
-        if not isinstance(error, Exception):
-            error.add_note(said)
-            return error
-        return UpdateError(said, updated=names)

@@ -1,0 +1,61 @@
+"""A model with its optimizer in the step, and a twin that nobody has fitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ebbflow
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+Pair = tuple[Net, torch.optim.Optimizer]
+
+
+def fitted(**options: Any) -> Pair:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None, **options)
+    return model, optimizer
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(16, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def step(pair: Pair, seed: int = 0) -> float:
+    model, optimizer = pair
+    optimizer.zero_grad()
+    loss = model(batch(seed))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def eager(steps: int = 0) -> Pair:
+    """A twin that nobody has fitted, after some steps."""
+    torch.manual_seed(0)
+    model = Net()
+    pair = model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    for seed in range(steps):
+        step(pair, seed)
+    return pair

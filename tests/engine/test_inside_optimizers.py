@@ -1,0 +1,284 @@
+"""Optimizers in the step: which cannot be there, how that is found out, their options, and the order of their state."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbflow
+from ebbflow.errors import BudgetError, UsageError
+from engine.pairs import Net, Pair, batch, equal, fitted, step, weights
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return fitted()
+
+
+def test_state_that_comes_later_stands_behind_the_rest_in_order() -> None:
+    def order(*, planned: bool) -> list[int]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if planned:
+            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        model.first.requires_grad_(False)
+        for seed in range(3):
+            step((model, optimizer), seed)
+            optimizer.zero_grad()
+            model.first.requires_grad_(True)
+        return list(optimizer.state_dict()["state"])
+
+    assert order(planned=True) == order(planned=False) == [2, 3, 0, 1]
+
+
+class Own(torch.optim.SGD):
+    """Written where its hook is."""
+
+
+@pytest.mark.parametrize("kind", [Own, torch.optim.SGD])
+def test_a_hook_before_the_step_is_never_shown_none(kind: type[torch.optim.SGD]) -> None:
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+
+    def clamp(stepping: torch.optim.Optimizer, *_: object) -> None:
+        for each in stepping.param_groups[0]["params"]:
+            if each.grad is not None:
+                each.grad.clamp_(-1e-4, 1e-4)
+
+    optimizer.register_step_pre_hook(clamp)
+    model(batch()).backward()
+    with pytest.raises(UsageError, match=r"is read before optimizer\.step\(\)"):
+        optimizer.step()
+
+
+class Coupled(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
+        for each in parameters:
+            each.sub_(0.1 * each.grad / norm)
+
+
+class Clips(torch.optim.Optimizer):
+    """Clips by the norm of all gradients itself, by a most that it keeps in an attribute."""
+
+    def __init__(self, parameters: Any, most: float | None = None) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.most = most
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        if self.most is not None and parameters:
+            torch.nn.utils.clip_grad_norm_(parameters, self.most)
+        for each in parameters:
+            each.sub_(0.1 * each.grad)
+
+
+class FirstRate(torch.optim.SGD):
+    """Steps every group by the rate of the first."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(self.param_groups[0]["lr"] * each.grad)
+
+
+class CountsInTensor(FirstRate):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.steps = {"taken": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps["taken"] += 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(group["lr"] * each.grad)
+
+
+class Wants(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda p: FirstRate(p, lr=0.1), "gives other bits than all together"),
+        (CountsInTensor, "counts in its attributes"),
+        (lambda p: Wants(p, 0.1), "needs a default in its __init__"),
+        *(((lambda p, most=most: Clips(p, most)), "gives other bits than all together") for most in (1e-5, 1.0, 50.0)),
+        (torch.optim.LBFGS, "LBFGS takes one step for all of its parameters"),
+        (Coupled, "gives other bits than all together"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable=True"),
+    ],
+)
+def test_an_optimizer_that_is_not_of_single_parameters_is_refused(make: Callable[[Any], Any], why: str) -> None:
+    model = Net()
+    with pytest.raises(UsageError, match=why) as caught:
+        ebbflow.fit(model, "100%", optimizer=make(model.parameters()), step="inside")
+    assert "fit(model, budget, optimizer=optimizer)" in str(caught.value)
+    with pytest.raises(UsageError, match=why):
+        ebbflow.plan(model, (batch(),), budget="100%", optimizer=make(model.parameters()), step="inside")
+
+
+def test_options_in_attributes_are_those_of_the_updates() -> None:
+    (model, clips), (twin, plain) = ((net, Clips(net.parameters())) for net in (Net(), Net()))
+    twin.load_state_dict(model.state_dict())
+    ebbflow.fit(model, "100%", optimizer=clips, step="inside", progress=None)
+    for seed in range(2):
+        step((model, clips), seed)
+        step((twin, plain), seed)
+    assert equal(weights(model), weights(twin))
+
+
+def test_state_stands_in_order_where_some_gradients_only_came_while_summing() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+            return sum(self.parts[each](x).square().mean() for each in used)  # type: ignore[return-value]
+
+    def order(*, planned: bool) -> list[int]:
+        model = Parts()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if planned:
+            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        with ebbflow.no_update(model) if planned else contextlib.nullcontext():
+            model(batch(), (0, 1, 2)).backward()
+        model(batch(), (0, 2)).backward()
+        optimizer.step()
+        return list(optimizer.state_dict()["state"])
+
+    assert order(planned=True) == order(planned=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "changed"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), {"momentum": 0.9}),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"nesterov": True}),
+        (lambda p: torch.optim.Adam(p), {"weight_decay": 0.1}),
+        (lambda p: torch.optim.AdamW(p), {"maximize": True}),
+    ],
+)
+def test_options_that_take_more_are_planned_for(make: Callable[[Any], Any], changed: dict[str, Any]) -> None:
+    """A plan whose updates were priced without them holds no more; eager's bits go on."""
+    torch.manual_seed(0)
+    model = Net()
+    eager = copy.deepcopy(model)
+    optimizer, other = make(model.parameters()), make(eager.parameters())
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    plans: list[object] = []
+    for number in range(4):
+        for each in (optimizer, other):
+            for group in each.param_groups:
+                group.update(changed if number >= 2 else {})
+                group["lr"] = 0.0 if number == 0 else 0.1  # a schedule's beginning asks for no other plan
+        for each, trained in ((optimizer, model), (other, eager)):
+            trained(batch(number)).backward()
+            each.step()
+            each.zero_grad()
+        plans.append(ebbflow.plan_of(model))
+        assert all(map(torch.equal, weights(model), weights(eager)))
+    assert plans[0] is plans[1]
+    assert plans[2] is not plans[1]
+    assert plans[3] is plans[2]
+
+
+class _AllAtOnce(torch.optim.SGD):
+    """Its kernel for lists wants at least one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [each for each in group["params"] if each.grad is not None]
+            torch._foreach_add_(given, [each.grad for each in given], alpha=-group["lr"])
+
+
+class _Counting(torch.optim.SGD):
+    """Counts its steps beside its state, and acts on that late."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad, alpha=group["lr"] if self.count < 100 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(_AllAtOnce, "fails where no parameter has a gradient"), (_Counting, "counts in its attributes")]
+)
+def test_what_one_by_one_is_not_is_found_out(kind: type[torch.optim.SGD], why: str) -> None:
+    model = Net()
+    with pytest.raises(UsageError, match=why):
+        ebbflow.fit(model, "100%", optimizer=kind(model.parameters(), lr=0.1), step="inside")
+
+
+def test_parameters_in_the_same_memory_are_refused_and_parts_of_one_are_not() -> None:
+    model = Net()
+    whole = torch.zeros(64)
+    model.first.weight.data = whole[:48].view(8, 6)
+    model.last.weight.data = whole[48:].view(2, 8)
+    ebbflow.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside", progress=None)
+    ebbflow.unfit(model)
+    model.last.weight.data = whole[40:56].view(2, 8)
+    with pytest.raises(UsageError, match="two parameters lie in the same memory"):
+        ebbflow.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside")
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_state_to_come_is_in_the_budget_of_every_micro_batch(where: Any) -> None:
+    """A budget without room for it beside summed gradients is refused before the first optimizer step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    before = weights(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ebbflow.fit(model, 10_000, optimizer=optimizer, step=where, progress=None)
+    x = torch.randn(8, 256)
+    with pytest.raises(BudgetError) as refused:
+        model(x).square().mean().backward()
+    assert refused.value.smallest_bytes is not None
+    ebbflow.set_budget(model, refused.value.smallest_bytes + 2**12)
+
+    def micro_batches() -> None:
+        with ebbflow.no_update(model):
+            for _ in range(3):
+                model(x).square().mean().backward()
+
+    with pytest.raises(BudgetError) as later:
+        micro_batches()
+    assert all(map(torch.equal, before, weights(model))), "no weight has changed"
+    assert later.value.smallest_bytes is not None
+    if where == "inside":
+        return  # the step that updates is another one, and is refused for itself, before it does
+    model.zero_grad()
+    ebbflow.set_budget(model, later.value.smallest_bytes + 2**12)
+    for _ in range(2):
+        with ebbflow.no_update(model):
+            model(x).square().mean().backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
