@@ -180,6 +180,24 @@ def test_further_ones_are_looked_at_where_the_first_give_no_plan(room: float, lo
     assert bool(asked) == looked
 
 
+def test_to_see_whether_there_are_any_the_first_are_enough() -> None:
+    program = program_of(Deep())
+    rewrites = (Rewrite("made up", "x", "", "smaller", ()),)
+    one = Alternative(rewrites, lambda: program, lambda: Costed(rewrites, program))
+    asked: list[str] = []
+
+    def further() -> Iterator[Alternative]:
+        asked.append("further")
+        yield one
+
+    assert next(iter(Alternatives(lambda: [one], further)), None) is one
+    assert not asked
+    found = Alternatives(tuple, further)
+    assert [each.rewrites for each in found] == [rewrites]
+    assert [each.further for each in found] == [True]
+    assert (len(found), asked) == (1, ["further"])
+
+
 def test_of_a_dear_plan_and_another_one_the_cheaper_wins() -> None:
     program = with_seconds(program_of(Deep()), 2.0)
     budget = int(0.75 * unplanned_bytes(program))

@@ -173,7 +173,7 @@ def judged(
         too_slow = bound_holds and limit is not None and bound is not None and bound > limit + SURE
         asked_in_vain = best is None and progress.smallest_bytes is not None and finds_smallest(options.planner)
         # What is known of the captured program says nothing of its alternatives.
-        if fits or ((too_slow or asked_in_vain) and not len(step.alternatives)):
+        if fits or ((too_slow or asked_in_vain) and next(iter(step.alternatives), None) is None):
             known.set()
 
     try:

@@ -173,6 +173,11 @@ class Alternatives(Sequence[Alternative]):
         """How many there are."""
         return len(self._made)
 
+    def __iter__(self) -> Iterator[Alternative]:
+        """The further ones are not made before they are asked for."""
+        yield from self.first
+        yield from self.further
+
     @overload
     def __getitem__(self, index: int) -> Alternative: ...
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ebbflow.rewrites.attention.regions import BATCHED, SOFTMAXES, Attention, is_row_op
+from ebbflow.rewrites.once import once
 from ebbflow.rewrites.sliced.calls import InSlices, SliceWriter, Tile
 from ebbflow.rewrites.views import seen
 
@@ -86,6 +87,7 @@ class ByEntry(InSlices):
         return tuple(whole)
 
 
+@once
 def calls_of(region: Attention) -> list[Tile]:
     """The forward's products, and the backward's where there are any."""
     early = tuple(each for each in region.closing if each not in region.late)

@@ -22,6 +22,7 @@ from torch import fx
 
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.origin import module_of, source_of
+from ebbflow.rewrites.once import once
 from ebbflow.rewrites.rule import Left
 from ebbflow.rewrites.sliced.elementwise import is_elementwise
 from ebbflow.rewrites.sliced.growth import Growth, at_source, bytes_of, grown, require
@@ -96,6 +97,7 @@ def square_arguments(node: fx.Node) -> list[fx.Node]:
     return [seen(each)[0] for each in node.all_input_nodes if each.meta["val"].numel() == size]
 
 
+@once
 def find_attention(captured: Captured) -> tuple[list[Attention], list[Left]]:
     """All regions of a step, and what is left as it is though it looks like one."""
     return grown(captured, _opens, _Growth, "scores of an attention stay whole")

@@ -16,6 +16,7 @@ from ebbflow.rewrites.attention.facts import entry_facts
 from ebbflow.rewrites.attention.proof import prove_attention
 from ebbflow.rewrites.attention.regions import Attention, find_attention
 from ebbflow.rewrites.facts import Fact
+from ebbflow.rewrites.once import once
 from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate, Left
 from ebbflow.rewrites.sliced.calls import Tile
@@ -99,6 +100,7 @@ def _worthwhile(step: Captured) -> list[Attention]:
     return [each for each in regions if each.bytes_at_once >= least and has_places(step, calls_of(each))]
 
 
+@once
 def _by_name(step: Captured) -> dict[str, Attention]:
     return {each.at: each for each in find_attention(step)[0] if has_places(step, calls_of(each))}
 

@@ -19,6 +19,7 @@ from torch import fx
 
 from ebbflow.capture.joint import Captured
 from ebbflow.capture.origin import module_of, source_of
+from ebbflow.rewrites.once import once
 from ebbflow.rewrites.rule import Left
 from ebbflow.rewrites.sliced.elementwise import is_elementwise
 from ebbflow.rewrites.sliced.growth import Growth, NoRegion, at_source, bytes_of, grown, require
@@ -112,6 +113,7 @@ def is_flip(node: fx.Node) -> bool:
     return node.target is _aten.t.default and node.meta["val"].dim() == 2
 
 
+@once
 def find_regions(captured: Captured) -> tuple[list[Region], list[Left]]:
     """All regions of a step, and what is left as it is though it looks like one."""
     return grown(captured, _opens, _Growth, "hidden values of a feed-forward layer stay whole")

@@ -16,6 +16,7 @@ from ebbflow.rewrites.feed_forward.facts import tile_facts
 from ebbflow.rewrites.feed_forward.proof import prove_tiled
 from ebbflow.rewrites.feed_forward.regions import Region, find_regions, seen_through
 from ebbflow.rewrites.feed_forward.tiles import ROWS, tiles_of
+from ebbflow.rewrites.once import once
 from ebbflow.rewrites.replaced import Replaced
 from ebbflow.rewrites.rule import Estimate, Left
 from ebbflow.rewrites.sliced.calls import Tile
@@ -102,6 +103,7 @@ def left_regions(step: Captured) -> list[Left]:
     return left
 
 
+@once
 def _by_name(step: Captured) -> dict[str, Region]:
     return {each.at: each for each in find_regions(step)[0] if has_places(step, tiles_of(each))}
 

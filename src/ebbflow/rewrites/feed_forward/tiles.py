@@ -20,6 +20,7 @@ from torch import fx
 from ebbflow.errors import InternalError
 from ebbflow.rewrites.feed_forward.regions import PRODUCTS, Region, is_flip, is_sum_of_rows, seen_through
 from ebbflow.rewrites.feed_forward.tiled import Tiled
+from ebbflow.rewrites.once import once
 from ebbflow.rewrites.sliced.calls import SliceWriter, Tile
 from ebbflow.rewrites.sliced.elementwise import is_elementwise
 from ebbflow.torch_seams.graphs import arguments_of
@@ -29,6 +30,7 @@ __all__ = ["COLUMNS", "ROWS", "tiles_of"]
 ROWS, COLUMNS = "rows", "columns"
 
 
+@once
 def tiles_of(region: Region) -> list[Tile]:
     """The forward's results by rows, the backward's by rows, the gradients of weights by columns: those there are."""
     early = tuple(each for each in region.closing if each not in region.late)

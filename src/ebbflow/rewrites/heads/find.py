@@ -37,6 +37,7 @@ from ebbflow.rewrites.heads.ways import (
     way_back,
     way_to,
 )
+from ebbflow.rewrites.once import once
 from ebbflow.rewrites.rule import Left
 from ebbflow.rewrites.views import SAME_ORDER
 from ebbflow.step.unplanned import unplanned_bytes
@@ -124,6 +125,7 @@ class Head:
         return module_of(self.product) or source_of(self.product) or self.product.name
 
 
+@once
 def find_heads(captured: Captured) -> tuple[list[Head], list[Left]]:
     """All heads of a step, and what is left as it is though it looks like one."""
     heads: list[Head] = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,12 +29,16 @@ class InSlices:
     def __init__(self, graph: fx.Graph, name: str, text: str) -> None:
         self.__name__ = name
         self.graph = graph
-        self.run = fx.GraphModule(torch.nn.Module(), graph).forward
         self._text = text
 
     def __call__(self, size: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The results, made in slices of ``size``."""
         raise NotImplementedError
+
+    @cached_property
+    def run(self) -> Callable[..., Any]:
+        """The graph, compiled: most calls are looked at, and few are made."""
+        return fx.GraphModule(torch.nn.Module(), self.graph).forward
 
     def __str__(self) -> str:
         return self._text
