@@ -67,7 +67,6 @@ class InPlace:
         self.__name__ = "in_place"  # by which generated code calls it
         self.graph = graph
         self._text = text
-        self._module = fx.GraphModule(torch.nn.Module(), graph)
         self._run: Callable[..., Any] = self._first_run
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -76,8 +75,9 @@ class InPlace:
 
     def _first_run(self, *tensors: torch.Tensor) -> Any:
         """The same, looking at what is written over: a kernel might return memory that it was given."""
-        result = _Watched(self._module, tensors).run(*tensors)
-        self._run = self._module.forward
+        module = fx.GraphModule(torch.nn.Module(), self.graph)  # most calls are looked at, and few are made
+        result = _Watched(module, tensors).run(*tensors)
+        self._run = module.forward
         return result
 
     def __str__(self) -> str:
