@@ -37,7 +37,7 @@ def test_what_a_finalizer_brings_is_done_after_what_it_interrupts(begin: str) ->
     assert done == ["begun", "ended", "brought"]
 
 
-def test_what_an_interrupt_ends_is_done_by_whoever_comes_next() -> None:
+def test_what_an_interrupt_ends_is_done_when_its_thread_comes_next() -> None:
     turns, done = Turns(), list[str]()
     errors = [KeyboardInterrupt()]
 
@@ -84,3 +84,24 @@ def test_threads_take_turns() -> None:
     for each in threads:
         each.join()
     assert (most[0], done[0]) == (1, 16_000)
+
+
+def test_each_piece_is_done_by_the_thread_that_brings_it() -> None:
+    turns, wrong = Turns(), list[int]()
+
+    def work() -> None:
+        here = threading.get_ident()
+
+        def piece() -> None:
+            if threading.get_ident() != here:
+                wrong.append(here)
+
+        for _ in range(3_000):
+            turns.do(piece)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -282,3 +283,214 @@ def test_state_to_come_is_in_the_budget_of_every_micro_batch(where: Any) -> None
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+class _Positions(nn.Module):
+    """Learned positions, and a batch of one: their gradient is that of what they are added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(20, 8), nn.Parameter(torch.zeros(1, 9, 8))
+        self.last = nn.Linear(8, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.arange(9)[None]
+        hidden = torch.relu(self.words(tokens) + self.positions) * x.sum()
+        return nn.functional.cross_entropy(self.last(hidden).flatten(0, 1), tokens.flatten())
+
+
+class _Delta(nn.Module):
+    """A weight and what is added to it have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.delta = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.zeros(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.weight + self.delta)).square().mean()
+
+
+class _WritesGradients(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad.mul_(group["lr"]))
+
+
+def _nesterov(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+
+
+@pytest.mark.parametrize("make", [_nesterov, _WritesGradients])
+@pytest.mark.parametrize("kind", [_Positions, _Delta])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_what_writes_to_gradients_writes_to_nobody_elses(kind: Any, make: Any, max_norm: float | None) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    twin = copy.deepcopy(model)
+    optimizers = [make(each.parameters()) for each in (model, twin)]
+    options = {} if max_norm is None else {"max_norm": max_norm}
+    ebbflow.fit(model, "100%", optimizer=optimizers[0], step="inside", progress=None, **options)
+    for seed in range(5):
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(batch(seed)).backward()
+            if each is twin and max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(each.parameters(), max_norm)
+            optimizer.step()
+    assert equal(weights(model), weights(twin))
+
+
+def test_norms_of_complex_and_real_gradients_are_added_up_in_torchs_order() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.turn = nn.Linear(6, 8), nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last((self.first(x).to(torch.complex64) @ self.turn).abs()).square().mean()
+
+    torch.manual_seed(0)
+    model = Mixed()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
+    ebbflow.fit(model, "100%", optimizer=optimizers[0], step="inside", max_norm=0.01, progress=None)
+    for seed in range(6):
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(batch(seed)).backward()
+            if each is twin:
+                total = torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+                assert torch.equal(total, ebbflow.total_norm(model))  # type: ignore[arg-type]
+            optimizer.step()
+    assert equal(weights(model), weights(twin))
+
+
+class _OfParameters(torch.optim.Optimizer):
+    """Steps each parameter by :meth:`of`, whether or not it has a gradient."""
+
+    def __init__(self, params: Any, lr: Any = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.of_group(group)
+
+    def of_group(self, group: dict[str, Any]) -> None:
+        for each in group["params"]:
+            self.of(group, each)
+
+    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class _DecaysAll(_OfParameters):
+    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+        parameter.data.mul_(0.99)
+        super().of(group, parameter)
+
+
+class _CountsAll(_OfParameters):
+    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        super().of(group, parameter)
+
+
+class _FillsIn(_OfParameters):
+    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        super().of(group, parameter)
+
+
+class _AveragesAll(_OfParameters):
+    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+        super().of(group, parameter)
+        self.state[parameter].setdefault("average", parameter.detach().clone()).lerp_(parameter, 0.1)
+
+
+class _SkipsAllIfOneIsInfinite(_OfParameters):
+    def of_group(self, group: dict[str, Any]) -> None:
+        if all(each.grad is None or bool(each.grad.isfinite().all()) for each in group["params"]):
+            super().of_group(group)
+
+
+class _SkipsAllIfOneIsMissing(_OfParameters):
+    def of_group(self, group: dict[str, Any]) -> None:
+        if all(each.grad is not None for each in group["params"]):
+            super().of_group(group)
+
+
+class _ByTheBias(_OfParameters):
+    def of_group(self, group: dict[str, Any]) -> None:
+        by_length = {len(each): each for each in group["params"] if each.ndim == 1}
+        for each in group["params"]:
+            bias = by_length.get(len(each)) if each.ndim == 2 else None
+            if bias is not None and bias.grad is not None and each.grad is not None:
+                each.grad.mul_(1 + bias.grad.abs().mean())
+        super().of_group(group)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        _DecaysAll,
+        _CountsAll,
+        _FillsIn,
+        _AveragesAll,
+        _SkipsAllIfOneIsInfinite,
+        _SkipsAllIfOneIsMissing,
+        _ByTheBias,
+    ],
+)
+def test_what_is_done_without_a_gradient_or_by_anothers_is_refused(kind: type[_OfParameters]) -> None:
+    model = Net()
+    with pytest.raises(UsageError, match='step="inside" is not accepted'):
+        ebbflow.fit(model, "100%", optimizer=kind(model.parameters()), step="inside", progress=None)
+
+
+def test_a_trial_changes_nothing_of_the_users() -> None:
+    import random
+
+    import numpy
+
+    class Draws(_OfParameters):
+        def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+            group["lr"].mul_(0.9)
+            if parameter.grad is not None:
+                parameter.sub_(group["lr"] * parameter.grad * random.random() * numpy.random.rand())
+
+    model = Net()
+    optimizer = Draws(model.parameters(), lr=torch.tensor(0.1))
+    states = random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state()  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match='step="inside" is not accepted'):
+        ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
+    assert random.getstate() == states[0]
+    assert numpy.random.get_state()[1].tobytes() == states[1]  # type: ignore[union-attr]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_draws_of_another_thread_are_not_the_optimizers() -> None:
+    over = threading.Event()
+
+    def draw() -> None:
+        while not over.is_set():
+            torch.rand(3)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        fitted()
+    finally:
+        over.set()
+        thread.join()

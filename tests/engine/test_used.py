@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ebbflow
 from ebbflow.errors import UpdateError, UsageError
@@ -182,3 +184,183 @@ def test_weights_may_be_written_after_the_step_and_before_the_forward(pair: Pair
             step(each, seed)
             _decay(*each)
     assert equal(weights(pair[0]), weights(twin[0]))
+
+
+# -- closures ---------------------------------------------------------------------------------------------------
+
+
+def _clips(model: Net, _: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def _halves_gradients(model: Net, _: torch.optim.Optimizer) -> None:
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.mul_(0.5)
+
+
+def _halves_the_rate(_: Net, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def _scales_weights(model: Net, _: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model.first.weight.mul_(0.9)
+
+
+def _zeroes_averages(_: Net, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize("then", [_clips, _halves_gradients, _halves_the_rate, _scales_weights, _zeroes_averages])
+def test_what_a_closure_does_after_its_backward_is_told_of(pair: Pair, then: Callable[..., None]) -> None:
+    model, optimizer = pair
+    step(pair)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch())
+        loss.backward()
+        then(model, optimizer)
+        return loss
+
+    with pytest.raises((UsageError, UpdateError)):
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def test_a_closure_may_not_clear_what_a_backward_before_it_has_applied(pair: Pair) -> None:
+    model, optimizer = pair
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch())
+        loss.backward()
+        return loss
+
+    closure()
+    with pytest.raises(UsageError, match="is to be cleared before"):
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+class _Descent(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def descend(self, scale: float) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.add_(each.grad, alpha=-scale * group["lr"])
+
+
+def test_a_closure_that_is_called_twice_is_told_of() -> None:
+    class Twice(_Descent):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if closure is not None:
+                closure()
+                closure()
+            self.descend(1.0)
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Twice(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch())
+        loss.backward()
+        return loss
+
+    with pytest.raises(UpdateError, match="a second time"):
+        optimizer.step(closure)
+
+
+def test_a_closure_that_does_nothing_steps_what_there_is(pair: Pair) -> None:
+    for model, optimizer in (pair, twin := eager()):
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss = model(batch(seed))
+            loss.backward()
+            optimizer.step(lambda loss=loss: loss.item())
+    assert equal(weights(pair[0]), weights(twin[0]))
+
+
+@pytest.mark.parametrize("where", ["outside of the closure", "inside of it"])
+def test_rounds_that_update_and_rounds_that_only_sum_are_clipped_by_turns(where: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    ebbflow.fit(model, "100%", optimizer=optimizers[0], step="inside", max_norm=0.01, progress=None)
+    for number in range(6):
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+
+            def closure(each: Net = each, optimizer: torch.optim.Optimizer = optimizer, number: int = number) -> Tensor:
+                if where == "inside of it":
+                    optimizer.zero_grad()
+                sums = each is model and number % 2 == 1
+                with ebbflow.no_update(model) if sums else contextlib.nullcontext():
+                    loss = each(batch(number))
+                loss.backward()
+                if each is twin:
+                    torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+                return loss
+
+            if where != "inside of it":
+                optimizer.zero_grad()
+            optimizer.step(closure)  # type: ignore[arg-type]
+    assert equal(weights(model), weights(twin))
+
+
+def test_other_arguments_of_a_step_are_refused() -> None:
+    class Scaled(_Descent):
+        def step(self, closure: Any = None, scale: float | None = None) -> None:  # type: ignore[override]
+            self.descend(scale or 1.0)
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    model(batch()).backward()
+    with pytest.raises(UpdateError, match="more than a closure"):
+        optimizer.step(scale=0.5)
+    optimizer.step(scale=None)
+
+
+def test_weights_may_be_written_by_hooks_after_the_step_wherever_they_are_registered() -> None:
+    outcomes: list[list[Tensor]] = []
+    for first in (True, False, None):  # None: eager
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def clamp(*_: object, model: Net = model) -> None:
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.clamp_(-0.1, 0.1)
+
+        if first:
+            optimizer.register_step_post_hook(clamp)
+        if first is not None:
+            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        if not first:
+            optimizer.register_step_post_hook(clamp)
+        for seed in range(3):
+            step((model, optimizer), seed)
+        outcomes.append(weights(model))
+    assert equal(outcomes[0], outcomes[2])
+    assert equal(outcomes[1], outcomes[2])
+
+
+def test_a_penalty_in_a_backward_of_its_own_is_told_of_with_what_has_been_updated(pair: Pair) -> None:
+    model, optimizer = pair
+    step(pair)
+    optimizer.zero_grad()
+    model(batch()).backward()
+    model.first.weight.square().sum().backward()
+    with pytest.raises((UsageError, UpdateError)) as told:
+        optimizer.step()
+    assert "no weight has been changed" not in str(told.value)

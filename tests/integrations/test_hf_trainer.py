@@ -192,6 +192,11 @@ def test_what_runs_past_the_plan_is_refused_by_name(way: str, tmp_path: Path) ->
         trained(tmp_path, MemoryBudget("90%", progress=None), **settings)
 
 
+def test_a_step_inside_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match='takes no step="inside"'):
+        trained(tmp_path, MemoryBudget("90%", step="inside", progress=None))
+
+
 def test_bad_input_is_refused_where_it_is_given() -> None:
     with pytest.raises(UsageError, match="12GiB"):
         MemoryBudget("lots")

@@ -122,6 +122,35 @@ def test_training_is_the_same_within_the_budget(way: str) -> None:
     assert "forward" not in vars(ours[1].accuracy)
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_the_optimizer_steps_inside_of_the_step(max_norm: float | None) -> None:
+    options = {} if max_norm is None else {"max_norm": max_norm}
+    budget = MemoryBudget("97%", step="inside", progress=None, **options)
+    ours = trained(budget)
+    assert_same(trained(**({} if max_norm is None else {"gradient_clip_val": max_norm})), ours)
+    assert budget.calls is not None
+    assert (budget.calls.planned, budget.calls.unplanned) == (3, {})
+
+
+def test_what_finds_no_gradients_is_refused_before_the_first_step_inside() -> None:
+    for settings, said in (
+        ({"gradient_clip_val": 0.1}, "gradient_clip_val"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            trained(MemoryBudget("97%", step="inside", progress=None), **settings)
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 2})
+    with pytest.raises(UsageError, match="accumulate_grad_batches"):
+        trained(MemoryBudget("97%", step="inside", progress=None), scheduler)
+
+    class Logs(Module):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log("norm", sum(each.grad.norm() for each in self.parameters() if each.grad is not None))
+
+    with pytest.raises(UsageError, match="is read before"):
+        trained(MemoryBudget("97%", step="inside", progress=None), kind=Logs)
+
+
 def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     saved = tmp_path / "saved.ckpt"
     trained(MemoryBudget("97%", progress=None))[0].save_checkpoint(saved)

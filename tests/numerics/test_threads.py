@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -104,6 +105,86 @@ def test_a_look_at_a_leaf_and_the_begin_of_a_step_in_another_thread_do_not_wait_
         [sys.executable, "-W", "ignore", "-c", LEAVES], capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+COLD = """
+import copy, sys, threading, torch, ebbflow
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+batches = [torch.randn(32, 96) for _ in range(4)]
+
+def trained(model, step):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if step is not None:
+        ebbflow.fit(model, "1GiB", optimizer=optimizer, step=step, effort=1, progress=None)
+    for x in batches * 4:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [each.detach().clone() for each in model.parameters()]
+
+for _ in range(2):
+    plain = [Net() for _ in range(4)]
+    expected = [trained(copy.deepcopy(each), None) for each in plain]
+    found = {}
+    def train(index):
+        found[index] = trained(plain[index], ("outside", "inside")[index % 2])
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    print(sorted(found), all(torch.equal(a, b) for i in found for a, b in zip(found[i], expected[i])), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_optimizers_step_as_in_eager_while_other_threads_capture() -> None:
+    # Dynamo tells the whole process that it compiles, and AdamW computes its corrections otherwise then.
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COLD], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ended.stdout.splitlines() == ["[0, 1, 2, 3] True"] * 2, ended.stdout + ended.stderr[-2000:]
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_a_budget_that_is_set_while_another_thread_plans_is_not_lost() -> None:
+    planning, told = threading.Event(), threading.Event()
+
+    def progress(each: object) -> None:
+        if "lowering" in str(each):
+            planning.set()
+            told.wait(60)
+
+    body = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
+    model = ebbflow.fit(nn.Sequential(*body, _Mean()), "1GiB", progress=progress, effort=1)
+    x = torch.randn(512, 64)
+    thread = threading.Thread(target=lambda: model(x).backward())
+    thread.start()
+    assert planning.wait(60)
+    ebbflow.set_budget(model, 1_500_000)
+    told.set()
+    thread.join()
+    model(x).backward()
+    plan = ebbflow.plan_of(model)
+    assert plan is not None
+    assert plan.budget_bytes == 1_500_000
+
+
+class _Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
 
 
 def test_a_flight_that_is_being_proven_is_left_alone_until_it_came_to_nothing() -> None:

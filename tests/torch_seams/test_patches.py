@@ -281,6 +281,31 @@ def test_a_setting_is_the_threads_own_where_torch_keeps_one_per_thread() -> None
     assert seen == [before if setting.is_of_thread else not before]
 
 
+def test_threads_that_open_and_close_settings_at_once_keep_their_own() -> None:
+    from torch._functorch import config
+
+    found: list[bool] = []
+
+    def use() -> None:
+        for _ in range(1_000):
+            before = config.donated_buffer
+            with patched(Setting(config, "donated_buffer"), not before):
+                pass
+            found.append(config.donated_buffer is before)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=use) for _ in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(found)
+
+
 def test_settings_of_two_threads_close_in_any_order() -> None:
     from torch._functorch import config
 

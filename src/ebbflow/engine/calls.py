@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ebbflow.engine.arrivals import Arrivals, Backwards, backwards_so_far
 from ebbflow.errors import UsageError
-from ebbflow.torch_seams.optimizers import gradient_of
-from ebbflow.torch_seams.stance import left_out_of_traces
+from ebbflow.torch_seams.optimizers import frame_of_step, gradient_of
+from ebbflow.torch_seams.stance import left_out_of_traces, optimizer_has_stepped, optimizer_steps
 from ebbflow.torch_seams.storages import StorageWatch, version_of
 
 __all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "Watched", "watch_optimizers"]
@@ -44,6 +44,7 @@ _ADD_UP = (
     "What is added to a planned call's loss, and goes through the same backward, is planned for: "
     "(model(...) + penalty).backward()"
 )
+_UNCHANGED = "no weight has been changed"
 _FIT_BOTH = "If another model shares these weights, fit that one too: ebbflow.fit(other, budget)"
 _OWN_CALL = (
     "{} has a __call__ of its own that goes past its forward, which is what Ebbflow plans: move what __call__ does to "
@@ -122,6 +123,7 @@ class Watched(NamedTuple):
         backwards: planned ones of it that have begun.
         arrivals: of gradients at its parameters.
         advice: what would be planned, where a trainer calls it.
+        has_updated: whether its last backward has updated weights, and their optimizer has not stepped since.
     """
 
     model: torch.nn.Module
@@ -130,6 +132,7 @@ class Watched(NamedTuple):
     backwards: int
     arrivals: Arrivals
     advice: str = ""
+    has_updated: bool = False
 
 
 _Fitted = Callable[[], Iterable[Watched]]
@@ -149,8 +152,13 @@ def watch_optimizers(fitted: _Fitted) -> None:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             return _before_step(fitted, optimizer, args, kwargs)
 
+        def after_step(*_: object) -> None:
+            optimizer_has_stepped()
+
         hook = left_out_of_traces(before_step, "Ebbflow looks at what a compiled optimizer is about to train")
         _handles.append(register_optimizer_step_pre_hook(hook))
+        ended = left_out_of_traces(after_step, "Ebbflow looks at when a compiled optimizer has stepped")
+        _handles.append(register_optimizer_step_post_hook(ended))
 
 
 def _before_step(
@@ -164,6 +172,8 @@ def _before_step(
     # The optimizer comes first among the arguments that a hook is given, and a closure next.
     own, rest = args[0], args[1:]
     closure = rest[0] if rest else kwargs.get("closure")
+    if closure is None and (frame := frame_of_step()) is not None:  # what a closure does may take long
+        optimizer_steps(frame)
     look = functools.partial(_look, fitted, weakref.ref(optimizer))
     if closure is None:
         look()
@@ -243,14 +253,15 @@ def _look_at(
 
 def _told(watched: Watched, *, is_planned: bool) -> str:
     about = f"an optimizer is about to train {type(watched.model).__name__} with gradients"
+    changed = 'the planned one has updated weights (step="inside")' if watched.has_updated else _UNCHANGED
     if is_planned:
         return (
             f"{about} of two kinds: a planned call has made some, and a backward without one has added to them, which "
-            f"nothing kept within the budget; no weight has been changed. {watched.advice or f'{_ADD_UP}. {ADVICE}'}"
+            f"nothing kept within the budget; {changed}. {watched.advice or f'{_ADD_UP}. {ADVICE}'}"
         )
     return (
-        f"{about} of which no planned call has made any, so nothing kept them within the budget; no weight has been "
-        f"changed. {watched.advice or _advice(watched.model, watched.calls)}"
+        f"{about} of which no planned call has made any, so nothing kept them within the budget; {_UNCHANGED}. "
+        f"{watched.advice or _advice(watched.model, watched.calls)}"
     )
 
 

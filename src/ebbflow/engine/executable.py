@@ -110,6 +110,7 @@ class Executable:
         settings: of the optimizer, with which its updates were priced (``Inside.settings``); empty without one.
         rehearsed: whether such a step has been proven without updating anything.
         provisional: whether it was planned for the least memory because something was not known yet.
+        asked: how often the model had been asked for another budget or optimizer when it was planned.
         gradient_order: per tensor that goes in, when its gradient reaches it (``hook_order``).
         unused: drops gradients that no used output depends on.
         default_dtype: what its forward runs under, and what runs again in its backward: an integer divided by a number
@@ -141,6 +142,7 @@ class Executable:
         self.accumulates = False
         self.unsplit_bytes = unsplit_bytes(plan.program) if device == "cuda" else 0
         self.provisional = False
+        self.asked = 0
         self.serves: set[bool] = set()
         self.settings: tuple[object, ...] = ()
         self.rehearsed = False

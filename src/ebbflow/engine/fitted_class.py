@@ -51,7 +51,15 @@ _Forward = Callable[..., Any]
 def watched_of_fitted() -> Iterator[Watched]:
     """Every fitted model, as optimizers look at it."""
     return (
-        Watched(model, fitted.calls, fitted.meet, fitted.flights.backwards, fitted.arrivals, fitted.advice)
+        Watched(
+            model,
+            fitted.calls,
+            fitted.meet,
+            fitted.flights.backwards,
+            fitted.arrivals,
+            fitted.advice,
+            fitted.inside is not None and bool(fitted.inside.updated_and_not_stepped),
+        )
         for model, fitted in list(FITTED.items())
     )
 

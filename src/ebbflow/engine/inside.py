@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from ebbflow.inside.costs import settings_of
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import names_of
 from ebbflow.torch_seams.data_parallel import bucket_bytes
-from ebbflow.torch_seams.optimizers import functions_of, gradient_of, has_gradient_hooks
+from ebbflow.torch_seams.optimizers import first_of_step_post_hooks, functions_of, gradient_of, has_gradient_hooks
 from ebbflow.torch_seams.stance import left_out_of_traces
 
 __all__ = ["Inside"]
@@ -80,7 +81,7 @@ class Inside:
         why = "Ebbflow looks at what its steps have updated"
         self._hooks = (
             optimizer.register_step_pre_hook(left_out_of_traces(before, why)),
-            optimizer.register_step_post_hook(left_out_of_traces(after, why)),
+            first_of_step_post_hooks(optimizer, left_out_of_traces(after, why)),
         )
 
     def close(self) -> None:
@@ -209,25 +210,43 @@ class Inside:
 
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Definitions 3 to 5; returns what is called in place of a closure, whose gradients are to come."""
-        again = None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        given = [*args[2:], *(value for name, value in kwargs.items() if name != "closure")]
+        if any(each is not None for each in given) and (closure is not None or self.applied.state is State.UPDATED):
+            raise UpdateError(
+                'optimizer.step() was given more than a closure, and step="inside" updates in the backward, before '
+                'there are arguments. Put options in the groups or attributes of the optimizer, or leave step="inside" '
+                "out",
+                updated=self.applied.names if self.applied.state is State.UPDATED else [],
+            )
+        if closure is not None:
+            instead = functools.partial(self._called, closure, itertools.count())
+            self.applied.stepping = True
+            return ((args[0], instead, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": instead})
         if self.applied.state is State.CLEARED and self.clipping is not None:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")
-            if closure is None:
-                self._clip(self.clipping)
-            else:
-                again = args[:1], {**kwargs, "closure": functools.partial(self._clipped, closure, self.clipping)}
+            self._clip(self.clipping)
+        self.applied.stepping = True
         self._allow_step()
-        return again
+        return None
 
-    def _clipped(self, closure: Callable[[], Any], clipping: Clipping) -> Any:
-        """What ``closure`` gives; its gradients are clipped where its backward has updated nothing."""
+    def _called(self, closure: Callable[[], Any], calls: Iterator[int]) -> Any:
+        """What ``closure`` gives. It is the user's own code, in which gradients are read as anywhere outside."""
+        if next(calls) and self.applied.rounds != self.applied.stepped_round:
+            raise UpdateError(
+                f"{type(self.optimizer).__name__} calls its closure a second time, whose backward would update again "
+                'what the first one has updated (step="inside"): leave step="inside" out',
+                updated=self.applied.names,
+            )
+        self.applied.stepping = False
         result = closure()
-        if self.applied.state is State.CLEARED:
-            self._clip(clipping)
+        if self.applied.state is State.CLEARED and self.clipping is not None:
+            self._clip(self.clipping)
+        self.applied.stepping = True
+        self._allow_step()
         return result
 
     def _allow_step(self) -> None:
-        self.applied.stepping = True
+        """Definitions 3 and 4, once nothing but the step itself is to come."""
         if self.applied.state is not State.UPDATED:
             return
         try:
@@ -244,6 +263,7 @@ class Inside:
         self.applied.state = State.STEPPED
 
     def _after_step(self, *_: object) -> None:
+        self._allow_step()  # where it has not called its closure
         self.applied.stepping = False
         if self.applied.state is not State.CLEARED:
             self.order_new_state()  # gradients that came inside of :func:`accumulating` are stepped by now
@@ -256,10 +276,6 @@ class Inside:
                     'and step="inside" has applied and freed them. This call has changed nothing; run another backward '
                     'before it, or leave step="inside" out'
                 )
-            self.applied.stepped_round = self.applied.rounds
-        if self.applied.state is State.UPDATED:  # its closure has called the backward
-            self._refuse_late_gradients()
-            self.applied.state = State.STEPPED
             self.applied.stepped_round = self.applied.rounds
 
     def _clip(self, clipping: Clipping) -> None:

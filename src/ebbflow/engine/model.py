@@ -104,6 +104,7 @@ class FittedModel:
         flights: forwards whose backward has not come.
         number: of the model among all that were ever fitted.
         calls: how its calls went.
+        asked: how often another budget or optimizer has been asked for; plans of before do not hold.
         not_captured: keys of calls that have nothing to train and are no graph either.
         between: what happens between the graphs of its steps, as far as that is learned.
         after: what is taken when their backwards have returned, likewise.
@@ -129,6 +130,7 @@ class FittedModel:
     flights: Flights = field(init=False)
     number: int = field(default_factory=_numbers.__next__)
     calls: Calls = field(default_factory=Calls)
+    asked: int = 0
     not_captured: set[object] = field(default_factory=set[object])
     other_optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(
         default_factory=lambda: weakref.WeakSet[torch.optim.Optimizer]()
@@ -153,6 +155,11 @@ class FittedModel:
     def set_budget(self, budget: Budget, plan: Plan | None) -> None:
         """Plan for another budget, or run another plan, from the next call on. What is captured stays."""
         self.budget, self.given_plan = budget, plan
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        """Also those that another thread is making: they are of what was asked for before."""
+        self.asked += 1
         for step in self.steps():
             step.forget_plans()
 
@@ -178,8 +185,7 @@ class FittedModel:
             if self.inside is not None:
                 self.inside.close()
                 self.inside = Inside(optimizer, self.inside.clipping, self.inside.scaler)
-            for step in self.steps():
-                step.forget_plans()
+            self._forget_plans()
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step weights of the model, maybe one that nobody told of.
@@ -384,9 +390,9 @@ class FittedModel:
         """``step`` is not what a capture with more room would give."""
         self._steps[now.key] = [each for each in self._steps.get(now.key, ()) if each is not step]
 
-    def steps(self) -> Iterator[Step]:
-        """All that are captured."""
-        return (step for steps in self._steps.values() for step in steps)
+    def steps(self) -> list[Step]:
+        """All that are captured, at this moment: other threads' calls put what they have used last."""
+        return [step for steps in list(self._steps.values()) for step in steps]
 
     # -- what is learned from a first step ------------------------------------------------------------------
 

@@ -73,7 +73,8 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
     fitting = [
         each
         for each in step.executables
-        if _has_room(each, resident + (0 if model.given_plan else each.unsplit_bytes), between, retained)
+        if each.asked == model.asked
+        and _has_room(each, resident + (0 if model.given_plan else each.unsplit_bytes), between, retained)
         and all(end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes for end in ends)
         and not (each.provisional and not is_guess(model, step, now))
         and (now.accumulating or not each.accumulates)

@@ -170,7 +170,10 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances, ref
     if step.captured is not None:
         model.options.progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
     with own_backwards(), narrated(model.options.progress, why):
-        now, executable = _made(model, step, call, now, refused)
+        asked, (now, executable) = model.asked, _made(model, step, call, now, refused)
+        while model.asked != asked:  # another thread has asked for another budget meanwhile
+            asked, (now, executable) = model.asked, _made(model, step, call, now, None)
+        executable.asked = asked
     return _run(model, step, executable, call, now)
 
 

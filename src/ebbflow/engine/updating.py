@@ -126,13 +126,16 @@ class Updating:
         clipping = self._inside.clipping
         made = {id(self._trained[i][0]): look for i, look in looks.items() if i not in self._left_out}
         norms: list[torch.Tensor] = []
+        of: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         with torch.no_grad():
             for parameter in self._inside.parameters():
                 if (norm := made.get(id(parameter))) is not None:
                     norms.append(norm)
+                    of.append(parameter)
                 elif (gradient := gradient_of(parameter)) is not None:
                     norms.append(self._seen(gradient))
+                    of.append(gradient)
                     others.append(gradient)
             if self._found is not None and self._inverse is not None:
                 self._skips = bool(self._found.item())
@@ -143,7 +146,7 @@ class Updating:
                     "a parameter has a gradient that this step does not add to, and the scaler unscales it after the "
                     "step has clipped: clear gradients before such a step, or leave max_norm out"
                 )
-            total = total_of(norms, clipping)
+            total = total_of(norms, of, clipping)
             self._inside.total_norm = total
             self._coefficient = coefficient_of(total, clipping)
             for gradient in others:

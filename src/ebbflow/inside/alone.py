@@ -3,19 +3,25 @@
 1. For each group, and for one more with other numbers among its options, a few small tensors of the type and on the
    device of its parameters step all together, as the optimizer does, and one by one in another order, as gradients
    come in a backward. After each step parameters and state are compared. Gradients are large in some steps and small
-   in others (:data:`_SCALES`), as there are couplings that begin at a size.
+   in others (:data:`_SCALES`), as there are couplings that begin at a size; then some have none, and then one is not
+   finite.
 2. What steps by a closure, counts its steps in its groups, couples parameters (a common norm, a common estimate),
    draws random numbers or calls its hooks from below gives other bits there, or an error, and is refused by name. So
-   is what fails where no parameter has a gradient, which is what its own step finds afterwards.
+   is what fails or changes anything where no parameter has a gradient, which is what its own step finds afterwards.
+3. Nothing of the user's is changed: stand-ins have copies of what groups hold, and random states are put back.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbflow.cost.call import extent_of
 from ebbflow.errors import UsageError
@@ -25,14 +31,15 @@ from ebbflow.measurement.resident import optimizers_in, tensors_in
 from ebbflow.measurement.together import Together
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.fake_tensors import without_modes
+from ebbflow.torch_seams.stance import while_nothing_is_captured
 from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["refuse_what_is_not_alone"]
 
 _SCALES = (1.0, 1e-3, 1e3, 1.0, 1e-6, 1.0)
 """Of the gradients, a step each: norms are clipped from a size on, and what is small may be left out."""
-_SHAPES = ((5, 3), (7,), (2, 4), (1, 6))
-"""Of stand-ins for matrices and vectors; others have a size of 2 or 3 in each dimension."""
+_SHAPES = ((5, 3), (5,), (2, 4), (2,))
+"""Of stand-ins for matrices and their biases; others have a size of 2 or 3 in each dimension."""
 _MOST_OF_A_GROUP = 4
 _INSTEAD = 'leave step="inside" out: fit(model, budget, optimizer=optimizer) has its state in the budget'
 
@@ -45,7 +52,9 @@ def refuse_what_is_not_alone(optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, Together) or len(optimizers_in(optimizer)) > 1 or "defaults" not in vars(optimizer):
-        raise _refusal(f"{kind} holds other optimizers; give the one that steps")
+        inner = vars(optimizer).get("optimizer")
+        which = f"its .optimizer, a {type(inner).__name__}" if isinstance(inner, torch.optim.Optimizer) else "the one"
+        raise _refusal(f"{kind} holds other optimizers; give {which}, that steps")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise _refusal("LBFGS takes one step for all of its parameters together, by calling a closure several times")
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -55,9 +64,10 @@ def refuse_what_is_not_alone(optimizer: torch.optim.Optimizer) -> None:
             "two parameters lie in the same memory (one was given the other's .data), and which is stepped first "
             "decides; tie weights by one Parameter in both places"
         )
-    state = torch.get_rng_state()
+    known = type(optimizer).__module__.startswith("torch.optim.")  # of which none draws
+    others = nullcontext() if known else _random_states_put_back()
     try:
-        with signals_wait(), without_modes(), torch.random.fork_rng():
+        with while_nothing_is_captured(), signals_wait(), without_modes(), others:
             difference = _difference(optimizer)
     except UsageError:
         raise
@@ -65,8 +75,6 @@ def refuse_what_is_not_alone(optimizer: torch.optim.Optimizer) -> None:
         if raised_by_a_handler(error):
             raise
         raise _refusal(f"{kind} cannot be stepped on single parameters ({type(error).__name__}: {error})") from error
-    finally:
-        torch.set_rng_state(state)
     if difference:
         raise _refusal(f"{kind} {difference}")
 
@@ -80,17 +88,18 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
     together, alone = _stand_in(optimizer), _stand_in(optimizer)
     hooks: list[int] = []
     alone.register_step_pre_hook(lambda *_: hooks.append(1))
-    drawing = torch.get_rng_state()
-    for step, scale in enumerate(_SCALES):
+    for step, gradients in enumerate(_gradients()):
         for mine, other in zip(_of_groups(together), _of_groups(alone), strict=True):
-            mine.grad = _drawn(mine, 100 * step + 1, scale)
+            mine.grad = gradients(step, mine, _place(together, mine))
             other.grad = None
-        together.step()
+        with _Draws() as draws:
+            together.step()
         for group in reversed(alone.param_groups):
             for position in reversed(range(len(group["params"]))):
                 parameter = group["params"][position]
-                step_alone(alone, group, parameter, _drawn(parameter, 100 * step + 1, scale))
-        if not torch.equal(torch.get_rng_state(), drawing):
+                if (gradient := gradients(step, parameter, position)) is not None:
+                    step_alone(alone, group, parameter, gradient)
+        if draws.found:
             return "draws random numbers while it steps, which come in the order of its parameters"
         if hooks:
             return "calls its hooks from below its own step"
@@ -101,10 +110,60 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
             )
         if _counts(together) != _counts(alone):
             return "counts in its attributes how often it has stepped, and it would step once for each parameter"
-    for each in _of_groups(together):
+    return _without_gradients(together)
+
+
+def _gradients() -> Iterator[Callable[[int, torch.Tensor, int], torch.Tensor | None]]:
+    """Of each step: of a parameter and its position in its group, the gradient."""
+    for scale in _SCALES:
+        yield lambda step, like, _, scale=scale: _drawn(like, 100 * step + 1, scale)
+    for missing in (0, 1):
+        yield (
+            lambda step, like, position, missing=missing: (
+                None if position % 2 == missing else _drawn(like, 100 * step + 1)
+            )
+        )
+    yield lambda step, like, position: _drawn(like, 100 * step + 1, float("inf") if position == 0 else 1.0)
+
+
+def _place(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Its position in its group."""
+    places = {id(each): index for group in optimizer.param_groups for index, each in enumerate(group["params"])}
+    return places[id(parameter)]
+
+
+class _Draws(TorchDispatchMode):
+    """Sees whether random numbers are drawn on this thread; other threads may draw of the same generators meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operator of the step."""
+        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _random_states_put_back() -> Iterator[None]:
+    python, of_numpy = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(of_numpy)
+
+
+def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
+    """What a step does where no parameter has a gradient; empty if nothing."""
+    for each in _of_groups(optimizer):
         each.grad = None
+    before = [each.detach().clone() for each in _held(optimizer)]
+    numbers = [_numbers(optimizer.state[each]) for each in _of_groups(optimizer)]
     try:
-        together.step()
+        optimizer.step()
     except Exception as error:  # of the user's own code, which may raise anything
         if raised_by_a_handler(error):
             raise
@@ -112,7 +171,14 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
             f"fails where no parameter has a gradient ({type(error).__name__}: {error}), and after such a backward "
             "optimizer.step() finds none"
         )
-    return ""
+    after = _held(optimizer)
+    same = len(before) == len(after) and all(map(_same_bits, before, after))
+    if same and numbers == [_numbers(optimizer.state[each]) for each in _of_groups(optimizer)]:
+        return ""
+    return (
+        "changes parameters or their state where there is no gradient, and after such a backward optimizer.step() "
+        "finds none: what it does then would be done a second time"
+    )
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
@@ -174,7 +240,8 @@ def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:
     kinds = kinds * 2 if len(kinds) == 1 else kinds
     for number, (dtype, dimensions, device) in enumerate(kinds):
         fitting = [shape for shape in _SHAPES if len(shape) == dimensions]
-        shape = fitting[number % len(fitting)] if fitting else (2, 3, 2, 3, 2, 3, 2, 3)[:dimensions]
+        place = number if len(set(kinds)) == 1 else number // 2  # a matrix and its bias have one length in common
+        shape = fitting[place % len(fitting)] if fitting else (2, 3, 2, 3, 2, 3, 2, 3)[:dimensions]
         made = torch.empty(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
         parameter = torch.nn.Parameter(made, requires_grad=True)
         parameter.data.copy_(_drawn(parameter, 10 + number))
@@ -188,6 +255,13 @@ def _drawn(like: torch.Tensor, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 def _of_groups(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters, their gradients and their state."""
+    return [
+        tensor for each in _of_groups(optimizer) for tensor in tensors_in([each.data, each.grad, optimizer.state[each]])
+    ]
 
 
 def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
@@ -211,4 +285,6 @@ def _numbers(state: Any) -> list[object]:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
+    if one.is_floating_point() or one.is_complex():  # of what is no number the bits are nobody's business
+        one, other = (torch.where(each.isnan(), torch.full_like(each, torch.nan), each) for each in (one, other))
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

@@ -21,7 +21,7 @@ from ebbflow.inside.current import current_updater
 from ebbflow.torch_seams.fake_tensors import mode_of
 from ebbflow.torch_seams.trees import tree_leaves
 
-__all__ = ["Look", "Settlement", "settlement_of", "with_looks"]
+__all__ = ["Look", "Settlement", "of_its_own", "settlement_of", "with_looks"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,25 @@ def settlement_of(captured: Captured) -> fx.Node | None:
     return next((node for node in captured.op_nodes if isinstance(node.target, Settlement)), None)
 
 
+def of_its_own(captured: Captured, original: fx.Node, gradient: fx.Node) -> fx.Node:
+    """``gradient``, or a copy of it right behind it where others read it.
+
+    Args:
+        captured: whose gradient it is.
+        original: it in ``captured``.
+        gradient: it in a copy of the graph, to which the copy is added.
+    """
+    buffer = captured.buffer_of[original]
+    if buffer is None or not captured.program.readers[buffer]:
+        return gradient
+    with gradient.graph.inserting_after(gradient):
+        copy = gradient.graph.call_function(torch.ops.aten.clone.default, (gradient,))
+    copy.meta = dict(gradient.meta)
+    with mode_of(gradient.meta["val"]), torch.no_grad():
+        copy.meta["val"] = gradient.meta["val"].clone()
+    return copy
+
+
 def with_looks(captured: Captured, looks: Mapping[Look, tuple[int, int]], settling: tuple[int, int]) -> Captured:
     """``captured`` with ``looks`` at gradients and their settlement.
 
@@ -94,14 +113,7 @@ def with_looks(captured: Captured, looks: Mapping[Look, tuple[int, int]], settli
         original = captured.outputs[count + look.position]
         gradient = nodes[original]
         name = look.parameter.replace(".", "_")
-        buffer = captured.buffer_of[original]
-        if buffer is not None and captured.program.readers[buffer]:  # definition 3
-            with graph.inserting_after(gradient):
-                copy = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-            copy.meta = dict(gradient.meta)
-            with mode_of(gradient.meta["val"]), torch.no_grad():
-                copy.meta["val"] = gradient.meta["val"].clone()
-            gradient = results[count + look.position] = copy
+        gradient = results[count + look.position] = of_its_own(captured, original, gradient)  # definition 3
         with graph.inserting_after(gradient):
             node = graph.create_node("call_function", look, (gradient, *looks[look]), name=f"look_{name}")
         _describe(node, gradient)

@@ -12,11 +12,12 @@ from ebbflow.torch_seams.gradient_norms import grouped
 __all__ = ["coefficient_of", "total_of"]
 
 
-def total_of(norms: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
+def total_of(norms: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
     """The norm of all gradients together.
 
     Args:
         norms: of each, in the order of the model's parameters.
+        tensors: of the type and on the device of each.
         clipping: says which norm.
 
     Raises:
@@ -25,7 +26,7 @@ def total_of(norms: Sequence[torch.Tensor], clipping: Clipping) -> torch.Tensor:
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
-    together = torch.stack([norm.to(device) for norm in grouped(norms)])
+    together = torch.stack([norm.to(device) for norm in grouped(tensors, norms)])
     total = torch.linalg.vector_norm(together, clipping.norm_type)
     if clipping.error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
         raise RuntimeError(

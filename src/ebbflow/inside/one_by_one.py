@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ebbflow.torch_seams.optimizers import gradient_of, own_step, set_gradient
+from ebbflow.torch_seams.stance import while_nothing_is_captured
 
 __all__ = ["step_alone"]
 
@@ -24,7 +25,7 @@ def step_alone(
     One that *is* the gradient that it has is not added again.
     """
     groups = optimizer.param_groups
-    with torch.no_grad():
+    with while_nothing_is_captured(), torch.no_grad():
         existing = gradient_of(parameter)
         if existing is not None and existing is not gradient:
             existing += gradient  # as autograd adds where no graph is made

@@ -1,8 +1,9 @@
 """The proof that a step with updates in it is the captured one otherwise: nothing runs.
 
-1. Every node but an update has its like in the captured graph, by name: the same call of the likes of its arguments.
-2. An update reads the gradient that the captured step returns for its parameter, and the settlement where there is
-   one; nobody reads the update.
+1. Every node but an update has its like in the captured graph, by name: the same call of the likes of its arguments;
+   or it is a copy of a gradient.
+2. An update reads the gradient that the captured step returns for its parameter, in memory that nobody else reads but
+   to look at it, and the settlement where there is one; nobody reads the update.
 3. Each output is the captured one's, or nothing where an update has taken its place; no parameter has two.
 4. After an update nothing reads the memory of its parameter.
 5. A step that looks at its gradients (``looks``) is the captured one but for looks, one at each that is to be applied,
@@ -65,13 +66,27 @@ def prove_second_pass(captured: Captured, after: Captured) -> int:
     return sum(proof.claims[node].name != node.name for node in after.op_nodes)
 
 
-class _Updates(Claims):
+class _WithCopies(Claims):
+    """Gradients of ``captured`` may be copied."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__(captured, _WHAT)
+        self.wanted = list(captured.outputs[captured.forward_output_count :])
+
+    def other(self, node: fx.Node, like: fx.Node | None) -> Any:
+        """A copy of a gradient claims it."""
+        copied = like is None and node.target is torch.ops.aten.clone.default and len(node.args) == 1
+        if copied and not node.kwargs and any(self.claim(node.args[0]) is each for each in self.wanted):
+            return self.claim(node.args[0])
+        return super().other(node, like)
+
+
+class _Updates(_WithCopies):
     """Definitions 1 to 4."""
 
     def __init__(self, captured: Captured, inside: Captured) -> None:
-        super().__init__(captured, _WHAT)
+        super().__init__(captured)
         self.inside, self.ops = inside, set(inside.op_nodes)
-        self.wanted = list(captured.outputs[captured.forward_output_count :])
         settlement = settlement_of(captured)
         self.settlements = [] if settlement is None else [settlement]
         self.taken: dict[int, int] = {}  # by position, the storage that is changed
@@ -89,6 +104,12 @@ class _Updates(Claims):
         self.require(update.position not in self.taken, f"{update.parameter} is updated twice")
         gradient = self.claim(node.args[0]) is self.wanted[update.position]
         self.require(gradient, f"{update.parameter} has another gradient")
+        applied = node.args[0]
+        buffer = self.inside.buffer_of.get(applied) if isinstance(applied, fx.Node) else None
+        readers = () if buffer is None else self.inside.program.readers[buffer]
+        others = [each for each in (self.inside.op_nodes[index] for index in readers) if each is not node]
+        alone = buffer is not None and all(isinstance(each.target, Look) for each in others)
+        self.require(alone, f"others read the gradient of {update.parameter}")
         waits = [self.claim(each) for each in node.args[1:-2] if isinstance(each, fx.Node)]
         self.require(waits == self.settlements, f"the update of {update.parameter} does not wait for all gradients")
         self.require(not node.users, f"somebody reads the update of {update.parameter}")
@@ -101,13 +122,12 @@ class _Updates(Claims):
         self.outputs_are(tree_leaves(node.args), [*self.step.outputs[: self.step.forward_output_count], *left])
 
 
-class _Looks(Claims):
+class _Looks(_WithCopies):
     """Definition 5."""
 
     def __init__(self, captured: Captured, looked: Captured, positions: Iterable[int]) -> None:
-        super().__init__(captured, _WHAT)
+        super().__init__(captured)
         self.positions = set(positions)
-        self.wanted = list(captured.outputs[captured.forward_output_count :])
         self.given = list(looked.outputs[looked.forward_output_count :])
         self.looks: dict[int, fx.Node] = {}
         self.settled: list[fx.Node] = []
@@ -127,13 +147,6 @@ class _Looks(Claims):
             self.settled.append(node)
             return _NOTHING
         return None
-
-    def other(self, node: fx.Node, like: fx.Node | None) -> Any:
-        """A copy of a gradient claims it."""
-        copied = like is None and node.target is torch.ops.aten.clone.default and len(node.args) == 1
-        if copied and not node.kwargs and any(self.claim(node.args[0]) is each for each in self.wanted):
-            return self.claim(node.args[0])
-        return super().other(node, like)
 
     def output(self, node: fx.Node) -> None:
         """All as before, and all looks settled."""

@@ -10,7 +10,9 @@
 3. Ops of the backward that read an updated parameter do not run again, nor do those that make a gradient which is
    applied: what they give is kept until its last reader. Without that, all of the backward would hang on every
    parameter behind it, and no update could come before its end, nor one of two whose gradients are made of the same.
-4. So no schedule with first runs in captured order can need what an update has changed, whatever it drops. Planners
+4. Optimizers may write to a gradient (Nesterov's momentum does, on lists of tensors), so nobody else may read it: of
+   one that others read the update takes a copy, which is made where the gradient is.
+5. So no schedule with first runs in captured order can need what an update has changed, whatever it drops. Planners
    need to know nothing of updates; ``legality`` and the proof of the lowered graphs ask all the same.
 """
 
@@ -26,7 +28,7 @@ from torch import fx
 from ebbflow.capture.joint import Captured, reread
 from ebbflow.cost.priced import Priced
 from ebbflow.inside.current import current_updater
-from ebbflow.inside.looks import settlement_of
+from ebbflow.inside.looks import of_its_own, settlement_of
 from ebbflow.torch_seams.aot import is_tangent
 from ebbflow.torch_seams.fake_tensors import mode_of
 from ebbflow.torch_seams.storages import storage_key
@@ -111,7 +113,10 @@ def with_updates(captured: Captured, updates: Mapping[Update, tuple[int, int]]) 
     # Those of one place in the order in which their gradients are made.
     in_order = sorted(updates, key=lambda each: place[captured.outputs[count + each.position]])
     for update in in_order:
-        gradient = results[count + update.position]
+        gradient, made = results[count + update.position], captured.outputs[count + update.position]
+        if settlement is None:  # else looks have seen to it
+            gradient = of_its_own(captured, made, gradient)
+            anchors.setdefault(made, gradient)
         results[count + update.position] = None
         original = after[update.position]
         with graph.inserting_after(anchors.get(original, nodes[original])):

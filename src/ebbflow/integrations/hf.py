@@ -74,6 +74,14 @@ class MemoryBudget(TrainerCallback):
         """
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         _refuse(args, model)
+        if self._options.get("step") == "inside":
+            raise UsageError(
+                'MemoryBudget takes no step="inside": transformers\' Trainer takes the norm of gradients between '
+                "backward and step, for its log if for nothing else, and they would have been applied by then. Leave "
+                "it out, or train in a loop of your own",
+                argument="step",
+                value="inside",
+            )
         _release_other(model, self, state)
         self._release()  # where the training before did not come to its end
         self._uncheckpoint(model)

@@ -27,7 +27,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     from ebbflow.integrations.lightning_batch import max_batch_of
-    from ebbflow.integrations.lightning_refusals import refuse_methods, refuse_trainer
+    from ebbflow.integrations.lightning_refusals import refuse_inside, refuse_methods, refuse_trainer
     from ebbflow.integrations.lightning_steps import TRAINING_STEP, Losses, losses_of, optimizer_of
 except ImportError as error:
     raise ImportError("ebbflow.integrations.lightning needs lightning: pip install 'ebbflow[lightning]'") from error
@@ -81,6 +81,8 @@ class MemoryBudget(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit the loss methods (definition 1)."""
+        if self._options.get("step") == "inside":
+            refuse_inside(trainer, pl_module)
         losses = losses_of(pl_module, self._losses or (TRAINING_STEP,))
         fit(losses, self._budget, optimizer=optimizer_of(trainer.optimizers), **self._options)
         fitted = FITTED[losses]

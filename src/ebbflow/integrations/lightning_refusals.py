@@ -3,6 +3,7 @@
 1. A trainer whose strategy wraps the model or spreads it over devices or processes; a compiled module; a
    ``training_step`` that fetches its batches itself; two budgets.
 2. In manual optimization, a ``training_step`` as a whole: it has backwards and steps of optimizers in it.
+3. With the optimizer in the step, what Lightning does to gradients between a backward and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from ebbflow.errors import UsageError
 from ebbflow.integrations.lightning_steps import TRAINING_STEP
 from ebbflow.names import did_you_mean
 
-__all__ = ["refuse_methods", "refuse_trainer"]
+__all__ = ["refuse_inside", "refuse_methods", "refuse_trainer"]
 
 
 def refuse_trainer(trainer: Trainer, module: LightningModule, *, budgets: int = 1) -> None:
@@ -53,6 +55,30 @@ def refuse_trainer(trainer: Trainer, module: LightningModule, *, budgets: int = 
                 "callbacks",
                 argument="trainer",
                 value=trainer,
+            )
+
+
+def refuse_inside(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse what finds no gradients, where the backward has applied them (definition 3).
+
+    Raises:
+        UsageError: naming it and what to do.
+    """
+    automatic = module.automatic_optimization
+    accumulates = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
+    reasons = {
+        f"{len(trainer.optimizers)} optimizers; it takes one": len(trainer.optimizers) != 1,
+        "gradient_clip_val, which would clip what has been applied; give MemoryBudget max_norm= instead": automatic
+        and bool(trainer.gradient_clip_val),
+        "accumulate_grad_batches, whose backwards would each update; optimize manually, with all backwards but the "
+        "last in ebbflow.no_update": automatic and (accumulates or trainer.accumulate_grad_batches != 1),
+    }
+    for reason, there in reasons.items():
+        if there:
+            raise UsageError(
+                f'MemoryBudget(step="inside") does not go together with {reason}, or leave step="inside" out',
+                argument="step",
+                value="inside",
             )
 
 

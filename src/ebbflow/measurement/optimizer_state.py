@@ -79,7 +79,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
             if key != "params" and not any(True for _ in tensors_in(value)):
                 given[key] = copy.deepcopy(value)
         else:
-            given[key] = value
+            given[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
     return given
 
 

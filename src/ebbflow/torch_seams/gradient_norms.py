@@ -43,7 +43,12 @@ def scale_by(gradient: torch.Tensor, coefficient: torch.Tensor, foreach: bool | 
         gradient.mul_(coefficient)
 
 
-def grouped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors`` in the order in which ``clip_grad_norm_`` adds up their norms (definition 1)."""
-    groups = _lists._group_tensors_by_device_and_dtype([list(tensors)])  # type: ignore[list-item]
-    return [each for (members, *_), _ in groups.values() for each in members if each is not None]
+def grouped(tensors: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``norms``, each of one of ``tensors``, in the order in which ``clip_grad_norm_`` adds them up (definition 1).
+
+    Args:
+        tensors: of the type and on the device of the gradients, whose norms may be of another type.
+        norms: one of each.
+    """
+    groups = _lists._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)  # type: ignore[list-item]
+    return [norms[index] for (_, indices) in groups.values() for index in indices]

@@ -22,6 +22,8 @@ import torch
 
 __all__ = [
     "clears_gradients",
+    "first_of_step_post_hooks",
+    "frame_of_step",
     "functions_of",
     "gradient_of",
     "has_gradient_hooks",
@@ -69,6 +71,13 @@ def clears_gradients(frame: FrameType) -> bool:
     return frame.f_code in _CLEARING
 
 
+def first_of_step_post_hooks(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
+    """Call ``hook`` after every step, before all other hooks that are there; the handle removes it."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
+
+
 def functions_of(optimizer: torch.optim.Optimizer) -> frozenset[CodeType]:
     """The code of the functions of its class and of the bases of that."""
     functions = (
@@ -93,6 +102,14 @@ def _calls_hooks() -> CodeType:
     """Of every wrapper of definition 1: they are closures over different functions."""
     wrapper: Any = torch.optim.Optimizer.profile_hook_step(lambda: None)
     return wrapper.__code__
+
+
+def frame_of_step() -> FrameType | None:
+    """Of the wrapper of definition 1 that calls the hook that asks; ``None`` if none does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _calls_hooks():
+        frame = frame.f_back
+    return frame
 
 
 def will_accumulate(node: Any, index: int) -> bool | None:

@@ -42,6 +42,17 @@ def steps_lie_below_their_hooks() -> None:
     looking.register_step_pre_hook(look)
     looking.step()
     expect(told == [False, True], f"of a hook and a step is told that they are of the step: {told}")
+    order: list[str] = []
+    looking.register_step_post_hook(lambda *_: order.append("registered"))
+    handle = optimizers.first_of_step_post_hooks(looking, lambda *_: order.append("first"))
+    frames: list[Any] = []
+    looking.register_step_pre_hook(lambda *_: frames.append(optimizers.frame_of_step()))
+    looking.step()
+    expect(order == ["first", "registered"], f"hooks after a step are called as {order}")
+    expect(frames[0] is not None and optimizers.frame_of_step() is None, "the frame of a step is not found")
+    handle.remove()
+    looking.step()
+    expect(order[2:] == ["registered"], "a hook after a step cannot be removed")
 
 
 class _Asked(torch.nn.Parameter):
