@@ -494,3 +494,24 @@ def test_draws_of_another_thread_are_not_the_optimizers() -> None:
     finally:
         over.set()
         thread.join()
+
+
+def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is_not() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer), "schedulers count steps so"
+    assert scheduler.get_last_lr() == [0.1]
+    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    ebbflow.unfit(model)
+    inner = optimizer.step
+
+    def centred(*args: Any, **named: Any) -> Any:
+        for each in model.parameters():
+            if each.grad is not None:
+                each.grad -= each.grad.mean()
+        return inner(*args, **named)
+
+    optimizer.step = centred  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="another step than that of its class"):
+        ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbflow.cost.call import extent_of
 from ebbflow.errors import UsageError
@@ -30,7 +29,9 @@ from ebbflow.measurement.optimizer_state import options_of, stand_in_of
 from ebbflow.measurement.resident import optimizers_in, tensors_in
 from ebbflow.measurement.together import Together
 from ebbflow.signals import raised_by_a_handler, signals_wait
+from ebbflow.torch_seams.dispatcher import Draws
 from ebbflow.torch_seams.fake_tensors import without_modes
+from ebbflow.torch_seams.optimizers import steps_otherwise
 from ebbflow.torch_seams.stance import while_nothing_is_captured
 from ebbflow.torch_seams.storages import storage_key
 
@@ -57,6 +58,11 @@ def refuse_what_is_not_alone(optimizer: torch.optim.Optimizer) -> None:
         raise _refusal(f"{kind} holds other optimizers; give {which}, that steps")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise _refusal("LBFGS takes one step for all of its parameters together, by calling a closure several times")
+    if steps_otherwise(optimizer):
+        raise _refusal(
+            f"another step than that of its class was put on this {kind} (optimizer.step = ...), and updates would be "
+            "those of the class; make it the step of a subclass"
+        )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise _refusal(f"{kind} is made with differentiable=True, and its step is a part of somebody's graph")
     if _overlap([each for group in optimizer.param_groups for each in group["params"]]):
@@ -92,7 +98,7 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
         for mine, other in zip(_of_groups(together), _of_groups(alone), strict=True):
             mine.grad = gradients(step, mine, _place(together, mine))
             other.grad = None
-        with _Draws() as draws:
+        with Draws() as draws:
             together.step()
         for group in reversed(alone.param_groups):
             for position in reversed(range(len(group["params"]))):
@@ -130,19 +136,6 @@ def _place(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     """Its position in its group."""
     places = {id(each): index for group in optimizer.param_groups for index, each in enumerate(group["params"])}
     return places[id(parameter)]
-
-
-class _Draws(TorchDispatchMode):
-    """Sees whether random numbers are drawn on this thread; other threads may draw of the same generators meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Every operator of the step."""
-        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

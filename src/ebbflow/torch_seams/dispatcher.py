@@ -11,11 +11,13 @@ from torch import _meta_registrations, fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._prims_common import get_computation_dtype, suggest_memory_format
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
 from ebbflow.torch_seams.patches import Attribute, Item, Patch, wrapped
 
 __all__ = [
+    "Draws",
     "OpOverload",
     "composite",
     "cudnn_reserve_bytes",
@@ -177,3 +179,16 @@ def enters_autocast(node: fx.Node) -> str | None:
     Dynamo writes ``with torch.autocast(device)`` as a call of ``torch.amp.autocast_mode._enter_autocast``.
     """
     return str(node.args[0]) if node.target is torch.amp.autocast_mode._enter_autocast else None
+
+
+class Draws(TorchDispatchMode):
+    """While open, sees whether this thread draws random numbers; others may draw of the same generators meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operator."""
+        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))

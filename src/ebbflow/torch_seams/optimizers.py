@@ -31,6 +31,7 @@ __all__ = [
     "own_step",
     "reader",
     "set_gradient",
+    "steps_otherwise",
     "will_accumulate",
 ]
 
@@ -44,6 +45,16 @@ def own_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The function of the class that steps, with neither hooks nor counters (definition 1)."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody has put another ``step`` on the object than its class's, maybe wrapped to be counted."""
+    own: Any = vars(optimizer).get("step")
+    if own is None:
+        return False
+    inner: Any = inspect.unwrap(getattr(own, "__func__", own))
+    of_class: Any = inspect.unwrap(type(optimizer).step)
+    return getattr(inner, "__code__", inner) is not of_class.__code__
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
