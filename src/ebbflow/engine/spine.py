@@ -60,6 +60,7 @@ __all__ = ["train"]
 
 
 _ROUNDS = 3
+_MOST_TRIES = 3  # of a plan, while other threads ask for other budgets
 """In which a call is captured that something else changes meanwhile, such as another thread a flag of the model."""
 
 
@@ -170,10 +171,12 @@ def _planned(model: FittedModel, step: Step, call: Call, now: Circumstances, ref
     if step.captured is not None:
         model.options.progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
     with own_backwards(), narrated(model.options.progress, why):
-        asked, (now, executable) = model.asked, _made(model, step, call, now, refused)
-        while model.asked != asked:  # another thread has asked for another budget meanwhile
-            asked, (now, executable) = model.asked, _made(model, step, call, now, None)
-        executable.asked = asked
+        for _ in range(_MOST_TRIES):
+            asked, (now, executable) = model.asked, _made(model, step, call, now, refused)
+            executable.asked = asked
+            if model.asked == asked:
+                break
+            refused = None  # another thread has asked for another budget meanwhile
     return _run(model, step, executable, call, now)
 
 
