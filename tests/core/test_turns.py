@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from at_once import at_once
 from ebbflow.turns import Turns
 
 
@@ -78,11 +79,7 @@ def test_threads_take_turns() -> None:
             turns.do(piece)
             turns.now(piece)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    at_once(4, work)
     assert (most[0], done[0]) == (1, 16_000)
 
 
@@ -99,9 +96,5 @@ def test_each_piece_is_done_by_the_thread_that_brings_it() -> None:
         for _ in range(3_000):
             turns.do(piece)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    at_once(4, work)
     assert not wrong

@@ -59,3 +59,23 @@ def eager(steps: int = 0) -> Pair:
     for seed in range(steps):
         step(pair, seed)
     return pair
+
+
+class Descent(torch.optim.Optimizer):
+    """An optimizer of somebody's own that steps each parameter by :meth:`of`, whether or not it has a gradient."""
+
+    def __init__(self, params: Any, lr: Any = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.of_group(group)
+
+    def of_group(self, group: dict[str, Any]) -> None:
+        for each in group["params"]:
+            self.of(group, each)
+
+    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.add_(parameter.grad, alpha=-group["lr"])

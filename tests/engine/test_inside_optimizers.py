@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ebbflow
 from ebbflow.errors import BudgetError, UsageError
-from engine.pairs import Net, Pair, batch, equal, fitted, step, weights
+from engine.pairs import Descent, Net, Pair, batch, equal, fitted, step, weights
 
 
 @pytest.fixture
@@ -310,16 +310,10 @@ class _Delta(nn.Module):
         return torch.tanh(x @ (self.weight + self.delta)).square().mean()
 
 
-class _WritesGradients(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    each.sub_(each.grad.mul_(group["lr"]))
+class _WritesGradients(Descent):
+    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.sub_(parameter.grad.mul_(group["lr"]))
 
 
 def _nesterov(params: Any) -> torch.optim.Optimizer:
@@ -372,65 +366,45 @@ def test_norms_of_complex_and_real_gradients_are_added_up_in_torchs_order() -> N
     assert equal(weights(model), weights(twin))
 
 
-class _OfParameters(torch.optim.Optimizer):
-    """Steps each parameter by :meth:`of`, whether or not it has a gradient."""
-
-    def __init__(self, params: Any, lr: Any = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            self.of_group(group)
-
-    def of_group(self, group: dict[str, Any]) -> None:
-        for each in group["params"]:
-            self.of(group, each)
-
-    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            parameter.add_(parameter.grad, alpha=-group["lr"])
-
-
-class _DecaysAll(_OfParameters):
+class _DecaysAll(Descent):
     def of(self, group: dict[str, Any], parameter: Tensor) -> None:
         parameter.data.mul_(0.99)
         super().of(group, parameter)
 
 
-class _CountsAll(_OfParameters):
+class _CountsAll(Descent):
     def of(self, group: dict[str, Any], parameter: Tensor) -> None:
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         super().of(group, parameter)
 
 
-class _FillsIn(_OfParameters):
+class _FillsIn(Descent):
     def of(self, group: dict[str, Any], parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         super().of(group, parameter)
 
 
-class _AveragesAll(_OfParameters):
+class _AveragesAll(Descent):
     def of(self, group: dict[str, Any], parameter: Tensor) -> None:
         super().of(group, parameter)
         self.state[parameter].setdefault("average", parameter.detach().clone()).lerp_(parameter, 0.1)
 
 
-class _SkipsAllIfOneIsInfinite(_OfParameters):
+class _SkipsAllIfOneIsInfinite(Descent):
     def of_group(self, group: dict[str, Any]) -> None:
         if all(each.grad is None or bool(each.grad.isfinite().all()) for each in group["params"]):
             super().of_group(group)
 
 
-class _SkipsAllIfOneIsMissing(_OfParameters):
+class _SkipsAllIfOneIsMissing(Descent):
     def of_group(self, group: dict[str, Any]) -> None:
         if all(each.grad is not None for each in group["params"]):
             super().of_group(group)
 
 
-class _ByTheBias(_OfParameters):
+class _ByTheBias(Descent):
     def of_group(self, group: dict[str, Any]) -> None:
         by_length = {len(each): each for each in group["params"] if each.ndim == 1}
         for each in group["params"]:
@@ -452,7 +426,7 @@ class _ByTheBias(_OfParameters):
         _ByTheBias,
     ],
 )
-def test_what_is_done_without_a_gradient_or_by_anothers_is_refused(kind: type[_OfParameters]) -> None:
+def test_what_is_done_without_a_gradient_or_by_anothers_is_refused(kind: type[Descent]) -> None:
     model = Net()
     with pytest.raises(UsageError, match='step="inside" is not accepted'):
         ebbflow.fit(model, "100%", optimizer=kind(model.parameters()), step="inside", progress=None)
@@ -463,7 +437,7 @@ def test_a_trial_changes_nothing_of_the_users() -> None:
 
     import numpy
 
-    class Draws(_OfParameters):
+    class Draws(Descent):
         def of(self, group: dict[str, Any], parameter: Tensor) -> None:
             group["lr"].mul_(0.9)
             if parameter.grad is not None:
@@ -482,18 +456,21 @@ def test_a_trial_changes_nothing_of_the_users() -> None:
 
 def test_draws_of_another_thread_are_not_the_optimizers() -> None:
     over = threading.Event()
+    drawn: list[Tensor] = []
 
     def draw() -> None:
         while not over.is_set():
-            torch.rand(3)
+            drawn[:] = [torch.rand(3)]
 
     thread = threading.Thread(target=draw)
     thread.start()
     try:
-        fitted()
+        pair = fitted()
     finally:
         over.set()
         thread.join()
+    assert drawn
+    assert ebbflow.calls_of(pair[0]).planned == 0, "it is fitted"
 
 
 def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is_not() -> None:

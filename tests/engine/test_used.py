@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ebbflow
 from ebbflow.errors import UpdateError, UsageError
-from engine.pairs import Net, Pair, batch, eager, equal, fitted, step, weights
+from engine.pairs import Descent, Net, Pair, batch, eager, equal, fitted, step, weights
 
 
 @pytest.fixture
@@ -243,25 +243,13 @@ def test_a_closure_may_not_clear_what_a_backward_before_it_has_applied(pair: Pai
         optimizer.step(closure)  # type: ignore[arg-type]
 
 
-class _Descent(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def descend(self, scale: float) -> None:
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    each.add_(each.grad, alpha=-scale * group["lr"])
-
-
 def test_a_closure_that_is_called_twice_is_told_of() -> None:
-    class Twice(_Descent):
+    class Twice(Descent):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             if closure is not None:
                 closure()
                 closure()
-            self.descend(1.0)
+            super().step()
 
     torch.manual_seed(0)
     model = Net()
@@ -316,9 +304,11 @@ def test_rounds_that_update_and_rounds_that_only_sum_are_clipped_by_turns(where:
 
 
 def test_other_arguments_of_a_step_are_refused() -> None:
-    class Scaled(_Descent):
+    class Scaled(Descent):
+        @torch.no_grad()
         def step(self, closure: Any = None, scale: float | None = None) -> None:  # type: ignore[override]
-            self.descend(scale or 1.0)
+            for group in self.param_groups:
+                self.of_group({**group, "lr": (scale or 1.0) * group["lr"]})
 
     torch.manual_seed(0)
     model = Net()

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ebbflow
+from at_once import at_once
 from ebbflow.capture.trace import capture_settings
 from ebbflow.errors import CaptureError
 from ebbflow.measurement.cpu_allocations import AllocationRecorder, profiler_active
@@ -296,11 +297,7 @@ def test_threads_that_open_and_close_settings_at_once_keep_their_own() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=use) for _ in range(3)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        at_once(3, use)
     finally:
         sys.setswitchinterval(interval)
     assert all(found)

@@ -20,8 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ebbflow.engine.arrivals import Arrivals, Backwards, backwards_so_far
 from ebbflow.errors import UsageError
-from ebbflow.torch_seams.optimizers import frame_of_step, gradient_of
-from ebbflow.torch_seams.stance import left_out_of_traces, optimizer_has_stepped, optimizer_steps
+from ebbflow.torch_seams.compiling_flag import optimizer_has_stepped, optimizer_steps
+from ebbflow.torch_seams.optimizers import gradient_of
+from ebbflow.torch_seams.stance import left_out_of_traces
 from ebbflow.torch_seams.storages import StorageWatch, version_of
 
 __all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "Watched", "watch_optimizers"]
@@ -172,10 +173,9 @@ def _before_step(
     # The optimizer comes first among the arguments that a hook is given, and a closure next.
     own, rest = args[0], args[1:]
     closure = rest[0] if rest else kwargs.get("closure")
-    if closure is None and (frame := frame_of_step()) is not None:  # what a closure does may take long
-        optimizer_steps(frame)
     look = functools.partial(_look, fitted, weakref.ref(optimizer))
-    if closure is None:
+    if closure is None:  # what a closure does may take long, and captures would wait for it
+        optimizer_steps()
         look()
         return None
 

@@ -29,10 +29,10 @@ from ebbflow.measurement.optimizer_state import options_of, stand_in_of
 from ebbflow.measurement.resident import optimizers_in, tensors_in
 from ebbflow.measurement.together import Together
 from ebbflow.signals import raised_by_a_handler, signals_wait
+from ebbflow.torch_seams.compiling_flag import while_nothing_is_captured
 from ebbflow.torch_seams.dispatcher import Draws
 from ebbflow.torch_seams.fake_tensors import without_modes
 from ebbflow.torch_seams.optimizers import steps_otherwise
-from ebbflow.torch_seams.stance import while_nothing_is_captured
 from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["refuse_what_is_not_alone"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ebbflow.torch_seams.compiling_flag import while_nothing_is_captured
 from ebbflow.torch_seams.optimizers import gradient_of, own_step, set_gradient
-from ebbflow.torch_seams.stance import while_nothing_is_captured
 
 __all__ = ["step_alone"]
 

@@ -6,18 +6,15 @@ process. Here both are facts of a thread.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
-import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from ebbflow.signals import raised_by_a_handler
+from ebbflow.torch_seams.compiling_flag import while_nobody_steps
 from ebbflow.torch_seams.patches import Attribute, Patch, wrapped
 
 __all__ = [
@@ -38,71 +36,10 @@ __all__ = [
     "exporting_here",
     "left_out_of_traces",
     "not_exporting",
-    "optimizer_has_stepped",
-    "optimizer_steps",
     "others_tracing",
     "traces",
     "tracing_here",
-    "while_nothing_is_captured",
 ]
-
-
-_POLL_SECONDS = 1e-3
-_PATIENCE_SECONDS = 10.0
-_capturing = threading.RLock()
-_stepping: dict[int, int] = {}  # by thread, the id of the frame in which an optimizer steps
-
-
-def _forked() -> None:
-    """In a child: whoever held the lock is not there."""
-    global _capturing
-    _capturing = threading.RLock()
-    _stepping.clear()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-def while_nothing_is_captured() -> AbstractContextManager[object]:
-    """While open, no other thread captures a step.
-
-    Dynamo tells the whole process that it compiles (``torch.compiler.is_compiling``) while a thread does, and
-    optimizers compute with tensors then what they compute with Python's numbers otherwise, to other bits.
-    """
-    return _capturing
-
-
-def optimizer_steps(frame: FrameType) -> None:
-    """An optimizer is about to step in ``frame`` of this thread: waits for captures of others, which wait for it."""
-    with _capturing:
-        _stepping[threading.get_ident()] = id(frame)
-
-
-def optimizer_has_stepped() -> None:
-    """The step of :func:`optimizer_steps` has ended; one that raises ends without a word, and its frame is gone."""
-    _stepping.pop(threading.get_ident(), None)
-
-
-@contextmanager
-def _while_nobody_steps() -> Iterator[None]:
-    """While open, no other thread steps an optimizer; none is waited for that takes longer than a capture may."""
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        with _capturing:
-            if time.monotonic() >= end or not any(map(_steps_still, list(_stepping.items()))):
-                yield
-                return
-        time.sleep(_POLL_SECONDS)
-
-
-def _steps_still(step: tuple[int, int]) -> bool:
-    thread, begun_in = step
-    if thread == threading.get_ident():
-        return False
-    frame = sys._current_frames().get(thread)
-    while frame is not None and id(frame) != begun_in:
-        frame = frame.f_back
-    return frame is not None
 
 
 def tracing_here() -> bool:
@@ -331,7 +268,7 @@ def _for(code: types.CodeType, callback: Any, compile_frame: Callable[..., Any])
 
 def _as_it_is(callback: Any, code: types.CodeType) -> Callable[..., Any]:
     def compiled(frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with _while_nobody_steps():
+        with while_nobody_steps():
             return callback(frame, *args, **kwargs)
 
     return _for(code, callback, compiled)
