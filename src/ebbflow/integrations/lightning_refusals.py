@@ -70,8 +70,8 @@ def refuse_inside(trainer: Trainer, module: LightningModule) -> None:
         f"{len(trainer.optimizers)} optimizers; it takes one": len(trainer.optimizers) != 1,
         "gradient_clip_val, which would clip what has been applied; give MemoryBudget max_norm= instead": automatic
         and bool(trainer.gradient_clip_val),
-        "accumulate_grad_batches, whose backwards would each update; optimize manually, with all backwards but the "
-        "last in ebbflow.no_update": automatic and (accumulates or trainer.accumulate_grad_batches != 1),
+        "accumulate_grad_batches, whose backwards would each update; take larger batches": automatic
+        and (accumulates or trainer.accumulate_grad_batches != 1),
     }
     for reason, there in reasons.items():
         if there:
