@@ -535,6 +535,7 @@ def test_a_part_that_was_wrapped_later_is_named() -> None:
         ebbflow.calls_of(model)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="a compiled call of this torch does not look at shapes again")
 def test_parameters_that_are_changed_by_their_data_take_gradients_of_their_new_shape() -> None:
     """Autograd's leaf knows the shape that a parameter had when it was made, as long as somebody has the leaf."""
     model, optimizer = _fitted()

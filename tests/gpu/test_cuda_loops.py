@@ -141,9 +141,23 @@ def test_an_adam_of_the_loop(way: str) -> None:
     both("gpt", "75%", **WAYS[way])
 
 
-@pytest.mark.parametrize("way", ["plain", "fused", "f16 scaled", "bf16"])
+OTHER_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "nesterov": partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True),  # writes to gradients on a card
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5),
+    "adafactor": torch.optim.Adafactor,
+    "nadam": torch.optim.NAdam,
+}
+
+
+@pytest.mark.parametrize("way", ["plain", "fused", "foreach off", "capturable", "f16 scaled", "bf16"])
 def test_the_optimizer_inside(way: str) -> None:
     both("gpt", "75%", fitting={"step": "inside"}, **WAYS[way])
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIMIZERS)
+def test_another_optimizer_inside(name: str) -> None:
+    make = OTHER_OPTIMIZERS[name]
+    both("gpt", "75%", lambda model: make(model.parameters()), {"step": "inside"})
 
 
 @pytest.mark.parametrize("name", ["gpt", "chain"])

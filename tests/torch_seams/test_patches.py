@@ -285,6 +285,8 @@ def test_a_setting_is_the_threads_own_where_torch_keeps_one_per_thread() -> None
 def test_threads_that_open_and_close_settings_at_once_keep_their_own() -> None:
     from torch._functorch import config
 
+    if not Setting(config, "donated_buffer").is_of_thread:
+        pytest.skip("this torch has one value for the whole process, and its threads see each other's patches")
     found: list[bool] = []
 
     def use() -> None:

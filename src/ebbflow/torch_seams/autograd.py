@@ -151,8 +151,8 @@ def gradient_leaf(parameter: torch.Tensor) -> Any:
     ``Function.apply``, with which a captured step begins, waits for the parameter's at that moment, both wait for good.
     """
     with torch.inference_mode(mode=False), torch.enable_grad():
-        node = _Of.apply(parameter).grad_fn
-    return node.next_functions[0][0]
+        result = _Of.apply(parameter)
+    return result.grad_fn.next_functions[0][0]  # before 2.12 the node is gone with its result
 
 
 def release_failed_backward() -> None:
