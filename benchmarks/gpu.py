@@ -1,11 +1,13 @@
 """What does a budget cost on a card? PyTorch's means against Ebbflow at their peaks and at its smallest.
 
-    python benchmarks/gpu.py [--only NAME ...] [--redo] [--minutes 30] [--toy] [--out FOLDER]
+    python benchmarks/gpu.py [--only NAME ...] [--methods WORD ...] [--redo] [--minutes 30] [--toy] [--out FOLDER]
 
 A step is a model at a precision (gpt-float32, llama-lora-bfloat16, ...), in a process of its own, under ten minutes,
 and writes its own file under ``benchmarks/results/gpu``. A step whose file is of the same code, versions and card is
 skipped, so that a run that was cut off goes on; no step begins that would not end within ``--minutes``. Without a
-card this says so and ends with 2; ``--toy`` runs the same code at toy size on CPU.
+card this says so and ends with 2; ``--toy`` runs the same code at toy size on CPU. ``--methods host`` runs the rows
+whose method has that word, eager, and what they are compared at, and writes ``NAME-part``: for a card that is lent for
+minutes.
 """
 
 from __future__ import annotations
@@ -51,13 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     device = the_device(options.toy)
     if options.child:
-        emit(rows_on(device, options.child, toy=options.toy))
+        emit(rows_on(device, options.child, toy=options.toy, words=options.methods))
         return 0
     facts = device.description() | {"code": code()}
     wanted = [case for case in CASES if not options.only or any(word in case for word in options.only)]
     del device
     records = run_steps(
-        wanted, facts, options.out, redo=options.redo, seconds=60 * options.minutes, run=_child(options)
+        wanted,
+        facts,
+        options.out,
+        redo=options.redo,
+        seconds=60 * options.minutes,
+        run=_child(options),
+        methods=options.methods,
     )
     summary = _summary(records, facts)
     (options.out / "summary.md").write_text(summary.markdown(), encoding="utf-8")
@@ -68,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="steps, or parts of their names")
+    parser.add_argument("--methods", nargs="+", default=[], metavar="WORD", help="rows whose method has one of these")
     parser.add_argument("--redo", action="store_true", help="also steps that have a result of the same versions")
     parser.add_argument("--minutes", type=float, default=30.0, help="for all steps together (default: 30)")
     parser.add_argument("--toy", action="store_true", help="the same code at toy size on CPU")
@@ -89,7 +98,14 @@ def code(folders: Sequence[Path] = SOURCES) -> str:
 
 
 def run_steps(
-    wanted: Sequence[str], facts: dict[str, Any], out: Path, *, redo: bool, seconds: float, run: Run
+    wanted: Sequence[str],
+    facts: dict[str, Any],
+    out: Path,
+    *,
+    redo: bool,
+    seconds: float,
+    run: Run,
+    methods: Sequence[str] = (),
 ) -> list[Record]:
     """Every wanted step's record, from its file where that is of the same ``facts``; written as rows come.
 
@@ -98,8 +114,8 @@ def run_steps(
     records: list[Record] = []
     begin, longest = time.monotonic(), 0.0
     for position, case in enumerate(wanted):
-        path = out / f"{case}.json"
-        if not redo and (known := finished(path, facts)) is not None:
+        path = out / f"{case}{'-part' if methods else ''}.json"
+        if not redo and not methods and (known := finished(path, facts)) is not None:
             print(f"-- {case}: has a result of these versions (--redo runs it again)", flush=True)
             records.append(known)
             continue
@@ -149,6 +165,8 @@ def _child(options: argparse.Namespace) -> Run:
         with tempfile.TemporaryDirectory() as caches:
             environment = {"XDG_CACHE_HOME": caches, "PYTHONPATH": os.pathsep.join([*map(str, paths), *given])}
             arguments = [__file__, "--child", *case, *(["--toy"] if options.toy else [])]
+            if options.methods:
+                arguments += ["--methods", *options.methods]
             return run_child(arguments, on_row, environment, seconds)
 
     return run

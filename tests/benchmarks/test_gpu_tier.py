@@ -61,6 +61,18 @@ def test_a_step_of_the_tier_gives_its_rows_and_meets_its_targets(device: Device,
     assert by_label["ebbflow, smallest"]["peak_bytes"] < by_label["eager"]["peak_bytes"]
 
 
+@pytest.mark.slow
+def test_a_part_of_the_rows_has_what_they_are_compared_at(device: Device) -> None:
+    rows = list(steps.rows_on(device, "unet-float32", toy=True, words=["at the peak of checkpoint"]))
+    assert [row.columns["method"] for row in rows] == [
+        "predicted, keep all",
+        "eager",
+        "checkpoint per block",
+        "ebbflow, at the peak of checkpoint per block",
+        "eager, once more",
+    ]
+
+
 FACTS = {"python": "3.12.1", "torch": "2.13.0", "card": "a card", "code": "0123"}
 
 

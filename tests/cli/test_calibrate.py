@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ebbflow.cli import app
 from ebbflow.cost import calibrate as costs
 from ebbflow.step import machine as machines
 from ebbflow.step.machine import catalogue, machine_named
-from ebbflow.transfers import links
+from ebbflow.tiers import Tier
+from ebbflow.transfers import host_link, links, tiers
+from ebbflow.transfers.host import HostTier
+from fake_cuda import FakeDevice
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +63,32 @@ def test_the_hosts_memory_is_no_tier_of_a_cpu() -> None:
     result = CliRunner().invoke(app, ["calibrate", "--tiers", "host"])
     assert result.exit_code == 2
     assert "memory of a CPU is the host's" in result.stderr
+
+
+def test_where_there_is_a_card_its_link_to_the_host_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = FakeDevice(may_wait=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tiers, "host_tier", lambda: HostTier(fake))
+    monkeypatch.setattr(links, "card", lambda: (torch.device("cpu"), "a fake", "8.0", 80 * 2**30))
+    monkeypatch.setattr(host_link, "_PIECE_BYTES", 2**16)
+    monkeypatch.setattr(host_link, "_SMALL_BYTES", 2**10)
+    monkeypatch.setattr(costs, "open_tiers", lambda named, device: _opened(named, device, tmp_path))
+    result = CliRunner().invoke(app, ["calibrate"])
+    assert result.exit_code == 0, result.output
+    assert "host       64.00 KiB out, 64.00 KiB back per second, both ways at once; measured here, on a fake" in (
+        result.stdout
+    )
+    assert "through the page cache" in result.stdout, "the disk is measured as well"
+    data = json.loads(CliRunner().invoke(app, ["calibrate", "--json", "--tiers", "host"]).stdout)
+    assert set(data["links"]) == {"host"}
+    assert data["links"]["host"]["out_bytes_per_second"] == 2**16
+    assert links.measured_host_link(HostTier(fake))[0].out_bytes_per_second == 2**16, "later plans count on it"
+    fake.run()
+
+
+def _opened(named: list[Tier], device: str, directory: Path) -> dict[str, object]:
+    """The tiers, a disk in ``directory``."""
+    usable = [Tier(each.name, None if each.directory is None else directory) for each in named]
+    return dict(tiers.open_tiers(usable, device))

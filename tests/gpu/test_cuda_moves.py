@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import ebbflow
 from device_steps import EFFORT, Way, case_of, deterministic, train, workable
+from ebbflow.cli import app
 from ebbflow.errors import TierError, UsageError
 from ebbflow.step import legality
 from ebbflow.step.machine import Link
@@ -239,6 +242,14 @@ def test_the_link_is_measured() -> None:
     assert 1e8 < link.in_bytes_per_second < 1e12
     assert 0 < link.latency_seconds < 1e-3
     assert link.capacity_bytes > 0
+
+
+def test_calibrate_measures_the_link_of_the_card(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["calibrate", "--tiers", f"host,disk:{tmp_path}"])
+    assert found.exit_code == 0, found.output
+    assert f"measured here, on {torch.cuda.get_device_name()}" in found.stdout
+    data = json.loads(CliRunner().invoke(app, ["calibrate", "--json", "--tiers", "host"]).stdout)
+    assert 1e8 < data["links"]["host"]["out_bytes_per_second"] < 1e12
 
 
 def test_a_model_on_the_cpu_is_still_refused() -> None:

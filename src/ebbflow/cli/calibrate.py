@@ -24,13 +24,13 @@ def calibrate(
         str | None, typer.Argument(help="zoo:NAME or FILE.py:function: find out what rewrites of its step rest on")
     ] = None,
     size: Size = None,
-    tiers: Tiers = "disk",
+    tiers: Tiers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine's arithmetic, memory and disks, and keep the result for later plans.
+    """Measure this machine's arithmetic, memory, disks and a card's link to the host, and keep it for later plans.
 
     Takes well under two minutes. Costs of ops are measured anyway when a step is planned; this is for what has to be
-    estimated, and for the links to slower memory.
+    estimated, and for the links to slower memory: without --tiers the disk, and where there is a card the host.
 
     With a CASE, find out instead whether slices of its loss have the bits of the whole here, which takes the memory of
     all logits once: where a budget leaves no room for that, a first call cannot, and what is not known is not used.
@@ -38,11 +38,17 @@ def calibrate(
     if case is not None:
         _of_case(case, size, as_json)
         return
-    named = parse_tiers(several_tiers(tiers))
+    if tiers is not None:
+        parse_tiers(several_tiers(tiers))  # a wrong name is told at once
 
     import_large("numpy", "torch")
+    import torch
+
     from ebbflow.cost import calibrate as costs
     from ebbflow.report.text.progress import ProgressDisplay
+
+    usual = "host,disk" if torch.cuda.is_available() else "disk"
+    named = parse_tiers(several_tiers(usual if tiers is None else tiers))
 
     with ProgressDisplay(sys.stderr) as display:
         found = costs.calibrate(named, lambda what: display.stage(f"measuring {what}"))
@@ -52,6 +58,8 @@ def calibrate(
             name: {**asdict(link), "together": found.together_bytes_per_second[name]}
             for name, link in machine.links.items()
         }
+        if found.card_link is not None:
+            links["host"] = {**asdict(found.card_link), "source": found.card_source}
         write_json({**machine.to_json(), "links": links, "path": found.path})
         return
     rates = ", ".join(f"{rate / 1e9:.1f} in {dtype}" for dtype, rate in machine.flops.items())
@@ -69,10 +77,21 @@ def calibrate(
             f"  {'':<10} {format_seconds(link.latency_seconds)} for each transfer besides; computing loses "
             f"{format_percent(link.compute_share)} of a transfer's time"
         )
+    if (link := found.card_link) is not None:
+        out, back = (format_bytes(int(rate)) for rate in (link.out_bytes_per_second, link.in_bytes_per_second))
+        print(f"  {'host':<10} {out} out, {back} back per second, {_ways(link.duplex)}; {found.card_source}")
+        print(
+            f"  {'':<10} {format_seconds(link.latency_seconds)} for each transfer besides; computing loses "
+            f"{format_percent(link.compute_share)} of a transfer's time"
+        )
     if found.path:
         print(f"  kept in    {found.path}")
     else:
         print("  not kept: the cache directory cannot be written", file=sys.stderr)
+
+
+def _ways(duplex: bool) -> str:
+    return "both ways at once" if duplex else "one way at a time"
 
 
 def _of_case(case: str, size: int | None, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the machine at hand can do, measured: arithmetic, memory, the least time of an op, and its links to disks.
+"""What the machine at hand can do, measured: arithmetic, memory, the least time of an op, and its links.
 
 Definitions:
 1. A *rate* is the best of :data:`_ROUNDS` rounds: other jobs can only make a round slower. Arithmetic is that of a
@@ -8,6 +8,7 @@ Definitions:
    ways at once are measured with two lanes, to tell what the disk itself could do; a step uses one.
 3. The machine that comes out replaces the catalogue's ``cpu`` wherever a cost has to be estimated, until it is measured
    again (``step.machine.machine_named``). Costs that are measured op by op do not depend on it.
+4. The host's memory is slower memory of a card alone: that link is the current card's, and no part of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch
 from ebbflow.step.machine import Link, Machine, catalogue, keep_machine
 from ebbflow.tiers import Tier
 from ebbflow.transfers.disk import DiskTier
-from ebbflow.transfers.links import measured_link, together_bytes_per_second
+from ebbflow.transfers.host import HostTier
+from ebbflow.transfers.links import measured_host_link, measured_link, together_bytes_per_second
 from ebbflow.transfers.tiers import open_tiers
 
 __all__ = ["Calibration", "calibrate"]
@@ -38,28 +40,34 @@ class Calibration:
     """What was measured.
 
     Attributes:
-        machine: with its rates, and links to the tiers that were asked for.
-        together_bytes_per_second: per tier, both ways at once.
+        machine: with its rates, and links to the disks that were asked for.
+        together_bytes_per_second: per disk, both ways at once.
         path: of the machine file; empty if it could not be written.
+        card_link: the current card's to the host, if it was asked for, at the rates that were measured.
+        card_source: where that is from, in words.
     """
 
     machine: Machine
     together_bytes_per_second: dict[str, float]
     path: str
+    card_link: Link | None = None
+    card_source: str = ""
 
 
 def calibrate(tiers: Sequence[Tier], tell: Callable[[str], None] = lambda _: None) -> Calibration:
-    """Measure the CPU at hand and its links to ``tiers``, and keep the result for later plans.
+    """Measure the CPU at hand, its links to disks and a card's to the host, and keep the result for later plans.
 
     Args:
-        tiers: of disks.
+        tiers: disks, and the host's memory where there is a card.
         tell: called with what is being measured.
 
     Raises:
-        UsageError: for the host's memory, which is a CPU's own.
-        TierError: for a disk that cannot be used, or that has no room.
+        UsageError: for the host's memory where there is no card: it is a CPU's own.
+        TierError: for a disk that cannot be used, or a tier that has no room.
     """
-    opened = open_tiers(tiers, "cpu")
+    of_card = [tier for tier in tiers if tier.directory is None and torch.cuda.is_available()]
+    opened = open_tiers([tier for tier in tiers if tier not in of_card], "cpu")
+    hosts = open_tiers(of_card, "cuda")
     flops: dict[str, float] = {}
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -76,6 +84,11 @@ def calibrate(tiers: Sequence[Tier], tell: Callable[[str], None] = lambda _: Non
         tell(f"the link to {tier.directory}")
         links[name] = measured_link(tier, anew=True)
         together[name] = together_bytes_per_second(tier)
+    card_link, card_source = None, ""
+    for tier in hosts.values():
+        assert isinstance(tier, HostTier)
+        tell("the card's link to the host")
+        card_link, card_source = measured_host_link(tier, anew=True)
     threads = torch.get_num_threads()
     source = f"ebbflow calibrate, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
     default = catalogue()["cpu"]
@@ -88,7 +101,8 @@ def calibrate(tiers: Sequence[Tier], tell: Callable[[str], None] = lambda _: Non
         sources={**default.sources, **dict.fromkeys(measured, source)},
     )
     path = keep_machine(machine)
-    return Calibration(replace(machine, links=links), together, "" if path is None else str(path))
+    kept = "" if path is None else str(path)
+    return Calibration(replace(machine, links=links), together, kept, card_link, card_source)
 
 
 def _best(work: Callable[[], object], repeat: int = 1) -> float:

@@ -2,7 +2,8 @@
 
 1. What the trace sets, it reads: a value that was set stays in the trace, until its token resets it.
 2. What nobody set in the trace is read for real, and guarded: where the variable has another value, the step is another
-   one. A variable without a value is left to Dynamo, which refuses it.
+   one. A variable without a value is left to Dynamo, which refuses it. So is reading where Dynamo knows these variables
+   itself, from torch 2.14 on: it guards what it reads, and refuses to set.
 3. A variable that is still set where the trace ends is refused: what runs the graph sets none.
 """
 
@@ -43,12 +44,12 @@ class _Setting:
 @contextmanager
 def context_variables_traced() -> Iterator[None]:
     """While open, captures of this thread trace context variables by definitions 1 to 3."""
+    from torch._dynamo import variables
     from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.variables import UserDefinedObjectVariable
 
+    owner = getattr(variables, "ContextVarVariable", variables.UserDefinedObjectVariable)
     with ExitStack() as stack:
-        calls = Attribute(UserDefinedObjectVariable, "call_method")
-        stack.enter_context(wrapped(calls, _of_context_variables, this_thread=True))
+        stack.enter_context(wrapped(Attribute(owner, "call_method"), _of_context_variables, this_thread=True))
         ends = Attribute(OutputGraph, "compile_and_call_fx_graph")
         stack.enter_context(wrapped(ends, _refuse_what_stays, this_thread=True))
         yield
@@ -56,15 +57,19 @@ def context_variables_traced() -> Iterator[None]:
 
 def _of_context_variables(below: Callable[..., Any]) -> Callable[..., Any]:
     def call_method(owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if type(owner.value) is not ContextVar or kwargs:
+        known_to_dynamo = getattr(owner, "cv_obj", None)
+        variable = getattr(owner, "value", None) if known_to_dynamo is None else known_to_dynamo
+        if type(variable) is not ContextVar or kwargs:
             return below(owner, tx, name, args, kwargs)
         found: Any = None
         if name == "set" and len(args) == 1:
-            found = _set(tx, owner.value, args[0])
+            found = _set(tx, variable, args[0])
         elif name == "reset" and len(args) == 1:
-            found = _reset(tx, owner.value, args[0])
+            found = _reset(tx, variable, args[0])
         elif name == "get":
-            found = _get(tx, owner, args)
+            found = _set_here(tx, variable)
+            if found is None and known_to_dynamo is None:
+                found = _read(tx, owner, args)
         return below(owner, tx, name, args, kwargs) if found is None else found
 
     return call_method
@@ -95,14 +100,16 @@ def _reset(tx: Any, variable: ContextVar[Any], token: Any) -> Any:
     return ConstantVariable.create(None)
 
 
-def _get(tx: Any, owner: Any, args: Any) -> Any:
+def _set_here(tx: Any, variable: ContextVar[Any]) -> Any:
+    """``None`` where the trace has not set it."""
+    return next((each.value for each in reversed(_still_set(tx.output)) if each.variable is variable), None)
+
+
+def _read(tx: Any, owner: Any, args: Any) -> Any:
     """``None`` where the variable has no value."""
     from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
     from torch._dynamo.variables.base import VariableTracker
 
-    for each in reversed(_still_set(tx.output)):
-        if each.variable is owner.value:
-            return each.value
     try:
         value = owner.value.get()
     except LookupError:
