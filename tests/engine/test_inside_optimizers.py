@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ebbflow
 from ebbflow.errors import BudgetError, UsageError
+from ebbflow.inside.one_by_one import step_alone
 from engine.pairs import Descent, Net, Pair, batch, equal, fitted, step, weights
 
 
@@ -492,3 +493,105 @@ def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is
     optimizer.step = centred  # type: ignore[method-assign]
     with pytest.raises(UsageError, match="another step than that of its class"):
         ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+
+
+MODELS_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw at once": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "rprop": lambda p: torch.optim.Rprop(p, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "own": lambda p: Descent(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("way", ["loop", "closure", "hooks"])
+@pytest.mark.parametrize("name", MODELS_OPTIMIZERS)
+def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: str, way: str) -> None:
+    """With the bits of eager, the order of its state, and gradients for whoever looks before and after the step."""
+
+    def train(*, planned: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = MODELS_OPTIMIZERS[name](model.parameters())
+        found: list[Any] = []
+
+        def look(*_: object) -> None:
+            found.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
+
+        if planned:
+            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        if way == "hooks":
+            optimizer.register_step_pre_hook(look)
+            optimizer.register_step_post_hook(look)
+
+        def backward() -> Tensor:
+            with ebbflow.no_update(model) if planned else contextlib.nullcontext():
+                loss = model(batch(len(found)))
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if way != "closure" or name == "own":
+                backward()
+                optimizer.step()
+                optimizer.step()  # once more by the same gradients
+            else:
+                found.append(optimizer.step(backward))
+            look()
+            optimizer.zero_grad()
+        return [found, weights(model), str(optimizer.state_dict())]
+
+    mine, theirs = train(planned=True), train(planned=False)
+    assert len(mine[0]) == len(theirs[0])
+    for one, other in zip(mine[0], theirs[0], strict=True):
+        assert equal(one, other) if isinstance(one, list) else torch.equal(one, other)
+    assert equal(mine[1], theirs[1])
+    assert mine[2] == theirs[2]
+
+
+@pytest.mark.parametrize("name", MODELS_OPTIMIZERS)
+def test_a_round_that_only_sums_is_within_its_budget(name: str) -> None:
+    """All gradients are there, and what the step takes of one parameter at a time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+    optimizer, x = MODELS_OPTIMIZERS[name](model.parameters()), torch.randn(64, 128)
+    ebbflow.fit(model, 10_000, optimizer=optimizer, step="inside", progress=None)
+
+    def sums() -> None:
+        with ebbflow.no_update(model):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    budget = 0
+    for _ in range(6):
+        try:
+            sums()
+        except BudgetError as error:
+            optimizer.zero_grad()
+            budget = (error.smallest_bytes or 0) + 4096
+            ebbflow.set_budget(model, budget)
+    with ebbflow.measure(model, optimizer, x) as gauge:
+        sums()
+    assert gauge.peak_bytes <= budget
+
+
+def test_a_step_that_fails_while_it_steps_one_by_one_leaves_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = fitted()
+    with ebbflow.no_update(model):
+        model(batch()).backward()
+    kept = [each.grad for each in model.parameters()]
+    made = iter(range(2))
+
+    def fails(*args: Any) -> None:
+        if next(made, None) is None:
+            raise KeyboardInterrupt
+        step_alone(*args)
+
+    monkeypatch.setattr("ebbflow.engine.inside.step_alone", fails)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert [each.grad for each in model.parameters()] == kept

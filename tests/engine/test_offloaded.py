@@ -151,8 +151,8 @@ def test_the_state_is_not_resident_and_the_plan_says_what_is_counted(tmp_path: P
     assert plans[0].resident_bytes - plans[1].resident_bytes == state
     assert plans[1].overhead <= plans[0].overhead
     assert "2.00 MiB to the disk before the forward and back for optimizer.step(), which takes" in str(plans[1])
-    assert "not what optimizer.step()" in str(plans[0])
-    assert "not" not in next(line for line in str(plans[1]).splitlines() if line.startswith("  counted"))
+    for plan in plans:
+        assert "not" not in next(line for line in str(plan).splitlines() if line.startswith("  counted"))
 
 
 def test_a_budget_that_cannot_hold_at_the_optimizers_step_is_refused_with_the_least_that_can(tmp_path: Path) -> None:

@@ -25,10 +25,12 @@ from ebbflow.clipping import Clipping
 from ebbflow.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbflow.cost.cache import device_context
 from ebbflow.cost.cuda_workspace import cublas_bytes, cublas_bytes_here, has_product
+from ebbflow.cost.optimizer_step import step_bytes
 from ebbflow.engine.arrivals import own_backwards
 from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.offloaded import Foreseen, foresee
 from ebbflow.engine.reserve import reserve_bytes, unsplit_bytes
+from ebbflow.engine.stepping import end_of, taken_of
 from ebbflow.errors import UsageError
 from ebbflow.faults import own_faults, users_level
 from ebbflow.inside.step import WithOptimizer
@@ -394,7 +396,7 @@ def capture_ahead(
         if options.offload_optimizer and optimizer is not None:
             state = foresee(optimizer, [model, args, kwargs], device, tiers[0])
         else:
-            state = _resident_state(optimizer)
+            state = _resident_state(optimizer, device, inside=options.inside)
         reserve = reserve_bytes(program, device, verify=options.verify)
         held = 0
         if target is not None and target.device == "cuda":
@@ -413,7 +415,12 @@ def capture_ahead(
         reserve,
         planned_for,
         tiers,
-        replace(provenance, optimizer="" if optimizer is None else class_of(optimizer), offloaded=state.note),
+        replace(
+            provenance,
+            optimizer="" if optimizer is None else class_of(optimizer),
+            offloaded=state.note,
+            optimizer_step=state.stepping,
+        ),
         state.end,
         {**resident, "cuBLAS workspace": held},
         _classes_in(model),
@@ -438,11 +445,15 @@ def _classes_in(model: torch.nn.Module) -> dict[str, str]:
     return {path: type(module).__name__ for path, module in named}
 
 
-def _resident_state(optimizer: torch.optim.Optimizer | None) -> Foreseen:
+def _resident_state(optimizer: torch.optim.Optimizer | None, device: str, *, inside: bool) -> Foreseen:
     """All of it stays, also what is to come."""
     if optimizer is None:
         return Foreseen([], 0, NOTHING_AFTER, "")
-    return Foreseen(list(tensors_in(optimizer)), future_state_bytes(optimizer), NOTHING_AFTER, "")
+    state, to_come = list(tensors_in(optimizer)), future_state_bytes(optimizer)
+    if inside:
+        return Foreseen(state, to_come, NOTHING_AFTER, "", "nothing: its updates are in the step")
+    taken = step_bytes(optimizer, device)
+    return Foreseen(state, to_come, end_of(optimizer, taken), "", taken_of(taken))
 
 
 def _usable(machine: Machine) -> str:

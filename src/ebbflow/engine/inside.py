@@ -12,6 +12,10 @@
    is gone.
 5. Gradients of which no backward has updated anything (all of a round came inside of :func:`accumulating`) are clipped
    when ``optimizer.step()`` begins, or when its closure has made them: nobody else does.
+6. They are stepped one parameter after the other, as in a backward, so that no more is taken than plans count for one
+   (``engine.stepping``): in the place of a closure, when all hooks before the step have run. The step itself finds no
+   gradients, and whoever looks afterwards finds them again. An optimizer that is not torch's may do anything with a
+   closure: it has its parameters stepped by our hook, if that is the last.
 """
 
 from __future__ import annotations
@@ -32,10 +36,19 @@ from ebbflow.engine.applied import Applied, State
 from ebbflow.engine.used import Used
 from ebbflow.errors import CaptureError, UpdateError, UsageError
 from ebbflow.inside.costs import settings_of
+from ebbflow.inside.one_by_one import step_alone
 from ebbflow.inside.step import WithOptimizer
 from ebbflow.inside.updates import names_of
 from ebbflow.torch_seams.data_parallel import bucket_bytes
-from ebbflow.torch_seams.optimizers import first_of_step_post_hooks, functions_of, gradient_of, has_gradient_hooks
+from ebbflow.torch_seams.optimizers import (
+    first_of_step_post_hooks,
+    functions_of,
+    gradient_of,
+    has_gradient_hooks,
+    is_last_before_step,
+    is_of_torch,
+    set_gradient,
+)
 from ebbflow.torch_seams.stance import left_out_of_traces
 
 __all__ = ["Inside"]
@@ -77,6 +90,7 @@ class Inside:
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._with_state = {id(each) for each in optimizer.state}
         self._accumulating = threading.local()
+        self._stepped_by: list[tuple[torch.Tensor, torch.Tensor]] = []
         before, after = self._before_step, self._after_step
         why = "Ebbflow looks at what its steps have updated"
         self._hooks = (
@@ -209,7 +223,8 @@ class Inside:
                     state[parameter] = state.pop(parameter)
 
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Definitions 3 to 5; returns what is called in place of a closure, whose gradients are to come."""
+        """Definitions 3 to 6; returns what is called in place of a closure, whose gradients are to come."""
+        self._show_gradients()  # of a step that was interrupted
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         given = [*args[2:], *(value for name, value in kwargs.items() if name != "closure")]
         if any(each is not None for each in given) and (closure is not None or self.applied.state is State.UPDATED):
@@ -222,12 +237,40 @@ class Inside:
         if closure is not None:
             instead = functools.partial(self._called, closure, itertools.count())
             self.applied.stepping = True
-            return ((args[0], instead, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": instead})
+            return _with_closure(args, kwargs, instead)
         if self.applied.state is State.CLEARED and self.clipping is not None:
             self._clip(self.clipping)
         self.applied.stepping = True
         self._allow_step()
+        if not any(True for _ in self._with_gradients()):
+            return None
+        if is_of_torch(self.optimizer):
+            return _with_closure(args, kwargs, self._step_each)
+        if is_last_before_step(self.optimizer, self._hooks[0]):
+            self._step_each()
         return None
+
+    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        """Parameters of the optimizer that have a gradient, with group and gradient, in the order in which it steps."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if (gradient := gradient_of(parameter)) is not None:
+                    yield group, parameter, gradient
+
+    def _step_each(self) -> None:
+        """Definition 6."""
+        try:
+            for group, parameter, gradient in list(self._with_gradients()):
+                self._stepped_by.append((parameter, gradient))
+                step_alone(self.optimizer, group, parameter, gradient)
+        except BaseException:
+            self._show_gradients()
+            raise
+
+    def _show_gradients(self) -> None:
+        """Those by which :meth:`_step_each` has stepped are where they were."""
+        while self._stepped_by:
+            set_gradient(*self._stepped_by.pop())
 
     def _called(self, closure: Callable[[], Any], calls: Iterator[int]) -> Any:
         """What ``closure`` gives. It is the user's own code, in which gradients are read as anywhere outside."""
@@ -243,6 +286,8 @@ class Inside:
             self._clip(self.clipping)
         self.applied.stepping = True
         self._allow_step()
+        if is_of_torch(self.optimizer):
+            self._step_each()
         return result
 
     def _allow_step(self) -> None:
@@ -263,6 +308,7 @@ class Inside:
         self.applied.state = State.STEPPED
 
     def _after_step(self, *_: object) -> None:
+        self._show_gradients()
         self._allow_step()  # where it has not called its closure
         self.applied.stepping = False
         if self.applied.state is not State.CLEARED:
@@ -302,3 +348,8 @@ class Inside:
                 "the step's own gradients have been made",
                 updated=self.applied.names,
             )
+
+
+def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Any:
+    """The arguments of a step, the optimizer first, with ``closure`` in the place of theirs."""
+    return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})

@@ -39,6 +39,7 @@ from ebbflow.engine.movers import refuse_movers
 from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
+from ebbflow.engine.stepping import StepOfOptimizer
 from ebbflow.errors import CaptureError, UsageError
 from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
@@ -148,6 +149,7 @@ class FittedModel:
     _kinds: Kinds = field(default_factory=Kinds)
     _code: Code = field(default_factory=Code)
     _numbers: Numbers = field(default_factory=Numbers)
+    _stepping: StepOfOptimizer | None = None
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.between)
@@ -156,6 +158,15 @@ class FittedModel:
         """Plan for another budget, or run another plan, from the next call on. What is captured stays."""
         self.budget, self.given_plan = budget, plan
         self._forget_plans()
+
+    @property
+    def stepping(self) -> StepOfOptimizer | None:
+        """The step of the optimizer that was told of, where its state stays in place."""
+        if self.optimizer is None or self.offloaded is not None:
+            return None
+        if self._stepping is None or self._stepping.optimizer is not self.optimizer:
+            self._stepping = StepOfOptimizer(self.optimizer, one_by_one=self.inside is not None)
+        return self._stepping
 
     def _forget_plans(self) -> None:
         """Also those that another thread is making: they are of what was asked for before."""
@@ -180,7 +191,7 @@ class FittedModel:
                     value=optimizer,
                 )
             replaced = [each for each in self.optimizers if _state_bytes(each) and each is not optimizer]
-            self.optimizer = optimizer
+            self.optimizer, self._stepping = optimizer, None
             self.other_optimizers = weakref.WeakSet(replaced)
             if self.inside is not None:
                 self.inside.close()
@@ -219,7 +230,7 @@ class FittedModel:
         self._met_with[optimizer] = _state_bytes(optimizer)
         if told is not None and self.offloaded is None and _parameters_of(told) <= _parameters_of(optimizer):
             self.other_optimizers.add(told)
-            self.optimizer = None
+            self.optimizer = self._stepping = None
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

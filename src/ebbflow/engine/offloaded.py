@@ -121,12 +121,14 @@ class Foreseen:
         to_come_bytes: of the state that there is not yet, what will stay.
         end: definition 2.
         note: for people.
+        stepping: for people too, what its step takes where no state is away.
     """
 
     staying: list[torch.Tensor]
     to_come_bytes: int
     end: StepEnd
     note: str
+    stepping: str = ""
 
 
 def foresee(optimizer: torch.optim.Optimizer, others: object, device: str | None, tier: str) -> Foreseen:

@@ -34,6 +34,7 @@ from ebbflow.engine.reserve import reserve_bytes, unsplit_bytes
 from ebbflow.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_flights
 from ebbflow.engine.retained import Retained, plan_retained
 from ebbflow.engine.step import Step
+from ebbflow.engine.stepping import taken_of
 from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.faults import users_level
 from ebbflow.measurement.optimizer_state import future_state_bytes
@@ -315,6 +316,7 @@ def _options(model: FittedModel, step: Step, now: Circumstances, *, guess: bool)
         estimate=estimated,
         optimizer=_names_of(model.optimizers),
         offloaded="" if model.offloaded is None else model.offloaded.note,
+        optimizer_step=_step_in_words(model, now),
         loss=LossPlace.OUTSIDE if guess else None,
     )
     options = replace(model.options, provenance=source, known=_known(model))
@@ -412,9 +414,18 @@ def _ends_of(model: FittedModel, step: Step, now: Circumstances) -> list[StepEnd
     hooks = hooks_end(model.after.bytes(now.slot, now.hooks))
     asked = StepEnd(step.capture.asked_bytes, what=_ASKED, remedy=_ASK_OUTSIDE, before=True)
     if model.offloaded is None:
-        return [hooks, asked]
+        if (stepping := model.stepping) is None or now.updates:
+            return [hooks, asked]
+        return [replace(stepping.end(now.trained), summed=now.accumulating), hooks, asked]
     state = replace(model.offloaded.end, summed=now.accumulating)
     return [state, *(replace(each, held_bytes=state.held_bytes) for each in (hooks, asked))]
+
+
+def _step_in_words(model: FittedModel, now: Circumstances) -> str:
+    """What is counted of the step of an optimizer that was told of."""
+    if now.updates:
+        return "nothing: its updates are in the step"
+    return "" if (stepping := model.stepping) is None else taken_of(stepping.taken_bytes(now.trained))
 
 
 def _gradient_bytes(program: Program) -> int:

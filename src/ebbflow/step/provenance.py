@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-__all__ = ["Costs", "LossPlace", "Planned", "Provenance"]
+__all__ = ["NOT_KNOWN", "Costs", "LossPlace", "Planned", "Provenance"]
+
+NOT_KNOWN = "not known"
+"""What an optimizer's step takes that cannot be tried on fake tensors: kernels of its own, a closure that it wants."""
 
 
 class Costs(enum.Enum):
@@ -64,6 +67,7 @@ class Provenance(Mapping[str, str]):
         usable: what is taken off, with sources.
         optimizer: class of the one whose state is counted.
         offloaded: what of that is away while a step runs.
+        optimizer_step: what ``optimizer.step()`` takes while it runs besides, in words, and whether that is counted.
         estimate: what is not as on the real device.
         mapped: which ops stand for those of another device.
         workspace: which workspaces of libraries are counted.
@@ -90,6 +94,7 @@ class Provenance(Mapping[str, str]):
     usable: str = ""
     optimizer: str = ""
     offloaded: str = ""
+    optimizer_step: str = ""
     estimate: str = ""
     mapped: str = ""
     workspace: str = ""

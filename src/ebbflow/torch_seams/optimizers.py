@@ -27,7 +27,9 @@ __all__ = [
     "functions_of",
     "gradient_of",
     "has_gradient_hooks",
+    "is_last_before_step",
     "is_of_step",
+    "is_of_torch",
     "own_step",
     "reader",
     "set_gradient",
@@ -87,6 +89,18 @@ def first_of_step_post_hooks(optimizer: torch.optim.Optimizer, hook: Callable[..
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
+
+
+def is_last_before_step(optimizer: torch.optim.Optimizer, handle: Any) -> bool:
+    """Whether the hook of ``handle`` is the last that is called before a step."""
+    return next(reversed(optimizer._optimizer_step_pre_hooks), None) == handle.id  # type: ignore[attr-defined]
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is one of torch's, which calls a closure once, before anything else, and takes any result."""
+    return own_step(type(optimizer)).__module__.startswith("torch.optim.") and not isinstance(
+        optimizer, torch.optim.LBFGS
+    )
 
 
 def functions_of(optimizer: torch.optim.Optimizer) -> frozenset[CodeType]:

@@ -8,7 +8,7 @@ from ebbflow.planners.base import AS_CAPTURED
 from ebbflow.report.records.resident import UNKNOWN, resident_of
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
-from ebbflow.step.provenance import Costs, LossPlace, Provenance
+from ebbflow.step.provenance import NOT_KNOWN, Costs, LossPlace, Provenance
 from ebbflow.step.rewrite import in_words
 from ebbflow.step.schedule import Compute, Offload, Reload
 from ebbflow.units import (
@@ -190,10 +190,12 @@ def counted_of(source: Provenance, *, between: bool = False) -> str:
         counted.append("what user code takes between forward and backward")
     if source.loss is LossPlace.OUTSIDE:
         missing.append("the loss, which is outside the model")
-    if source.offloaded:
-        counted.append("what optimizer.step() takes while it runs")
+    taken = source.optimizer_step
+    stepped = "what optimizer.step() takes while it runs"
+    if source.offloaded or (taken and taken != NOT_KNOWN):
+        counted.append(stepped)
     else:
-        missing.append("what optimizer.step() takes while it runs")
+        missing.append(f"{stepped}, which cannot be found out" if taken else stepped)
     if not missing:
         return ", ".join(counted)
     return f"{', '.join(counted)}; not {', '.join(missing)}"

@@ -1,0 +1,86 @@
+"""What the step of an optimizer that was told of takes while it runs, where its state stays in place.
+
+1. At ``optimizer.step()`` weights, state and gradients are there, outputs that live still, and what the step takes
+   besides (``cost.optimizer_step``): all parameters at once, or, with the optimizer in the step, one by one those of
+   which no backward has applied the gradient (``engine.inside``). No plan of the model's step lowers that, so a budget
+   has to have room for it.
+2. It is looked at again where what it depends on has changed: groups, frozen parameters, options, of numbers only
+   whether they are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ebbflow.cost.optimizer_step import step_bytes
+from ebbflow.engine.executable import SCALARS_BYTES
+from ebbflow.inside.costs import settings_of
+from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
+from ebbflow.step.provenance import NOT_KNOWN
+from ebbflow.units import format_bytes
+
+__all__ = ["StepOfOptimizer", "end_of", "taken_of"]
+
+
+def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_one: bool = False) -> StepEnd:
+    """Definition 1, of ``taken_bytes`` while it steps; nothing where that is not known."""
+    if not taken_bytes:
+        return NOTHING_AFTER
+    less = "" if one_by_one else ", or has no temporaries of all parameters at once (foreach=False, or fused=True)"
+    return StepEnd(
+        taken_bytes + SCALARS_BYTES,
+        what=f"what {type(optimizer).__name__} makes while it steps",
+        remedy=f"take an optimizer that makes less (SGD){less}",
+    )
+
+
+def taken_of(taken_bytes: int | None) -> str:
+    """For people."""
+    return NOT_KNOWN if taken_bytes is None else format_bytes(taken_bytes)
+
+
+class StepOfOptimizer:
+    """Of one optimizer.
+
+    Args:
+        optimizer: that steps weights of a fitted model.
+        one_by_one: whether its parameters are stepped one after the other.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, one_by_one: bool = False) -> None:
+        self.optimizer = optimizer
+        self.one_by_one = one_by_one
+        self._known: tuple[object, int | None] = (None, 0)
+
+    def taken_bytes(self, trained: bytes) -> int | None:
+        """What it takes while it runs; ``None`` if that cannot be found out.
+
+        Args:
+            trained: which parameters take gradients, in any form.
+        """
+        groups = self.optimizer.param_groups
+        key = (trained, [(id(each), len(each["params"]), settings_of(each)) for each in groups])
+        if self._known[0] != key:
+            self._known = (key, self._look())
+        return self._known[1]
+
+    def end(self, trained: bytes) -> StepEnd:
+        """Definition 1; ``trained`` as above."""
+        return end_of(self.optimizer, self.taken_bytes(trained), one_by_one=self.one_by_one)
+
+    def _look(self) -> int | None:
+        if not self.one_by_one:
+            return step_bytes(self.optimizer)
+        kinds: dict[object, list[dict[str, Any]]] = {}
+        for group in self.optimizer.param_groups:
+            for each in group["params"]:
+                kinds.setdefault((id(group), each.shape, each.stride(), each.dtype), [{**group, "params": [each]}])
+        return _most([step_bytes(self.optimizer, None, groups) for groups in kinds.values()])
+
+
+def _most(found: Sequence[int | None]) -> int | None:
+    known = [each for each in found if each is not None]
+    return max(known, default=0) if len(known) == len(found) else None
