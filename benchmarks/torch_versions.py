@@ -1,6 +1,6 @@
-"""Does Ebbflow hold on the torch of this environment? The canaries, the numerics tier and the demo, with counts.
+"""Does Ebbflow hold on the torch of this environment? Canaries, what captures read, the numerics tier and the demo.
 
-    python benchmarks/torch_versions.py [--only canaries numerics demo] [--out benchmarks/results]
+    python benchmarks/torch_versions.py [--only canaries state numerics demo] [--out benchmarks/results]
 
 ``make test-torch TORCH=2.12.0`` runs it in an environment of that release. Results are written after each part, to
 ``torch-<release>.json`` with a rendering in Markdown beside it; the exit status is 1 if anything failed.
@@ -30,6 +30,7 @@ NO_PEER = "It runs our own tests on every release of torch that we claim."
 ROOT = Path(__file__).parent.parent
 SUITES = {
     "canaries": ["tests/torch_seams"],
+    "state": ["tests/capture/test_python_state.py", "tests/capture/test_context_variables.py"],
     "numerics": ["tests/numerics"],
 }
 DEMO = "demo"

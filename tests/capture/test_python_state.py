@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
 
 import ebbflow
 from ebbflow.errors import CaptureError, InternalError
@@ -440,7 +441,12 @@ def test_a_capture_is_of_what_it_read(name: str) -> None:
     read, change = CASES[name]()
     with corrected_tracing():
         step = torch.compile(lambda x: read(x), backend="eager", fullgraph=True, dynamic=False)
-        found = [(change(turn), step(x))[1] for turn in range(6)]
+        try:
+            found = [(change(turn), step(x))[1] for turn in range(6)]
+        except (Unsupported, InternalTorchDynamoError):
+            if torch.__version__ >= "2.13":
+                raise
+            pytest.skip("this torch traces no such read, and the call is refused")
     dynamo.forget_compiled(step)
     assert all(map(torch.equal, expected, found))
     assert any(not torch.equal(expected[0], each) for each in expected), "the case changes nothing"

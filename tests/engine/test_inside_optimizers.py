@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import ebbflow
 from ebbflow.errors import BudgetError, UsageError
 from ebbflow.inside.one_by_one import step_alone
-from engine.pairs import Descent, Net, Pair, batch, equal, fitted, step, weights
+from ebbflow.torch_seams.optimizers import gradient_of
+from engine.pairs import Descent, Net, Pair, batch, eager, equal, fitted, step, weights
 
 
 @pytest.fixture
@@ -495,7 +496,7 @@ def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is
         ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
 
 
-MODELS_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+STEPPING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw at once": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -507,14 +508,14 @@ MODELS_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("way", ["loop", "closure", "hooks"])
-@pytest.mark.parametrize("name", MODELS_OPTIMIZERS)
+@pytest.mark.parametrize("name", STEPPING)
 def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: str, way: str) -> None:
     """With the bits of eager, the order of its state, and gradients for whoever looks before and after the step."""
 
     def train(*, planned: bool) -> list[Any]:
         torch.manual_seed(0)
         model = Net()
-        optimizer = MODELS_OPTIMIZERS[name](model.parameters())
+        optimizer = STEPPING[name](model.parameters())
         found: list[Any] = []
 
         def look(*_: object) -> None:
@@ -551,12 +552,12 @@ def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: s
     assert mine[2] == theirs[2]
 
 
-@pytest.mark.parametrize("name", MODELS_OPTIMIZERS)
+@pytest.mark.parametrize("name", STEPPING)
 def test_a_round_that_only_sums_is_within_its_budget(name: str) -> None:
     """All gradients are there, and what the step takes of one parameter at a time."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
-    optimizer, x = MODELS_OPTIMIZERS[name](model.parameters()), torch.randn(64, 128)
+    optimizer, x = STEPPING[name](model.parameters()), torch.randn(64, 128)
     ebbflow.fit(model, 10_000, optimizer=optimizer, step="inside", progress=None)
 
     def sums() -> None:
@@ -595,3 +596,74 @@ def test_a_step_that_fails_while_it_steps_one_by_one_leaves_the_gradients(monkey
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert [each.grad for each in model.parameters()] == kept
+
+
+def test_a_step_that_is_interrupted_after_it_has_stepped_leaves_no_old_gradients() -> None:
+    """The next step is by the gradients of the next backward."""
+    model, optimizer = fitted()
+    twin, plain = eager()
+    interrupts = iter([True])
+
+    class Interrupted(type(optimizer)):  # type: ignore[misc]
+        def _cuda_graph_capture_health_check(self) -> None:
+            return
+
+        def _init_group(self, *args: Any) -> Any:
+            if all(gradient_of(each) is None for each in model.parameters()) and next(interrupts, False):
+                raise KeyboardInterrupt
+            return super()._init_group(*args)
+
+    for seed in range(2):
+        with ebbflow.no_update(model):
+            model(batch(seed)).backward()
+        if not seed:
+            optimizer.__class__ = Interrupted
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        step((twin, plain), seed)
+    assert equal(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_hook_that_leaves_a_step_out_is_no_step(*, sums: bool) -> None:
+    """Where the weights have been updated, what clears gradients says so; where they have not, they stay."""
+    model, optimizer = fitted()
+
+    class Skip(Exception):
+        pass
+
+    def skip(*_: object) -> None:
+        raise Skip
+
+    optimizer.register_step_pre_hook(skip)
+    before = weights(model)
+    with ebbflow.no_update(model) if sums else contextlib.nullcontext():
+        loss = model(batch())
+    loss.backward()
+    with pytest.raises(Skip):
+        optimizer.step()
+    if sums:
+        assert equal(weights(model), before)
+        assert all(each.grad is not None for each in model.parameters())
+        optimizer.zero_grad()
+        return
+    with pytest.raises(UsageError, match="cleared"):
+        optimizer.zero_grad()
+
+
+def test_a_class_that_calls_the_step_of_its_base_is_refused_whatever_was_made_before() -> None:
+    class Base(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    class Calling(Base):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = Net()
+    with pytest.raises(UsageError, match="calls its hooks from below its own step"):
+        ebbflow.fit(model, "100%", optimizer=Calling(model.parameters(), lr=0.1), step="inside", progress=None)

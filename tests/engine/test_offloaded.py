@@ -160,7 +160,7 @@ def test_a_budget_that_cannot_hold_at_the_optimizers_step_is_refused_with_the_le
     model, optimizer = next(source)
     options: dict[str, Any] = {"tiers": f"disk:{tmp_path}", "offload_optimizer": True, "effort": 200}
     ebbflow.fit(model, "1MiB", optimizer=optimizer, **options)
-    with pytest.raises(BudgetError, match="the state of AdamW, which is back then, and its step, take") as refused:
+    with pytest.raises(BudgetError, match=r"the state of AdamW, back from its tier, and what .* take") as refused:
         model(x)
     assert refused.value.smallest_bytes is not None
     ebbflow.set_budget(model, refused.value.smallest_bytes)

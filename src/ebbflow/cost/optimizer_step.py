@@ -8,7 +8,7 @@
    largest, and all parameters step up to that one.
 3. A kernel may take memory of its own besides its results. On the device at hand every op is run once, alone, on memory
    that is resident anyway as far as can be (``cost.room``), but for those that take none: arithmetic of single
-   elements, on lists of tensors too, copies and fills.
+   elements in one type, on lists of tensors too, copies and fills. Of several types, a kernel casts some of them first.
 """
 
 from __future__ import annotations
@@ -148,6 +148,11 @@ def _takes_nothing(op: OpOverload) -> bool:
     return name.startswith(_FILLS) or name.endswith("_like")
 
 
+def _casts(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether it is arithmetic of several types; numbers in tensors (steps, rates) take no type."""
+    return is_pointwise(op) and len({each.dtype for each in tensors if each.ndim}) > 1
+
+
 class _Kernels:
     """Definition 3, each call measured once.
 
@@ -161,9 +166,11 @@ class _Kernels:
 
     def workspace_bytes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: object) -> int:
         """What ``func`` takes besides its results."""
-        if self._elsewhere or not isinstance(func, OpOverload) or _takes_nothing(func):
+        if self._elsewhere or not isinstance(func, OpOverload):
             return 0
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if _takes_nothing(func) and not _casts(func, tensors):
+            return 0
         if not tensors or any(each.device.type == "meta" for each in tensors):
             return 0
         call = call_with(func, args, kwargs, pytree.tree_leaves(results))

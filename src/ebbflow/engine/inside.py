@@ -13,9 +13,9 @@
 5. Gradients of which no backward has updated anything (all of a round came inside of :func:`accumulating`) are clipped
    when ``optimizer.step()`` begins, or when its closure has made them: nobody else does.
 6. They are stepped one parameter after the other, as in a backward, so that no more is taken than plans count for one
-   (``engine.stepping``): in the place of a closure, when all hooks before the step have run. The step itself finds no
-   gradients, and whoever looks afterwards finds them again. An optimizer that is not torch's may do anything with a
-   closure: it has its parameters stepped by our hook, if that is the last.
+   (``engine.stepping``): in the place of a closure, when all hooks before the step have run, of which one may raise to
+   leave the step out. The step itself finds no gradients, and whoever looks afterwards finds them again. An optimizer
+   that is not torch's may do anything with a closure: it has its parameters stepped by our hook, if that is the last.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Inside:
 
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Definitions 3 to 6; returns what is called in place of a closure, whose gradients are to come."""
-        self._show_gradients()  # of a step that was interrupted
+        self._stepped_by.clear()  # of a step that was interrupted
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         given = [*args[2:], *(value for name, value in kwargs.items() if name != "closure")]
         if any(each is not None for each in given) and (closure is not None or self.applied.state is State.UPDATED):
@@ -241,14 +241,18 @@ class Inside:
         if self.applied.state is State.CLEARED and self.clipping is not None:
             self._clip(self.clipping)
         self.applied.stepping = True
-        self._allow_step()
-        if not any(True for _ in self._with_gradients()):
-            return None
         if is_of_torch(self.optimizer):
-            return _with_closure(args, kwargs, self._step_each)
+            why = "Ebbflow steps what is left to step"
+            return _with_closure(args, kwargs, left_out_of_traces(self._instead_of_a_closure, why))
+        self._allow_step()
         if is_last_before_step(self.optimizer, self._hooks[0]):
             self._step_each()
         return None
+
+    def _instead_of_a_closure(self) -> None:
+        """All hooks before the step have run, and none of them has raised."""
+        self._allow_step()
+        self._step_each()
 
     def _with_gradients(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
         """Parameters of the optimizer that have a gradient, with group and gradient, in the order in which it steps."""

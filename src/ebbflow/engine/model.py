@@ -52,6 +52,7 @@ from ebbflow.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbflow.torch_seams.data_parallel import bucket_bytes
 from ebbflow.torch_seams.eager_answers import Answers
 from ebbflow.torch_seams.input_branches import Question
+from ebbflow.torch_seams.optimizers import is_of_torch
 from ebbflow.torch_seams.storages import walk
 from ebbflow.transfers.ways import Way
 from ebbflow.units import Budget, format_bytes, format_count
@@ -165,7 +166,8 @@ class FittedModel:
         if self.optimizer is None or self.offloaded is not None:
             return None
         if self._stepping is None or self._stepping.optimizer is not self.optimizer:
-            self._stepping = StepOfOptimizer(self.optimizer, one_by_one=self.inside is not None)
+            one_by_one = self.inside is not None and is_of_torch(self.optimizer)
+            self._stepping = StepOfOptimizer(self.optimizer, one_by_one=one_by_one)
         return self._stepping
 
     def _forget_plans(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbflow.cost.optimizer_step import step_bytes
-from ebbflow.engine.executable import SCALARS_BYTES
+from ebbflow.engine.stepping import less_at_once, scalars_bytes
 from ebbflow.errors import BudgetError
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.resident import kept_by, optimizers_in, storages_in, tensors_in
@@ -90,11 +90,13 @@ class Offloaded:
 
 def end_of_step(optimizer: torch.optim.Optimizer, moving_bytes: int, taken_bytes: int | None) -> StepEnd:
     """Definition 2, of ``moving_bytes`` of state and ``taken_bytes`` while the optimizer steps."""
+    slack = scalars_bytes(optimizer)
     return StepEnd(
-        moving_bytes + (taken_bytes or 0) + SCALARS_BYTES,
+        moving_bytes + (taken_bytes or 0) + slack,
         moving_bytes,
-        f"the state of {type(optimizer).__name__}, which is back then, and its step",
-        "take an optimizer that keeps less (SGD, Adafactor) or takes less while it steps (foreach=False)",
+        f"the state of {type(optimizer).__name__}, back from its tier, and what its step makes while it runs",
+        f"take an optimizer that keeps less (SGD, Adafactor){less_at_once(optimizer)}",
+        slack_bytes=slack,
     )
 
 

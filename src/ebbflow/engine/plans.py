@@ -76,7 +76,7 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
         for each in step.executables
         if each.asked == model.asked
         and _has_room(each, resident + (0 if model.given_plan else each.unsplit_bytes), between, retained)
-        and all(end.needed_bytes(each.plan.program, resident) <= each.plan.budget_bytes for end in ends)
+        and all(end.held_by(each.plan.budget_bytes, each.plan.program, resident) for end in ends)
         and not (each.provisional and not is_guess(model, step, now))
         and (now.accumulating or not each.accumulates)
         and now.updates in each.serves
@@ -413,11 +413,12 @@ def _ends_of(model: FittedModel, step: Step, now: Circumstances) -> list[StepEnd
     """What is taken before a call's forward or when its backward has returned, whatever the plan: one or another."""
     hooks = hooks_end(model.after.bytes(now.slot, now.hooks))
     asked = StepEnd(step.capture.asked_bytes, what=_ASKED, remedy=_ASK_OUTSIDE, before=True)
+    kept = {"summed": now.accumulating, "gone_bytes": now.flying_bytes}
     if model.offloaded is None:
-        if (stepping := model.stepping) is None or now.updates:
+        if (stepping := model.stepping) is None or (now.updates and not stepping.one_by_one):
             return [hooks, asked]
-        return [replace(stepping.end(now.trained), summed=now.accumulating), hooks, asked]
-    state = replace(model.offloaded.end, summed=now.accumulating)
+        return [replace(stepping.end(now.trained), **kept), hooks, asked]
+    state = replace(model.offloaded.end, **kept)
     return [state, *(replace(each, held_bytes=state.held_bytes) for each in (hooks, asked))]
 
 

@@ -25,16 +25,44 @@ from ebbflow.units import format_bytes
 __all__ = ["StepOfOptimizer", "end_of", "taken_of"]
 
 
+_ON_CARD = 128
+"""The allocator hands out 512 bytes for one of 4."""
+
+
+_GENERATORS_BYTES = 3 * 5056
+"""Of states of the CPU's generator, which the proof of a first step may still have when the optimizer steps."""
+
+
 def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_one: bool = False) -> StepEnd:
     """Definition 1, of ``taken_bytes`` while it steps; nothing where that is not known."""
     if not taken_bytes:
         return NOTHING_AFTER
-    less = "" if one_by_one else ", or has no temporaries of all parameters at once (foreach=False, or fused=True)"
+    slack = scalars_bytes(optimizer) + _GENERATORS_BYTES
+    inside = "" if one_by_one else ', or have it step inside of the backward (step="inside")'
     return StepEnd(
-        taken_bytes + SCALARS_BYTES,
-        what=f"what {type(optimizer).__name__} makes while it steps",
-        remedy=f"take an optimizer that makes less (SGD){less}",
+        taken_bytes + slack,
+        what=f"the tensors that {type(optimizer).__name__} makes while it steps",
+        remedy=f"take an optimizer that makes fewer (SGD){less_at_once(optimizer)}{inside}",
+        slack_bytes=slack,
     )
+
+
+def less_at_once(optimizer: torch.optim.Optimizer) -> str:
+    """Options of torch's with which its step takes less, and which it has not, as advice; empty if there are none."""
+    found: list[str] = []
+    for group in optimizer.param_groups:
+        on_card = any(each.is_cuda for each in group["params"])
+        if group.get("foreach") or ("foreach" in group and group["foreach"] is None and on_card):
+            found.append("foreach=False")
+        if "fused" in group and not group["fused"]:
+            found.append("fused=True")
+    return "".join(f", or {each}" for each in dict.fromkeys(found))
+
+
+def scalars_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Room for a few scalars, losses that the loop keeps."""
+    on_card = any(each.is_cuda for group in optimizer.param_groups for each in group["params"])
+    return _ON_CARD * SCALARS_BYTES if on_card else SCALARS_BYTES
 
 
 def taken_of(taken_bytes: int | None) -> str:
@@ -62,7 +90,11 @@ class StepOfOptimizer:
             trained: which parameters take gradients, in any form.
         """
         groups = self.optimizer.param_groups
-        key = (trained, [(id(each), len(each["params"]), settings_of(each)) for each in groups])
+        key = (
+            trained,
+            settings_of(vars(self.optimizer)),
+            [(id(each), len(each["params"]), settings_of(each)) for each in groups],
+        )
         if self._known[0] != key:
             self._known = (key, self._look())
         return self._known[1]

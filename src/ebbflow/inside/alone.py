@@ -32,7 +32,7 @@ from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.compiling_flag import while_nothing_is_captured
 from ebbflow.torch_seams.dispatcher import Draws
 from ebbflow.torch_seams.fake_tensors import without_modes
-from ebbflow.torch_seams.optimizers import steps_otherwise
+from ebbflow.torch_seams.optimizers import hook_bases, steps_otherwise
 from ebbflow.torch_seams.storages import storage_key
 
 __all__ = ["refuse_what_is_not_alone"]
@@ -91,6 +91,7 @@ def _refusal(why: str) -> UsageError:
 
 def _difference(optimizer: torch.optim.Optimizer) -> str:
     """What is another when parameters step one by one; empty if nothing is."""
+    hook_bases(optimizer)
     together, alone = _stand_in(optimizer), _stand_in(optimizer)
     hooks: list[int] = []
     alone.register_step_pre_hook(lambda *_: hooks.append(1))

@@ -21,10 +21,14 @@ _RATE = "lr"  # schedules begin at 0
 _SCALARS = 4  # at most at a time: the total, what it is made into
 
 
-def settings_of(options: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
-    """What of a group's options an update's bytes depend on: flags such as amsgrad, whether there is a momentum."""
-    numbers = ((name, value) for name, value in options.items() if isinstance(value, bool | float | None))
-    return tuple((name, bool(value)) for name, value in numbers if name != _RATE)
+def settings_of(options: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
+    """What of a group's options an update's bytes depend on: flags such as amsgrad, whether there is a momentum.
+
+    Of a number that is whether it is 0; numbers may count steps.
+    """
+    plain = ((name, value) for name, value in options.items() if isinstance(value, bool | int | float | str | None))
+    said = ((name, value if isinstance(value, bool | str | None) else bool(value)) for name, value in plain)
+    return tuple((name, value) for name, value in said if name != _RATE)
 
 
 class UpdateCosts:

@@ -37,6 +37,8 @@ class StepEnd:
         remedy: besides a larger budget.
         summed: whether the step's gradients are gone by then (definition 2).
         before: whether it is the end before the forward.
+        gone_bytes: of what is resident when the step begins, what is gone by then: what other forwards keep.
+        slack_bytes: of ``bytes``, room for scalars that later steps leave behind; a plan that holds may use it up.
     """
 
     bytes: int
@@ -45,6 +47,12 @@ class StepEnd:
     remedy: str = ""
     summed: bool = False
     before: bool = False
+    gone_bytes: int = 0
+    slack_bytes: int = 0
+
+    def held_by(self, budget_bytes: int, program: Program, resident_bytes: int) -> bool:
+        """Whether a plan that was made for ``budget_bytes`` holds where so much is resident."""
+        return self.needed_bytes(program, resident_bytes) - self.slack_bytes <= budget_bytes
 
     def needed_bytes(self, program: Program, resident_bytes: int) -> int:
         """Of a budget, whatever the plan; 0 if nothing is taken."""
@@ -53,7 +61,7 @@ class StepEnd:
         if self.before:
             return resident_bytes + self.bytes
         gone = sum(program.buffers[each].bytes for each in set(program.gradients)) if self.summed else 0
-        return resident_bytes + max(end_bytes(program) - gone, 0) + self.bytes
+        return resident_bytes - self.gone_bytes + max(end_bytes(program) - gone, 0) + self.bytes
 
     def unplanned_bytes(self, program: Program, resident_bytes: int) -> int:
         """The peak that shares are of (definition 3)."""
@@ -83,7 +91,7 @@ class StepEnd:
         when = "before the planned forward" if self.before else "after the planned backward"
         there = "there" if self.before else "at its end"
         return BudgetError(
-            f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what}, take "
+            f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what} take "
             f"{format_bytes(self.bytes)} {when}, so that {format_bytes(needed)} ({needed} bytes, "
             f"{share_of_unplanned(needed, unplanned)}) are taken {there}, whatever the plan. "
             f"{resident_sentence(parts)}. Ask for "

@@ -27,6 +27,7 @@ __all__ = [
     "functions_of",
     "gradient_of",
     "has_gradient_hooks",
+    "hook_bases",
     "is_last_before_step",
     "is_of_step",
     "is_of_torch",
@@ -47,6 +48,19 @@ def own_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The function of the class that steps, with neither hooks nor counters (definition 1)."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def hook_bases(optimizer: torch.optim.Optimizer) -> None:
+    """Wrap the ``step`` of the bases of its class too, as torch does once an object of a base is made (definition 1).
+
+    A class that calls its base's step is otherwise as it is until then, and another one from then on.
+    """
+    for kind in type(optimizer).__mro__[1:]:
+        step: Any = vars(kind).get("step")
+        if step is not None and kind is not torch.optim.Optimizer and not getattr(step, "hooked", False):
+            wrapped: Any = torch.optim.Optimizer.profile_hook_step(step)
+            wrapped.hooked = True
+            kind.step = wrapped  # type: ignore[attr-defined]
 
 
 def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:

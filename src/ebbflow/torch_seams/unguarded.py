@@ -38,6 +38,8 @@ _PARTIALS = "_ebbflow_partials"  # of a trace: the partials that it has found, b
 _KEYWORDS = "L['kwargs']"
 """What Dynamo calls a call's keywords (``capture.trace``), whose order means nothing."""
 
+_READING = ("var_getattr", "tp_getattro_impl")
+"""How a variable is asked for an attribute: up to torch 2.13, and later."""
 _NONE: dict[str, Any] = {}
 
 _Below = Callable[..., Any]
@@ -49,9 +51,10 @@ def unguarded_guarded() -> Iterator[None]:
     from torch._dynamo import symbolic_convert, variables
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
-    from torch._dynamo.variables import builder, builtin
+    from torch._dynamo.variables import builder, builtin, misc
 
-    dicts = variables.ConstDictVariable
+    protocol = getattr(variables, "object_protocol", None)  # a module; not in all
+    dicts, of_dictionaries = variables.ConstDictVariable, getattr(variables, "UserDefinedDictVariable", None)
     instance_dicts = getattr(variables, "DunderDictVariable", None)
     patches: list[tuple[Any, str, Callable[[_Below], _Below]]] = [
         (dicts, "install_dict_keys_match_guard", _of_keys),
@@ -61,11 +64,12 @@ def unguarded_guarded() -> Iterator[None]:
         (instance_dicts, "install_dict_contains_guard", _of_keys_of_instances),
         (instance_dicts, "call_method", _of_copies),
         (builder.VariableBuilder, "_wrap", _of_values),  # from whose table of methods no patch is seen
-        (getattr(variables, "UserDefinedDictVariable", None), "var_getattr", _of_attributes_of_dictionaries),
+        *((of_dictionaries, each, _of_attributes_of_dictionaries) for each in _READING),
         (builtin.BuiltinVariable, "call_isinstance", partial(of_registers, isinstance)),
         (builtin.BuiltinVariable, "call_issubclass", partial(of_registers, issubclass)),
         (builtin, "vt_identity_compare", _of_identity),
-        (getattr(variables, "object_protocol", None), "vt_identity_compare", _of_identity),  # a module; not in all
+        (protocol, "vt_identity_compare", _of_identity),
+        (getattr(misc, "GetAttrVariable", None), "call_method", _of_attributes_by_name),
         (InliningInstructionTranslator, "get_globals_source_and_value", _of_environment),
         (variables.TensorVariable, "method_attr__version", _of_versions),
         (variables.UserFunctionVariable, "get_code", of_functions),
@@ -73,20 +77,23 @@ def unguarded_guarded() -> Iterator[None]:
         (OutputGraph, "compile_and_call_fx_graph", _of_trace),
     ]
     for kind in ("UserFunctionVariable", "UserMethodVariable", "PythonModuleVariable"):
-        for method in ("var_getattr", "call_obj_hasattr"):
+        for method in (*_READING, "call_obj_hasattr"):
             patches.append((getattr(variables, kind, None), method, partial(_of_attributes, method)))
     objects = getattr(variables, "UserDefinedObjectVariable", None)
-    patches.append((objects, "var_getattr", _of_missing_attributes))
+    patches += [(objects, each, _of_missing_attributes) for each in _READING]
     partials = getattr(variables, "FunctoolsPartialVariable", None)
-    patches += [(partials, each, partial(_of_partials, each)) for each in ("var_getattr", "call_obj_hasattr")]
+    patches += [(partials, each, partial(_of_partials, each)) for each in (*_READING, "call_obj_hasattr")]
     with ExitStack() as stack:
         for owner, name, replacement in patches:
             if (below := getattr(owner, name, None)) is not None:
                 place = Attribute(owner, name)
                 stack.enter_context(wrapped(place, replacement, this_thread=True, default=below))
-        for sign in ("is", "is not"):
+        signs = {"is": _of_identity_by_sign, "is not": _of_identity_by_sign}
+        if torch.__version__ < "2.13":  # later releases compare by ``vt_identity_compare`` where there is no equality
+            signs |= {"==": _of_equality_by_sign, "!=": _of_equality_by_sign}
+        for sign, replacement in signs.items():
             place = Item(symbolic_convert.compare_op_handlers, sign)
-            stack.enter_context(wrapped(place, _of_identity_by_sign, this_thread=True))
+            stack.enter_context(wrapped(place, replacement, this_thread=True))
         yield
 
 
@@ -151,6 +158,24 @@ def _of_copies(below: _Below) -> _Below:
         return below(owner, tx, name, *args)
 
     return call_method
+
+
+def _of_attributes_by_name(below: _Below) -> _Below:
+    """On torch 2.11 attributes of an object are no dictionary of Dynamo's, and what is not there is not guarded."""
+
+    def call_method(owner: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        asks = name in ("get", "__getitem__", "__contains__") and owner.name == "__dict__" and args
+        if asks and args[0].is_python_constant() and can_change(source := owner.obj.source):
+            key = args[0].as_python_constant()
+            guard_at(source, f"has {key!r} in __dict__", f"whether vars has {key!r} of", partial(_same_in_vars, key))
+        return below(owner, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _same_in_vars(key: Any, value: Any) -> Callable[[Any], bool]:
+    expected = key in vars(value)
+    return lambda now: (key in vars(now)) == expected
 
 
 def _same_keys(value: Any) -> Callable[[Any], bool]:
@@ -282,6 +307,18 @@ def _of_identity(below: _Below) -> _Below:
 def _of_identity_by_sign(below: _Below) -> _Below:
     def compare(tx: Any, args: Any, *kwargs: Any) -> Any:
         _guard_identity(*args)
+        return below(tx, args, *kwargs)
+
+    return compare
+
+
+def _of_equality_by_sign(below: _Below) -> _Below:
+    """Objects without an equality of their own are equal if they are one."""
+    from torch._dynamo.variables import UserDefinedObjectVariable
+
+    def compare(tx: Any, args: Any, *kwargs: Any) -> Any:
+        if all(isinstance(each.realize(), UserDefinedObjectVariable) for each in args):
+            _guard_identity(*args)
         return below(tx, args, *kwargs)
 
     return compare

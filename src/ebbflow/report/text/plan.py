@@ -98,7 +98,8 @@ def rewrites_of(plan: Plan) -> list[str]:
     rests = "takes for granted, until fit measures it," if assumed else "rests on what was measured here:"
     rewrites = plan.rewritten.rewrites
     many = [each for each in rewrites if "places" in dict(each.settings)]
-    lines = [f"{each}; {rests} {', '.join(each.facts)}" for each in rewrites if each not in many]
+    one_by_one = [each for each in rewrites if each not in many]
+    lines = [f"{each}; {rests} {', '.join(each.facts)}" if each.facts else str(each) for each in one_by_one]
     if many:
         facts = dict.fromkeys(fact for each in many for fact in each.facts)
         lines.append(f"{'; '.join(in_words(many))}; {rests} {', '.join(facts)}")

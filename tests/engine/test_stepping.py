@@ -1,0 +1,169 @@
+"""The budget holds at ``optimizer.step()`` of an optimizer that was told of, whose state stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbflow
+from ebbflow.errors import BudgetError
+from engine.pairs import Descent, Net, batch
+
+MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw at once": lambda p: torch.optim.AdamW(p, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "muon": lambda p: torch.optim.Muon([each for each in p if each.ndim == 2]),
+}
+
+
+class Wide(nn.Module):
+    """Weights that take far more than a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Wide(), torch.randn(16, 128)
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, micro: int = 1) -> Tensor:
+    for _ in range(micro):
+        loss = model(x)
+        loss.backward()
+    optimizer.step()
+    model.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("name", MAKE)
+def test_the_whole_step_is_within_the_smallest_budget(name: str, micro: int) -> None:
+    model, x = wide()
+    optimizer = MAKE[name](model.parameters())
+    ebbflow.fit(model, 10_000, optimizer=optimizer, progress=None)
+    budget = 0
+    refusals = 0
+    for _ in range(8):
+        try:
+            loss = whole_step(model, optimizer, x, micro)
+        except BudgetError as error:
+            optimizer.zero_grad()
+            refusals += 1
+            budget = error.smallest_bytes or 0
+            ebbflow.set_budget(model, budget)
+    assert loss > 0
+    assert refusals <= (1 if micro == 1 else 2), "summed gradients are known from the second micro-batch on"
+    with ebbflow.measure(model, optimizer, x) as gauge:
+        whole_step(model, optimizer, x, micro)
+    assert gauge.peak_bytes <= budget
+
+
+def test_what_pins_such_a_budget_is_named_with_what_would_help() -> None:
+    model, x = wide()
+    optimizer = MAKE["adamw at once"](model.parameters())
+    needed: list[int] = []
+    for foreach in (True, False):
+        optimizer.param_groups[0]["foreach"] = foreach
+        with pytest.raises(BudgetError, match="the tensors that AdamW makes while it steps") as refused:
+            ebbflow.plan(model, (x,), budget="1MiB", optimizer=optimizer, progress=None)
+        assert ("foreach=False" in str(refused.value)) == foreach
+        assert "fused=True" in str(refused.value)
+        assert refused.value.smallest_bytes is not None
+        needed.append(refused.value.smallest_bytes)
+    weights = sum(each.nbytes for each in model.parameters())
+    assert needed[0] - needed[1] > weights / 2
+    plan = ebbflow.plan(model, (x,), budget=needed[1], optimizer=optimizer, progress=None)
+    assert "what optimizer.step() takes while it runs" in str(plan)
+    assert "not what optimizer.step()" not in str(plan)
+
+
+def test_a_share_is_of_the_larger_of_both_peaks() -> None:
+    model, x = wide()
+    optimizer = MAKE["adamw at once"](model.parameters())
+    plan = ebbflow.plan(model, (x,), budget="100%", optimizer=optimizer, progress=None)
+    assert plan.budget_bytes >= plan.smallest_bytes > plan.predicted_peak_bytes
+    ebbflow.fit(model, "100%", optimizer=optimizer, progress=None)
+    with ebbflow.measure(model, optimizer, x) as gauge:
+        whole_step(model, optimizer, x)
+    fitted = ebbflow.plan_of(model)
+    assert fitted is not None
+    assert gauge.peak_bytes <= fitted.budget_bytes
+
+
+def test_options_that_make_it_take_more_are_seen_at_the_next_call() -> None:
+    model, x = wide()
+    optimizer = MAKE["adamw"](model.parameters())
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.plan(model, (x,), budget="1MiB", optimizer=optimizer, progress=None)
+    assert refused.value.smallest_bytes is not None
+    ebbflow.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
+    whole_step(model, optimizer, x)
+    optimizer.param_groups[0]["foreach"] = True
+    with pytest.raises(BudgetError, match="the tensors that AdamW makes while it steps"):
+        whole_step(model, optimizer, x)
+
+
+def test_a_step_that_cannot_be_tried_is_said_not_to_be_counted() -> None:
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    plain = Net()
+    optimizer.step(lambda: plain(batch()).detach())  # its state is there
+    ebbflow.fit(model, "1GiB", optimizer=optimizer, progress=None)
+    model(batch()).backward()
+    assert "not what optimizer.step() takes while it runs, which cannot be found out" in str(ebbflow.plan_of(model))
+
+
+class Mixed(Descent):
+    """Momentum in float32 of weights in bfloat16: its sums cast what they add."""
+
+    def of(self, group: dict[str, Any], parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["momentum"].add_(parameter.grad)
+        parameter.add_(state["momentum"], alpha=-group["lr"])
+
+
+def test_sums_of_several_types_take_what_they_cast() -> None:
+    torch.manual_seed(0)
+    model, x = Wide().bfloat16(), torch.randn(4, 128).bfloat16()
+    optimizer = Mixed(model.parameters())
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.plan(model, (x,), budget=10_000, optimizer=optimizer, progress=None)
+    assert refused.value.smallest_bytes is not None
+    ebbflow.fit(model, refused.value.smallest_bytes, optimizer=optimizer, progress=None)
+    for _ in range(2):
+        whole_step(model, optimizer, x)
+    with ebbflow.measure(model, optimizer, x) as gauge:
+        whole_step(model, optimizer, x)
+    assert gauge.peak_bytes <= refused.value.smallest_bytes
+
+
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
+def test_forwards_in_the_air_are_gone_when_the_optimizer_steps() -> None:
+    model, x = wide()
+    optimizer = MAKE["adamw at once"](model.parameters())
+    plain = ebbflow.plan(model, (x,), budget="1GiB", optimizer=optimizer, progress=None)
+    needed = plain.resident_bytes + plain.smallest_bytes
+    ebbflow.fit(model, needed, optimizer=optimizer, progress=None)
+    large = torch.randn(256, 128)
+    for _ in range(3):
+        (model(large) + model(large)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
