@@ -66,7 +66,7 @@ def train(
             with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
                 loss = model(*case.args)
             (loss if scaler is None else scaler.scale(loss)).backward()
-        if not whole:  # what the optimizer takes while it runs is in no budget then (docs/limits.md)
+        if not whole:  # without the optimizer's step
             torch.cuda.synchronize()
             left.peaks.append(torch.cuda.max_memory_allocated())
         if clip is not None:

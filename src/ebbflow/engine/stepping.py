@@ -29,6 +29,8 @@ _ON_CARD = 128
 """The allocator hands out 512 bytes for one of 4."""
 
 
+_UNSPLIT = 200
+"""One in so many bytes, for blocks that the allocator hands out larger than asked for (``engine.reserve``)."""
 _GENERATORS_BYTES = 3 * 5056
 """Of states of the CPU's generator, which the proof of a first step may still have when the optimizer steps."""
 
@@ -38,6 +40,8 @@ def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_
     if not taken_bytes:
         return NOTHING_AFTER
     slack = scalars_bytes(optimizer) + _GENERATORS_BYTES
+    if _is_on_card(optimizer):
+        slack += taken_bytes // _UNSPLIT
     inside = "" if one_by_one else ', or have it step inside of the backward (step="inside")'
     return StepEnd(
         taken_bytes + slack,
@@ -61,8 +65,11 @@ def less_at_once(optimizer: torch.optim.Optimizer) -> str:
 
 def scalars_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Room for a few scalars, losses that the loop keeps."""
-    on_card = any(each.is_cuda for group in optimizer.param_groups for each in group["params"])
-    return _ON_CARD * SCALARS_BYTES if on_card else SCALARS_BYTES
+    return _ON_CARD * SCALARS_BYTES if _is_on_card(optimizer) else SCALARS_BYTES
+
+
+def _is_on_card(optimizer: torch.optim.Optimizer) -> bool:
+    return any(each.is_cuda for group in optimizer.param_groups for each in group["params"])
 
 
 def taken_of(taken_bytes: int | None) -> str:
