@@ -254,7 +254,7 @@ def test_a_budget_without_room_for_asking_is_refused() -> None:
     small = sum(each.nbytes for each in model.parameters()) + x.nbytes + (1 << 18)
     fitted = ebbflow.fit(model, small, progress=None)
     for _ in range(2):
-        with pytest.raises(BudgetError, match="asks values of its inputs, take") as refused:
+        with pytest.raises(BudgetError, match="asks of values of its inputs take") as refused:
             fitted(x)
     least = refused.value.smallest_bytes
     assert least is not None

@@ -51,7 +51,7 @@ from ebbflow.step.provenance import LossPlace
 from ebbflow.step.schedule import Schedule
 from ebbflow.units import Budget, format_bytes
 
-_ASKED = "what the model asks values of its inputs"
+_ASKED = "the questions that the model asks of values of its inputs"
 _ASK_OUTSIDE = "ask it outside of the model and give the forward what comes of it as a Python bool"
 
 __all__ = ["holding", "is_guess", "plan_for", "resident_bytes"]
