@@ -167,3 +167,28 @@ def test_forwards_in_the_air_are_gone_when_the_optimizer_steps() -> None:
         (model(large) + model(large)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_state_of_a_group_that_is_added_later_is_planned_for_before_its_first_step() -> None:
+    model, x = wide()
+    layers = list(model.get_submodule("layers").children())
+    early, late = ([p for each in part for p in each.parameters()] for part in (layers[:2], layers[2:]))
+    optimizer = torch.optim.AdamW(early, foreach=True)
+    ebbflow.fit(model, 10_000, optimizer=optimizer, progress=None)
+    with pytest.raises(BudgetError) as refused:
+        model(x)
+    ebbflow.set_budget(model, refused.value.smallest_bytes or 0)
+    for _ in range(3):
+        whole_step(model, optimizer, x)
+    optimizer.add_param_group({"params": late})
+    before = [each.detach().clone() for each in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(BudgetError) as refused:
+            whole_step(model, optimizer, x)
+    assert all(map(torch.equal, before, model.parameters()))
+    budget = refused.value.smallest_bytes or 0
+    ebbflow.set_budget(model, budget)
+    for _ in range(3):
+        with ebbflow.measure(model, optimizer, x) as gauge:
+            whole_step(model, optimizer, x)
+        assert gauge.peak_bytes <= budget

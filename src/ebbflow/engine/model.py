@@ -106,6 +106,7 @@ class FittedModel:
         flights: forwards whose backward has not come.
         number: of the model among all that were ever fitted.
         calls: how its calls went.
+        stepped_parameters: how many the optimizer had when a plan held for the last time, once it has any state.
         asked: how often another budget or optimizer has been asked for; plans of before do not hold.
         not_captured: keys of calls that have nothing to train and are no graph either.
         between: what happens between the graphs of its steps, as far as that is learned.
@@ -133,6 +134,7 @@ class FittedModel:
     number: int = field(default_factory=_numbers.__next__)
     calls: Calls = field(default_factory=Calls)
     asked: int = 0
+    stepped_parameters: int | None = None
     not_captured: set[object] = field(default_factory=set[object])
     other_optimizers: weakref.WeakSet[torch.optim.Optimizer] = field(
         default_factory=lambda: weakref.WeakSet[torch.optim.Optimizer]()
@@ -193,7 +195,7 @@ class FittedModel:
                     value=optimizer,
                 )
             replaced = [each for each in self.optimizers if _state_bytes(each) and each is not optimizer]
-            self.optimizer, self._stepping = optimizer, None
+            self.optimizer, self._stepping, self.stepped_parameters = optimizer, None, None
             self.other_optimizers = weakref.WeakSet(replaced)
             if self.inside is not None:
                 self.inside.close()

@@ -69,7 +69,8 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
             if any(flight.hooked for flight in flights_of(each)):
                 return each
     between, retained = model.between.of(now.slot), model.between.retained(now.slot)
-    resident = resident_bytes(step, now) + _state_to_come(model, now)
+    to_come = _state_to_come(model, now)
+    resident = resident_bytes(step, now) + to_come
     ends = _ends_of(model, step, now)
     fitting = [
         each
@@ -83,6 +84,8 @@ def holding(model: FittedModel, step: Step, now: Circumstances) -> Executable | 
         and (not now.updates or model.inside is None or each.settings == model.inside.settings)
         and not (each.moves and now.checkpointed)
     ]
+    if fitting and model.optimizer is not None and model.stepped_parameters is not None:
+        model.stepped_parameters = _stepped_parameters(model.optimizer)
     return min(fitting, key=lambda each: each.overhead) if fitting else None
 
 
@@ -150,17 +153,26 @@ _without_state: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def _state_to_come(model: FittedModel, now: Circumstances) -> int:
     """Bytes of the state that an optimizer will make in its first step: a plan that has no room for it holds no more.
 
-    Asked until there is any state, so that a budget is refused before the weights have changed.
+    Asked until there is any state, so that a budget is refused before the weights have changed, and again where it has
+    got other parameters since, until a plan with room for their state holds.
     """
     optimizer = model.optimizer
     if optimizer is None or optimizer in _without_state:
         return 0
     if any(any(stepping(each).state.values()) for each in parts_of(optimizer)):
-        return 0
+        known, there = model.stepped_parameters, _stepped_parameters(optimizer)
+        if known is None:
+            model.stepped_parameters = there
+        return 0 if known in (None, there) else _to_come(model, now)[STATE]
     found = _to_come(model, now)[STATE]
     if not found:
         _without_state.add(optimizer)
     return found
+
+
+def _stepped_parameters(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters it has."""
+    return sum(len(group["params"]) for each in parts_of(optimizer) for group in stepping(each).param_groups)
 
 
 def _to_come(model: FittedModel, now: Circumstances) -> dict[str, int]:
