@@ -163,10 +163,15 @@ def test_forwards_in_the_air_are_gone_when_the_optimizer_steps() -> None:
     needed = plain.resident_bytes + plain.smallest_bytes
     ebbflow.fit(model, needed, optimizer=optimizer, progress=None)
     large = torch.randn(256, 128)
+    before = [each.detach().clone() for each in model.parameters()]
     for _ in range(3):
         (model(large) + model(large)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    calls = ebbflow.calls_of(model)
+    assert calls is not None
+    assert calls.planned == 6
+    assert not any(map(torch.equal, before, model.parameters())), "no round was refused"
 
 
 def test_state_of_a_group_that_is_added_later_is_planned_for_before_its_first_step() -> None:

@@ -59,7 +59,7 @@ from ebbflow.rewrites.choices import (
 from ebbflow.step.machine import Machine, is_elsewhere
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
-from ebbflow.step.provenance import Costs, LossPlace, Provenance
+from ebbflow.step.provenance import IN_THE_STEP, Costs, LossPlace, Provenance
 from ebbflow.step.schedule import Schedule
 from ebbflow.tiers import parse_tiers
 from ebbflow.transfers.links import machine_with_tiers
@@ -451,7 +451,7 @@ def _resident_state(optimizer: torch.optim.Optimizer | None, device: str, *, ins
         return Foreseen([], 0, NOTHING_AFTER, "")
     state, to_come = list(tensors_in(optimizer)), future_state_bytes(optimizer)
     if inside:
-        return Foreseen(state, to_come, NOTHING_AFTER, "", "nothing: its updates are in the step")
+        return Foreseen(state, to_come, NOTHING_AFTER, "", IN_THE_STEP)
     taken = step_bytes(optimizer, device)
     return Foreseen(state, to_come, end_of(optimizer, taken), "", taken_of(taken))
 

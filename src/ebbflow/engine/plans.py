@@ -47,7 +47,7 @@ from ebbflow.planning.step_end import StepEnd, most_of
 from ebbflow.rewrites.choices import alternatives_here, itself
 from ebbflow.step.plan import Plan
 from ebbflow.step.program import Program
-from ebbflow.step.provenance import LossPlace
+from ebbflow.step.provenance import IN_THE_STEP, LossPlace
 from ebbflow.step.schedule import Schedule
 from ebbflow.units import Budget, format_bytes
 
@@ -437,7 +437,7 @@ def _ends_of(model: FittedModel, step: Step, now: Circumstances) -> list[StepEnd
 def _step_in_words(model: FittedModel, now: Circumstances) -> str:
     """What is counted of the step of an optimizer that was told of."""
     if now.updates:
-        return "nothing: its updates are in the step"
+        return IN_THE_STEP
     return "" if (stepping := model.stepping) is None else taken_of(stepping.taken_bytes(now.trained))
 
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-__all__ = ["NOT_KNOWN", "Costs", "LossPlace", "Planned", "Provenance"]
+__all__ = ["IN_THE_STEP", "NOT_KNOWN", "Costs", "LossPlace", "Planned", "Provenance"]
 
+IN_THE_STEP = "nothing: its updates are in the step"
+"""What an optimizer's step takes whose updates are ops of the model's."""
 NOT_KNOWN = "not known"
 """What an optimizer's step takes that cannot be tried on fake tensors: kernels of its own, a closure that it wants."""
 
