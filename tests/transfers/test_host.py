@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fake_cuda import FakeDevice, Race, Stream
 
 from ebbflow.errors import TierError
 from ebbflow.transfers import host
@@ -22,6 +21,7 @@ from ebbflow.transfers.arena import Arena
 from ebbflow.transfers.host import HostTier, Slab
 from ebbflow.transfers.slots import Slot, Space
 from ebbflow.transfers.streams import Edge, bytes_of
+from fake_cuda import FakeDevice, Race, Stream
 
 CPU = torch.device("cpu")  # the fake's memory
 ROOM = 600  # bytes of a buffer, less than two of the allocator's grains

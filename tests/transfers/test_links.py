@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import FakeDevice
 
 from ebbflow.errors import TierError
 from ebbflow.step.machine import Link, Machine, is_elsewhere
@@ -16,6 +15,7 @@ from ebbflow.transfers.host import HostTier
 from ebbflow.transfers.host_link import like_of
 from ebbflow.transfers.links import COUNTED_ON, is_measured, measured_host_link, measured_link, this_machine
 from ebbflow.transfers.staged import StagedDisk
+from fake_cuda import FakeDevice
 
 
 @pytest.fixture(autouse=True)

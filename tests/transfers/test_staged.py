@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import FakeDevice, Race
 
 from ebbflow.errors import TierError
 from ebbflow.tiers import parse_tiers
@@ -18,6 +17,7 @@ from ebbflow.transfers.slots import Slot, Space
 from ebbflow.transfers.staged import StagedDisk, staged_disk
 from ebbflow.transfers.streams import Edge
 from ebbflow.transfers.tiers import open_tiers
+from fake_cuda import FakeDevice, Race
 
 SHAPE = (50, 21)  # 4,200 bytes: more than two pieces
 
