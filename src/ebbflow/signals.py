@@ -1,9 +1,10 @@
-"""Signals that wait: what a signal's handler raises must not come up in the middle of torch's tracing.
+"""Signals that wait: a signal's handler must not run in the middle of torch's tracing, nor while it looks at guards.
 
 Python runs a signal's handler between any two instructions of the main thread, and what it raises (Ctrl-C's
 ``KeyboardInterrupt``, a timeout's or a dead worker's error) comes up right there. Where torch's C++ calls Python while
 a step is traced, that ends the process (``terminate called``, out of a constructor that expects no error), is swallowed
-by a callback, or leaves what torch had set for the while.
+by a callback, or leaves what torch had set for the while. Where it looks at guards, whatever comes up is swallowed, and
+nobody is asked for tensors that are away (``torch_seams.away``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _TRACING = "torch is tracing a step, which cannot be interrupted safely; Ctrl-C 
 _AGAIN = "(press it again to have it handled at once)"
 _ASK_TO_END = {getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")}
 _ACTION_BYTES = 1024  # more than a struct sigaction has anywhere
+_NUMBERS = tuple(sorted(map(int, signal.valid_signals())))
+_handler_of: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _sigaction: Any = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
 
 
@@ -31,7 +34,7 @@ class _Block:
     """One ``with signals_wait()``."""
 
     def __init__(self, why: str) -> None:
-        self.told = f"ebbflow: {why} {_AGAIN}\n".encode()
+        self.told = f"ebbflow: {why} {_AGAIN}\n".encode() if why else b""
         self.over = False
         self.process = os.getpid()
 
@@ -53,7 +56,7 @@ class _Waiting:
             self.theirs(number, frame)
             return
         self.came = True
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and self.block.told:
             with suppress(OSError):  # not print, which an interrupted print would refuse
                 os.write(2, self.block.told)
 
@@ -62,7 +65,7 @@ class _Waiting:
 def signals_wait(why: str = _TRACING) -> Generator[None]:
     """While open, a signal that Python handles waits for the end, where its handler is run and may raise.
 
-    ``why`` is written to standard error when Ctrl-C comes.
+    ``why`` is written to standard error when Ctrl-C comes; empty, for what is over before anybody wonders, nothing is.
 
     A second one that asks the process to end (Ctrl-C's, SIGTERM) does not wait. A block inside of another has nothing
     to do, and neither has one off the main thread: handlers run on that alone.
@@ -73,8 +76,8 @@ def signals_wait(why: str = _TRACING) -> Generator[None]:
     block = _Block(why)
     laid: dict[int, _Waiting] = {}
     try:
-        for number in signal.valid_signals():
-            theirs = signal.getsignal(number)
+        for number in _NUMBERS:
+            theirs = _handler_of(number)
             if callable(theirs) and not (isinstance(theirs, _Waiting) and theirs.waits):
                 laid[number] = _Waiting(block, theirs)
                 with suppress(ValueError):  # an interpreter beside the main one may not
@@ -90,7 +93,7 @@ def signals_wait(why: str = _TRACING) -> Generator[None]:
 
 def raised_by_a_handler(error: BaseException) -> bool:
     """Whether ``error`` came out of the handler of a signal, which interrupted what else is in its traceback."""
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    handlers: list[object] = [_handler_of(number) for number in _NUMBERS]
     functions = [getattr(each, "__func__", each) for each in handlers]
     functions += [vars(type(each)).get("__call__") for each in handlers]
     codes = {each.__code__ for each in functions if inspect.isfunction(each)}
@@ -123,7 +126,7 @@ def _lay(number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
 def _put_back(laid: dict[int, _Waiting]) -> None:
     try:
         for number, each in laid.items():
-            if signal.getsignal(number) is each:
+            if _handler_of(number) is each:
                 _lay(number, each.theirs)
     except BaseException:  # of a handler that is theirs again
         _put_back(laid)

@@ -20,6 +20,7 @@ from ebbflow.engine import flights
 from ebbflow.engine.compiled import Capture
 from ebbflow.engine.fitted_class import FITTED
 from ebbflow.engine.model import FittedModel
+from ebbflow.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.fixture
@@ -135,6 +136,43 @@ def test_an_interrupt_while_torch_traces_comes_once_it_has_traced(
         model(torch.randn(4, 8)).sum().backward()
     finally:
         signal.signal(signal.SIGALRM, handler)
+
+
+def test_an_interrupt_while_a_call_looks_at_its_guards_comes_before_its_forward(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch swallows what guards raise, and asks for no tensor that is away then."""
+    enabled: list[bool] = []
+    looked = _Watched.are_as_they_were
+
+    def interrupting(self: _Watched) -> bool:
+        signal.raise_signal(signal.SIGALRM)
+        enabled.append(torch._C._is_torch_function_enabled())
+        return looked(self)
+
+    def handler(*_: object) -> None:
+        enabled.append(torch._C._is_torch_function_enabled())
+        raise TimeoutError
+
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(_Watched, "are_as_they_were", interrupting)
+            with pytest.raises(TimeoutError):
+                model(x)
+        assert enabled == [False, True], "in the guards, which it interrupted, and in the handler"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert flights.aloft(FITTED[model].flights) == []
+    model.zero_grad()
+    model(x).sum().backward()
+    assert ebbflow.calls_of(model).planned == 2
+    for each, first in zip(model.parameters(), gradients, strict=True):
+        assert each.grad is not None
+        assert torch.equal(each.grad, first)
 
 
 def test_what_was_captured_while_a_signal_waited_needs_no_second_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from ebbflow.errors import BudgetError, TierError, UsageError
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.resident import tensors_in
 from ebbflow.torch_seams.away import is_away
+from ebbflow.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
 from ebbflow.transfers.disk import disk_tier
 
 WIDTH = 256
@@ -258,6 +260,33 @@ def test_state_that_numpy_holds_stays(tmp_path: Path) -> None:
     model(x).backward()
     assert not is_away(first)
     assert array.ctypes.data == first.data_ptr()
+
+
+def test_a_signal_handler_reads_it_while_a_call_looks_at_its_guards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would ask for nothing then: a handler had empty memory."""
+    model, optimizer = next(twins())
+    ebbflow.fit(model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    x, looked = batch(), _Watched.are_as_they_were
+    train(model, optimizer, x, 2)
+    kept = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
+    want, read = [each.clone() for each in kept], list[torch.Tensor]()
+
+    def reading(self: _Watched) -> bool:
+        assert any(map(is_away, kept))
+        signal.raise_signal(signal.SIGALRM)
+        return looked(self)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: read.extend(each.clone() for each in kept))
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(_Watched, "are_as_they_were", reading)
+            model(x).backward()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(read) == len(want)
+    assert all(map(torch.equal, read, want))
 
 
 def test_that_nothing_leaves_is_said(tmp_path: Path) -> None:

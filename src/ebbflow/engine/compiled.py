@@ -34,7 +34,15 @@ from ebbflow.capture.trace import (
     translated_errors,
 )
 from ebbflow.cost.cache import device_context
-from ebbflow.engine.executor import NothingToTrain, Unplanned, departing, run_backward, run_forward, run_nothing
+from ebbflow.engine.executor import (
+    NothingToTrain,
+    Unplanned,
+    departing,
+    looking,
+    run_backward,
+    run_forward,
+    run_nothing,
+)
 from ebbflow.engine.flights import Flight
 from ebbflow.engine.stubs import stubs
 from ebbflow.errors import CaptureError, InternalError
@@ -186,7 +194,8 @@ class Capture:
     def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:
         # A capture holds one program: Dynamo must not compile another one into it behind our back.
         try:
-            return self._stance.only_compiled(self._compiled, *arguments)
+            with looking():
+                return self._stance.only_compiled(self._compiled, *arguments)
         except NotCompiled as error:
             if flight.ran:
                 raise
@@ -212,7 +221,8 @@ class Capture:
         other = self.other_answer(call)
         if other is not None:
             return str(other)
-        why = self._stance.why_not_compiled(self._compiled, *_arguments(call))
+        with looking():
+            why = self._stance.why_not_compiled(self._compiled, *_arguments(call))
         return why.replace("module.", "self.", 1)
 
     def at(self, sizes: Mapping[int, int]) -> Captured:

@@ -6,7 +6,8 @@
 3. One flight of an executable at a time is *proven*: two would share the names of its buffers. A forward that a
    checkpoint repeats inside of a backward is followed by its own part of that backward, so it may be proven.
 4. A flight is *measured* if no other one of the model is in the air and nobody's hooks or profiler look on.
-5. What updates parameters in its backward (``inside``) cannot take that back. It is proven in a *rehearsal*, right
+5. A call *looks* at whether its capture holds before its forward begins (:func:`looking`), and signals wait for that.
+6. What updates parameters in its backward (``inside``) cannot take that back. It is proven in a *rehearsal*, right
    before its first forward: the same two graphs with the same inputs, the loss' gradient taken for one, and no update.
 """
 
@@ -16,7 +17,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from ebbflow.errors import CaptureError, VerificationError
 from ebbflow.inside.current import updating
 from ebbflow.measurement.cpu_allocations import profiler_active
 from ebbflow.measurement.peak import StepGauge
+from ebbflow.signals import signals_wait
 from ebbflow.torch_seams.autograd import in_backward, keeps_graph
 from ebbflow.transfers.arena import arena_numbered, gone, travelling
 
@@ -41,6 +43,7 @@ __all__ = [
     "being_watched",
     "choose_checks",
     "departing",
+    "looking",
     "run_backward",
     "run_forward",
     "run_nothing",
@@ -73,6 +76,7 @@ class NothingToTrain(CaptureError):
 
 class _Departing(threading.local):
     flight: Flight | None = None
+    looking: ExitStack | None = None
 
 
 _departing = _Departing()
@@ -88,6 +92,19 @@ def departing(flight: Flight) -> Iterator[None]:
         yield
     finally:
         _departing.flight = before
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Definition 5: open around a call of a captured step, over as soon as that runs."""
+    before, stack = _departing.looking, ExitStack()
+    _departing.looking = stack
+    try:
+        with stack:
+            stack.enter_context(signals_wait(""))
+            yield
+    finally:
+        _departing.looking = before
 
 
 def choose_checks(flight: Flight, device: str) -> None:
@@ -130,6 +147,8 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     """The outputs of the forward, the ticket, and what is saved; empties ``args``."""
     flight = _departing.flight
     assert flight is not None, "a captured step was called from elsewhere"
+    if _departing.looking is not None:
+        _departing.looking.close()
     executable = flight.executable
     if executable is None:
         raise Unplanned(list(args))
@@ -149,7 +168,7 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
 
 
 def _prepare_updates(flight: Flight, executable: Executable, args: list[Any]) -> None:
-    """Definition 5: the step of this flight will update, and is proven first."""
+    """Definition 6: the step of this flight will update, and is proven first."""
     assert flight.inside is not None
     parameters = {position: (args[position], name) for position, name in executable.updates.items()}
     flight.updating = Updating(flight.inside, parameters, executable.entries)
