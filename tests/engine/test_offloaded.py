@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import ebbflow
 from ebbflow.cost.optimizer_step import step_bytes
 from ebbflow.engine.offloaded import Offloaded
-from ebbflow.errors import BudgetError, TierError, UsageError
+from ebbflow.errors import BudgetError, CaptureError, TierError, UsageError
 from ebbflow.measurement.optimizer_state import future_state_sizes
 from ebbflow.measurement.resident import tensors_in
 from ebbflow.torch_seams.away import is_away
@@ -287,6 +288,31 @@ def test_a_signal_handler_reads_it_while_a_call_looks_at_its_guards(
         signal.signal(signal.SIGALRM, before)
     assert len(read) == len(want)
     assert all(map(torch.equal, read, want))
+
+
+@pytest.mark.parametrize("read", [torch.sum, lambda state: state.shape[0]])
+def test_a_forward_that_reads_it_is_refused_by_name(read: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    class Reads(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x)
+            if reads.now:
+                loss = loss + read(optimizer.state[reads.weight]["exp_avg"])
+            return loss
+
+    reads = SimpleNamespace(weight=None, now=False)
+    torch.manual_seed(0)
+    model = Reads()
+    optimizer = MADE["adamw"](model.parameters())
+    reads.weight = model.layers[0].weight
+    ebbflow.fit(model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    train(model, optimizer, batch(), 1)
+    reads.now = True
+    before = {name: value.clone() for name, value in optimizer.state[reads.weight].items()}
+    with pytest.raises(CaptureError, match=r"state of an optimizer \(offload_optimizer=True\)"):
+        model(batch())
+    assert all(torch.equal(value, before[name]) for name, value in optimizer.state[reads.weight].items())
+    reads.now = False
+    train(model, optimizer, batch(), 1)
 
 
 def test_that_nothing_leaves_is_said(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ Dynamo guards what it has read, but for these, which get a guard of their own wh
 5. *Single values*: an attribute of a dictionary of a class of its own, or of a ``functools.partial``, a ``deque``'s
    ``maxlen``, the sign of a zero.
 6. *Code* (``unguarded_code``).
+
+What would be of the captured call alone is refused: how often a tensor has been written to, and a tensor that is away.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ from typing import Any
 
 import torch
 
+from ebbflow.torch_seams.away import is_away
 from ebbflow.torch_seams.own_guards import PLAIN, Held, can_change, finder, guard_anywhere, guard_at, of_this_trace
 from ebbflow.torch_seams.patches import Attribute, Item, wrapped
 from ebbflow.torch_seams.unguarded_code import guard_classes, guard_code, of_builtins, of_functions, of_registers
 
-__all__ = ["VERSION_READ", "unguarded_guarded"]
+__all__ = ["AWAY_READ", "VERSION_READ", "unguarded_guarded"]
+
+AWAY_READ = "a tensor is read that is away in training steps, state of an optimizer (offload_optimizer=True)"
+"""The text of a refusal: what is away has another class, and the captured step would keep its memory."""
 
 VERSION_READ = "how often a tensor has been written to (_version) is read"
 """The text of a refusal: it would be that of the call that is captured."""
@@ -372,10 +378,13 @@ def _of_versions(_below: _Below) -> _Below:
 
 
 def _of_values(below: _Below) -> _Below:
+    from torch._dynamo.exc import Unsupported
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.lists import DequeVariable
 
     def wrap(owner: Any, value: Any) -> Any:
+        if is_away(value):  # before Dynamo, which reads it
+            raise Unsupported(AWAY_READ)
         made = below(owner, value)
         if type(value) is float and value == 0 and can_change(owner.source):
             guard_at(owner.source, "sign", "the sign of zero", _same_sign)
