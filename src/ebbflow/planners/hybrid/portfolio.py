@@ -53,7 +53,8 @@ AGAIN, AHEAD = 3, 10  # every so many rounds the best is annealed; seeds of roun
 FIRST = 20  # share of the effort for annealing what the linear relaxation rounds to: whole numbers may do better
 PUBLISHED = ("libra:overlap=true", "capuchin")  # for start 6
 SLOWER = (0.7, 0.5)  # shares of the lanes' rates for start 5
-CLOSE, ENOUGH = 1e-3, 2e-4  # gaps at which rounds end, and at which the cut relaxation does
+CLOSE = 1e-3  # the gap at which all but moving alone ends
+NEAREST = 2e-4  # the gap to which temperatures lead
 
 
 class _Found:
@@ -113,7 +114,7 @@ class _Found:
 
     def anneal(self, choice: Choice, moves: int, seed: int, *, moves_only: bool = False) -> None:
         """Anneal a choice that fits."""
-        overhead, enough = self.overhead, self.bound + ENOUGH
+        overhead, enough = self.overhead, self.bound + CLOSE
         self.state.load_choice(choice)
         if moves <= 0 or overhead <= enough or self.state.peak_bytes > self.problem.above_budget_bytes:
             return
@@ -125,7 +126,7 @@ class _Found:
             moves,
             seed,
             self.problem.interrupt,
-            hot=min(max(HEAT * (self.state.overhead - enough), COLDEST), hottest),
+            hot=min(max(HEAT * (self.state.overhead - self.bound - NEAREST), COLDEST), hottest),
             enough=enough,
             moves_only=moves_only,
         )
@@ -187,7 +188,7 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
         problem.links,
         problem.interrupt,
         work=WORK * problem.effort // (LANES_SHARE * DEFAULT_EFFORT),
-        enough=lambda: found.overhead - ENOUGH,
+        enough=lambda: found.overhead - CLOSE,
     )
     for turn, each in enumerate(rounds):
         found.bound, infeasible = max(found.bound, each.bound), each.infeasible
@@ -195,15 +196,16 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
             found.start_from(each.choice)
         if turn == 0 and found.best:
             found.rounded = found.best[0][1]
-        if turn == 0 and found.best and found.overhead - found.bound > ENOUGH:  # whole numbers take the solver long
+        if turn == 0 and found.best and found.overhead - found.bound > CLOSE:  # whole numbers take the solver long
             found.anneal(found.best[0][1], effort // FIRST, problem.seed)
         found.tell("cut relaxation with lanes")
     if infeasible or problem.interrupt or found.overhead <= found.bound + PROVEN:
         return infeasible
     found.tell("moving alone")
     found.best = sorted([*found.best, *_moves_alone(problem).best], key=lambda each: each[0])
-    found.tell("greedy")
-    found.start_from(Choice())
+    if found.overhead - found.bound > CLOSE:
+        found.tell("greedy")
+        found.start_from(Choice())
     if not found.best and not problem.interrupt:
         found.tell("looking for the smallest workable budget")
         smallest, schedule = smallest_of(problem.program, interrupt=problem.interrupt, links=problem.links)
@@ -226,7 +228,7 @@ def _start_slower(found: _Found) -> None:
             {tier: link.slowed(share) for tier, link in problem.links.items()},
             problem.interrupt,
             work=WORK * problem.effort // DEFAULT_EFFORT,
-            enough=lambda: found.overhead - ENOUGH,
+            enough=lambda: found.overhead - CLOSE,
         )
         for each in rounds:
             if each.choice is not None:
@@ -252,8 +254,6 @@ def _anneal(found: _Found, effort: int) -> None:
 
     What has been annealed lies in a valley; another way down from the start leads to another one.
     """
-    if len(found.problem.program.ops) >= LARGE_OPS and found.overhead - found.bound <= CLOSE:
-        return
     for turn in range(ROUNDS):
         if not found.best or found.problem.interrupt or found.overhead - found.bound <= CLOSE:
             return
