@@ -8,6 +8,7 @@ import functools
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -343,6 +344,50 @@ def test_a_graph_dropped_without_backward_leaves_no_bytes() -> None:
         kept = torch.empty(10)
     assert gauge.above_bytes > 40
     del kept
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_no_training_is_refused_for_forwards_that_never_had_a_backward(count: int, captures: list[object]) -> None:
+    """An evaluation that forgot ``no_grad``, after which each step has the room that it had before."""
+    budget = int(1.15 * smallest())
+    pair = twins(budget)
+    ours = pair[0]
+
+    def train() -> None:
+        for seed in range(2):
+            for each in pair:
+                backward(each, seed)
+            assert_same(pair)
+            for each in pair:
+                each.zero_grad()
+
+    train()
+    x = rows(7)
+    for each in pair:
+        torch.manual_seed(7)
+        with pytest.warns(UserWarning, match="another forward") if each is ours else nullcontext():
+            losses = [each(x) for _ in range(count)]
+        del losses
+    with pytest.warns(UserWarning, match="in flight together without a backward, for which this budget has no room"):
+        train()
+    plan = ebbflow.plan_of(ours)
+    assert plan.predicted_peak_bytes <= budget
+    assert plan.program.between_bytes == 0
+    train()
+    assert len(captures) == 1
+
+
+@pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
+@pytest.mark.parametrize("both", [True, False])
+def test_forwards_that_train_together_are_planned_for_or_refused(both: bool) -> None:
+    """Also where only one of them has a backward, while the other is in the air."""
+    model, _ = twins(int(1.15 * smallest()))
+    first, second = model(rows(0)), model(rows(1))
+    (first + second if both else second).backward()
+    del first, second
+    model.zero_grad()
+    with pytest.raises(BudgetError):
+        model(rows(2))
 
 
 def test_copies_and_pickles_are_plain_models_that_can_be_fitted(captures: list[object]) -> None:

@@ -7,6 +7,9 @@
 3. Of a slot of which nothing is known, something is *likely* if losses of others are: what the largest of them took,
    as much more as the new step is larger than its step was, by its outputs or by its unplanned peak.
 4. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
+5. Two forwards *train together* if one of them was in the air when the other had its backward, or its own came later.
+   Those that never did are an evaluation that has forgotten ``no_grad``, once perhaps: plans leave room for them where
+   there is room, and no training is refused for them.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class Knowledge:
     _sizes: dict[Slot, tuple[int, int]] = field(default_factory=dict[Slot, "tuple[int, int]"])
     _forwards: dict[Slot, dict[Slot, Between]] = field(default_factory=dict[Slot, "dict[Slot, Between]"])
     _retained: dict[Slot, Retained] = field(default_factory=dict[Slot, Retained])
+    _together: set[tuple[Slot, Slot]] = field(default_factory=set[tuple[Slot, Slot]])
 
     def of(self, slot: Slot) -> Between | None:
         """All that happens between the graphs of calls of ``slot``, as far as it is known."""
@@ -121,6 +125,20 @@ class Knowledge:
         """A call of ``other`` starts before the backward of one of ``slot``, of this model or of another fitted one."""
         self._forwards.setdefault(slot, {})[other] = between
 
+    def learn_together(self, slot: Slot, other: Slot) -> None:
+        """A call of ``slot`` and one of ``other``, which started later, train together (definition 5)."""
+        self._together.add((slot, other))
+
+    def forget_untrained(self, slot: Slot) -> bool:
+        """Forget forwards that start before the backward of ``slot`` and train nothing with it; whether any did."""
+        known = self._forwards.get(slot, {})
+        untrained = [other for other in known if (slot, other) not in self._together]
+        for other in untrained:
+            del known[other]
+        if not known:
+            self._forwards.pop(slot, None)
+        return bool(untrained)
+
 
 def _sizes_of(program: Program) -> tuple[int, int]:
     """Bytes of what the forward returns, and of the unplanned peak."""
@@ -134,6 +152,7 @@ def learn_flight(flight: Flight, before: list[Flight]) -> None:
     plan, others = executable.plan, 0
     least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
     for earlier in reversed(before):
+        earlier.meanwhile.add(flight.slot)
         if earlier.executable is None or earlier.home.knowledge is None:
             continue
         shared = {each.key for each in earlier.inputs}

@@ -25,7 +25,7 @@ import torch
 from ebbflow.engine.arrivals import note_planned
 from ebbflow.engine.between import learn_retained
 from ebbflow.engine.executable import Executable, Phase, executable_numbered
-from ebbflow.engine.flights import Flight, aloft, flight_numbered, flights_of
+from ebbflow.engine.flights import Flight, aloft, flight_numbered, flights_of, learn_together
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.tickets import ANY_FLIGHT, read_ticket, ticket
 from ebbflow.engine.updating import Updating
@@ -316,6 +316,7 @@ def _gradients(executable: Executable, name: int, args: list[Any], taken: Updati
     flight = _flight(executable, name)
     gauge = None
     retained = keeps_graph()
+    learn_together(flight)
     if flight is not None:
         again = flight.number not in flight.home.in_the_air
         flight.land(retained=retained)

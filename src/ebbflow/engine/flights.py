@@ -71,6 +71,7 @@ class Flight:
         home: the flights of its model.
         slot: key of its call, and how many flights of its model were in the air when it started.
         expects: slots of the calls that it was planned with room for.
+        meanwhile: slots of those that started while it was in the air.
         inputs: watches the arguments of its call, which are saved for the backward whoever else drops them.
         hooked: whether saved-tensor hooks were active, so that its ticket does not name it.
         ran: whether the forward ran.
@@ -91,6 +92,7 @@ class Flight:
     slot: Slot = NO_SLOT
     inputs: Sequence[StorageWatch] = ()
     expects: frozenset[Slot] = frozenset()
+    meanwhile: set[Slot] = field(default_factory=set[Slot])
     hooked: bool = False
     number: int = field(default_factory=_numbers.__next__)
     ran: bool = False
@@ -178,6 +180,10 @@ class Learner(Protocol):
         """A call of ``other`` starts before the backward of one of ``slot``."""
         ...
 
+    def learn_together(self, slot: Slot, other: Slot) -> None:
+        """A call of ``slot`` and one of ``other``, which started later, train together."""
+        ...
+
     def learn_retained(self, slot: Slot, *, again: bool) -> bool:
         """A backward of a call of ``slot`` retains its graph, or comes ``again``; whether that is news."""
         ...
@@ -237,6 +243,14 @@ def kept_inputs() -> dict[int, int]:
     """Bytes of the arguments that they were called with, as far as they live still, by key of the storage."""
     watches = (watch for each in _keepers() for watch in each.inputs)
     return {watch.key: watch.bytes for watch in watches if watch.alive}
+
+
+def learn_together(flight: Flight | None) -> None:
+    """A backward begins, of ``flight`` if it can be told: tell models which forwards train together."""
+    for each in list(_keeping.values()):
+        for other in each.meanwhile if flight is None or each is flight else each.meanwhile & {flight.slot}:
+            if each.home.knowledge is not None:
+                each.home.knowledge.learn_together(each.slot, other)
 
 
 def flight_numbered(number: int) -> Flight | None:

@@ -291,6 +291,14 @@ class FittedModel:
             stacklevel=users_level(),
         )
 
+    def warn_of_untrained(self) -> None:
+        """Say that there is no room for forwards in flight that trained nothing together with another."""
+        warnings.warn(
+            "forwards of this model have been in flight together without a backward, for which this budget has no "
+            "room: where that comes again they may exceed it. Compute what needs no backward under torch.no_grad()",
+            stacklevel=users_level(),
+        )
+
     def steps_for(self, call: Call, now: Circumstances) -> Iterator[Step]:
         """Captured steps that may serve a call, then fresh ones. Whoever asks on has found the last one unfit."""
         known = self._steps.get(now.key, [])

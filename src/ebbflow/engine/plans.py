@@ -94,6 +94,8 @@ def plan_for(
 ) -> tuple[Plan, bool]:
     """The plan for a captured step with costs, and whether it will do only until more is known (definition 2).
 
+    Forwards that train nothing together with this one are left out where there is no plan with room for them.
+
     Nothing of the model has run when this returns or raises.
 
     Args:
@@ -104,6 +106,18 @@ def plan_for(
         now: what surrounds the call.
         arguments: of the call.
     """
+    try:
+        return _plan_for(model, step, captured, program, now, arguments)
+    except BudgetError:
+        if not model.between.forget_untrained(now.slot):
+            raise
+    model.warn_of_untrained()
+    return _plan_for(model, step, captured, program, now, arguments)
+
+
+def _plan_for(
+    model: FittedModel, step: Step, captured: Captured, program: Program, now: Circumstances, arguments: object
+) -> tuple[Plan, bool]:
     reserve = reserve_bytes(program, now.device, verify=model.verify)
     if now.device == "cuda" and model.given_plan is None:  # what its budget leaves free is its maker's choice
         reserve += max([unsplit_bytes(program), *(each.unsplit_bytes for each in step.executables)])
