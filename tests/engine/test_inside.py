@@ -212,6 +212,8 @@ def test_what_needs_gradients_or_weights_as_they_are_is_refused(pair: Pair) -> N
     loss = model(batch())
     with pytest.raises(CaptureError, match="retain_graph"):
         loss.backward(retain_graph=True)
+    with pytest.raises(CaptureError, match="its forward ran outside of it"), ebbflow.no_update(model):
+        loss.backward()
     del loss
     one = model(batch(1))
     with pytest.warns(UserWarning, match="in flight"):

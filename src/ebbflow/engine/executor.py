@@ -267,6 +267,12 @@ def _begin_updates(executable: Executable, flight: Flight | None) -> Updating | 
             'not look into, and step="inside" has to know whose parameters it updates',
             remedy="return tensors, or a tuple, list, dict or dataclass of them",
         )
+    if flight.inside is not None and flight.inside.accumulates_in(flight.thread):
+        raise CaptureError(
+            "a backward begins in ebbflow.no_update(model), and its forward ran outside of it, so it would update the "
+            "weights. Nothing has been updated",
+            remedy="call the model in no_update too, as with DistributedDataParallel.no_sync",
+        )
     if keeps_graph():
         raise CaptureError(
             'a backward with retain_graph=True (or create_graph=True) keeps what the next one needs, and step="inside" '

@@ -24,6 +24,7 @@ import functools
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -89,7 +90,7 @@ class Inside:
         self._put_in: WithOptimizer | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._with_state = {id(each) for each in optimizer.state}
-        self._accumulating = threading.local()
+        self._accumulating = Counter[int]()  # threads
         self._stepped_by: list[tuple[torch.Tensor, torch.Tensor]] = []
         before, after = self._before_step, self._after_step
         why = "Ebbflow looks at what its steps have updated"
@@ -142,16 +143,21 @@ class Inside:
     @property
     def accumulates(self) -> bool:
         """Whether this thread is inside of :meth:`accumulating`."""
-        return bool(getattr(self._accumulating, "depth", 0))
+        return self.accumulates_in(threading.get_ident())
+
+    def accumulates_in(self, thread: int) -> bool:
+        """The same of another one: the backwards of a card run in its own."""
+        return self._accumulating[thread] > 0
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """While open, backwards of calls that this thread makes update nothing."""
-        self._accumulating.depth = getattr(self._accumulating, "depth", 0) + 1
+        here = threading.get_ident()
+        self._accumulating[here] += 1
         try:
             yield
         finally:
-            self._accumulating.depth -= 1
+            self._accumulating[here] -= 1
 
     def refuse_surroundings(self, module: torch.nn.Module, *, checkpointed: bool, hooked: bool) -> None:
         """Refuse a call whose gradients somebody else wants to see.
