@@ -243,7 +243,11 @@ class Options:
         if self.optimizer is no_optimizer:
             return None
         assert callable(self.optimizer)
-        made = self.optimizer(model)
+        try:
+            made = self.optimizer(model)
+        except TypeError as error:  # torch's, of a function that was written for parameters
+            error.add_note(f"optimizer={_name(self.optimizer)} was called with the model; write {_FROM_A_MODEL}")
+            raise
         if not _is_optimizer(made):
             raise UsageError(
                 f"optimizer={_name(self.optimizer)} returned {type(made).__name__} for the model; "
@@ -252,6 +256,9 @@ class Options:
                 value=made,
             )
         return made
+
+
+_FROM_A_MODEL = "lambda model: torch.optim.AdamW(model.parameters())"
 
 
 def no_optimizer(_: torch.nn.Module) -> Any:
@@ -371,7 +378,7 @@ def _is_optimizer(value: object) -> bool:
 def _check_optimizer(value: object) -> None:
     if value is None:
         return
-    forms = ("a torch.optim.Optimizer", "a function that makes one from a model")
+    forms = ("a torch.optim.Optimizer", f"a function that makes one from a model ({_FROM_A_MODEL})")
     if inspect.isclass(value):
         near = f"; {value.__name__} is a class: make an object of it, {value.__name__}(model.parameters())"
         raise _refusal("optimizer", value, *forms, near=near)

@@ -256,6 +256,9 @@ def test_what_makes_an_optimizer_has_to_make_one() -> None:
     case = mlp_chain(4, layers=2, width=8)
     with pytest.raises(UsageError, match=r"returned list"):
         ebbflow.plan(case.model, case.args, budget=ANY, optimizer=lambda model: list(model.parameters()))  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError) as raised:
+        ebbflow.plan(case.model, case.args, budget=ANY, optimizer=lambda params: torch.optim.AdamW(params))  # type: ignore[arg-type]
+    assert "lambda model: torch.optim.AdamW(model.parameters())" in raised.value.__notes__[0]
     with pytest.raises(UsageError, match="cannot be foreseen"):
         ebbflow.plan(case.model, case.args, budget=ANY, optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
     with pytest.raises(UsageError, match="optimizer=lambda model"):
