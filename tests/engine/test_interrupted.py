@@ -6,6 +6,7 @@ import copy
 import gc
 import signal
 import sys
+import weakref
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -163,7 +164,8 @@ def test_an_interrupt_while_a_call_looks_at_its_guards_comes_before_its_forward(
             patched.setattr(_Watched, "are_as_they_were", interrupting)
             with pytest.raises(TimeoutError):
                 model(x)
-        assert enabled == [False, True], "in the guards, which it interrupted, and in the handler"
+            assert enabled == [False, True], "in the guards, which it interrupted, and in the handler"
+            assert not _lives_on(model), "what it raised would keep the batch, for which later steps have no room"
     finally:
         signal.signal(signal.SIGALRM, before)
     assert flights.aloft(FITTED[model].flights) == []
@@ -173,6 +175,20 @@ def test_an_interrupt_while_a_call_looks_at_its_guards_comes_before_its_forward(
     for each, first in zip(model.parameters(), gradients, strict=True):
         assert each.grad is not None
         assert torch.equal(each.grad, first)
+
+
+def _lives_on(model: nn.Module) -> bool:
+    """Whether the batch of an interrupted call is kept by a cycle."""
+    x = torch.randn(4, 8)
+    batch = weakref.ref(x)
+    gc.disable()
+    try:
+        model(x)
+    except TimeoutError:
+        del x
+    finally:
+        gc.enable()
+    return batch() is not None
 
 
 def test_what_was_captured_while_a_signal_waited_needs_no_second_capture(monkeypatch: pytest.MonkeyPatch) -> None:

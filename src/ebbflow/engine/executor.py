@@ -17,7 +17,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class NothingToTrain(CaptureError):
 
 class _Departing(threading.local):
     flight: Flight | None = None
-    looking: ExitStack | None = None
+    looking: _Looking | None = None
 
 
 _departing = _Departing()
@@ -94,17 +94,34 @@ def departing(flight: Flight) -> Iterator[None]:
         _departing.flight = before
 
 
+class _Looking:
+    """A block in which signals wait, which may end before it is left.
+
+    An ``ExitStack`` that is closed early would keep what a handler raises in a cycle, and with it whatever its
+    traceback holds: a batch, say, which no later step has room for.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: AbstractContextManager[None] | None = signals_wait("")
+        self._waiting.__enter__()
+
+    def end(self) -> None:
+        """Run the handlers of what came, which may raise; a second time does nothing."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.__exit__(None, None, None)
+
+
 @contextmanager
 def looking() -> Iterator[None]:
     """Definition 5: open around a call of a captured step, over as soon as that runs."""
-    before, stack = _departing.looking, ExitStack()
-    _departing.looking = stack
+    before = _departing.looking
+    _departing.looking = block = _Looking()
     try:
-        with stack:
-            stack.enter_context(signals_wait(""))
-            yield
+        yield
     finally:
         _departing.looking = before
+        block.end()
 
 
 def choose_checks(flight: Flight, device: str) -> None:
@@ -148,7 +165,7 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     flight = _departing.flight
     assert flight is not None, "a captured step was called from elsewhere"
     if _departing.looking is not None:
-        _departing.looking.close()
+        _departing.looking.end()
     executable = flight.executable
     if executable is None:
         raise Unplanned(list(args))

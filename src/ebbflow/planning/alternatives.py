@@ -354,10 +354,8 @@ class _Tries:
         except BudgetError as error:
             self.refusals.append(error)
             return False
-        best = self.best
-        if best is None or plan.step_seconds < best.step_seconds:
-            least = plan.smallest_bytes if best is None else min(plan.smallest_bytes, best.smallest_bytes)
-            self.best = replace(plan, smallest_bytes=least)
+        if self.best is None or plan.step_seconds < self.best.step_seconds:
+            self.best = plan
         return True
 
 
