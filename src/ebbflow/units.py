@@ -80,7 +80,7 @@ def _quantity(value: object) -> tuple[Fraction, str]:
         if unit != "%" and unit not in _UNITS:
             wrong = _wrong_unit(value, match[1], match[2])
     else:
-        raise _refusal(f"{value!r} is neither a whole number of bytes nor a text", value)
+        raise _refusal(f"{value!r} is neither a whole number of bytes nor a text{_meant_by(value)}", value)
     if number <= 0:
         raise _refusal(f"{value!r} is not more than zero", value)
     if wrong:
@@ -93,7 +93,7 @@ def _wrong_unit(text: str, number: str, unit: str) -> str:
     if not unit:
         meant = f"write '{number}B' if bytes are meant"
         if float(number) <= _SMALL:
-            meant = f"write '{number}%' for a share of the unplanned peak, '{number}GiB' for bytes"
+            meant = f"write '{_percent(number)}%' for a share of the unplanned peak, '{number}GiB' for bytes"
         return f"{text!r} has no unit: {meant}"
     why = f"{text!r}: {unit} is no unit here"
     if unit.lower() == "percent":
@@ -107,6 +107,19 @@ def _wrong_unit(text: str, number: str, unit: str) -> str:
         f"{why}: write '{number}{letter}iB' for {number} times 1024{times} bytes, "
         f"'{number}{letter}B' for {number} times 1000{times}"
     )
+
+
+def _percent(number: str) -> str:
+    """Of a share that is given without its sign: below 1 it is a fraction."""
+    return f"{100 * float(number):g}" if float(number) < 1 else number
+
+
+def _meant_by(value: object) -> str:
+    if not isinstance(value, float) or not 0 < value < float("inf"):
+        return ""
+    if value <= 1:
+        return f"; write '{100 * value:g}%' for a share of the unplanned peak"
+    return f"; write {int(value)} for bytes" if value.is_integer() else ""
 
 
 def parse_bytes(text: str | int) -> int:

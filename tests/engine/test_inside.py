@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -204,6 +205,58 @@ def test_no_update_is_nothing_where_the_optimizer_is_outside() -> None:
     assert model.first.weight.grad is not None
     with pytest.raises(UsageError, match="not fitted"):
         ebbflow.no_update(Net())
+
+
+class _Own(torch.optim.Optimizer):
+    """Clips by the norm of all where an attribute says so."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "most": 0.0})
+        self.clips, self.how = False, {"clips": False}
+        self.keeps = self.first = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        own = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+        times = 1.0
+        if (self.clips or self.how["clips"]) and own:
+            times = 1 / (1 + float(torch.stack([each.grad.norm() for each in own]).norm()))
+        if self.first:
+            times *= self.param_groups[0]["betas"][0]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                if self.keeps:
+                    group["most"] = max(group["most"], float(each.grad.abs().max()))
+                each.sub_(each.grad, alpha=group["lr"] * times)
+
+
+@pytest.mark.parametrize(
+    ("option", "later"),
+    [*((each, False) for each in ("clips", "how", "keeps", "first")), ("clips", True), ("keeps", True)],
+)
+def test_options_that_couple_parameters_are_found_wherever_they_are(option: str, later: bool) -> None:
+    model = Net()
+    optimizer = _Own(model.parameters())
+
+    def change() -> None:
+        if option == "how":
+            optimizer.how["clips"] = True
+        else:
+            setattr(optimizer, option, True)
+
+    if later:
+        ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        model(batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    change()
+    before = weights(model)
+    inside = functools.partial(ebbflow.fit, model, "100%", optimizer=optimizer, step="inside", progress=None)
+    with pytest.raises(UsageError, match=r"on stand-ins one by one gives other bits|keeps in its groups"):
+        model(batch()) if later else inside()
+    assert equal(weights(model), before)
 
 
 def test_what_needs_gradients_or_weights_as_they_are_is_refused(pair: Pair) -> None:

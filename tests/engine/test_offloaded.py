@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -288,6 +289,35 @@ def test_a_signal_handler_reads_it_while_a_call_looks_at_its_guards(
         signal.signal(signal.SIGALRM, before)
     assert len(read) == len(want)
     assert all(map(torch.equal, read, want))
+
+
+def test_another_optimizer_is_set_whole_where_the_state_of_the_first_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = twins()
+    model, first = next(source)
+    ebbflow.fit(model, "100%", optimizer=first, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    train(model, first, batch(), 1)
+    model(batch()).backward()
+    second = MADE["momentum"](model.parameters())
+
+    def failing(*_: object) -> int:
+        raise OSError("lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", failing)
+        with pytest.raises(TierError):
+            ebbflow.set_optimizer(model, second)
+    second.step()
+    second.zero_grad()
+    loss = model(batch())
+    moments = [state["momentum_buffer"] for state in second.state.values()]
+    assert all(is_away(each) for each in moments if each.nbytes >= 2**16)
+    loss.backward()
+    second.step()
+    found = ebbflow.step_of(model)
+    assert found is not None
+    assert found.optimizer_traffic.out_bytes == sum(each.nbytes for each in moments if each.nbytes >= 2**16)
 
 
 @pytest.mark.parametrize("read", [torch.sum, lambda state: state.shape[0]])

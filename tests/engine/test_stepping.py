@@ -117,6 +117,54 @@ def test_options_that_make_it_take_more_are_seen_at_the_next_call() -> None:
         whole_step(model, optimizer, x)
 
 
+class _Options(torch.optim.SGD):
+    """Takes a copy of all weights, where one of its options says so."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.flag, self.pair, self.inner = False, (0.0, 0.9), {"all at once": False}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if self.flag or self.pair[0] or self.inner["all at once"]:
+                copies = [each.clone() for each in group["params"]]
+                del copies
+            for each in group["params"]:
+                each.sub_(each.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("option", "at_once"),
+    [*((each, True) for each in ("flag", "pair", "inner")), *((each, False) for each in ("flag", "pair", "momentum"))],
+)
+def test_options_in_whatever_form_are_seen(option: str, at_once: bool) -> None:
+    """A momentum that is warmed up from 0 is state that is still to come."""
+    model, x = wide()
+    kind = torch.optim.SGD if option == "momentum" else _Options
+    optimizer: Any = kind(model.parameters(), lr=0.1)
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+    assert refused.value.smallest_bytes is not None
+
+    def change() -> None:
+        if option == "momentum":
+            optimizer.param_groups[0]["momentum"] = 0.9
+        elif option == "inner":
+            optimizer.inner["all at once"] = True
+        else:
+            setattr(optimizer, option, {"flag": True, "pair": (0.9, 0.9)}[option])
+
+    if at_once:
+        change()
+    ebbflow.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
+    if not at_once:
+        whole_step(model, optimizer, x)
+        change()
+    with pytest.raises(BudgetError):
+        whole_step(model, optimizer, x)
+
+
 def test_a_step_that_cannot_be_tried_is_said_not_to_be_counted() -> None:
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)

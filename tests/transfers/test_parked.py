@@ -416,6 +416,34 @@ def test_a_disk_that_fails_on_the_way_back_loses_nothing(
     assert all(map(torch.equal, moments(optimizer), expected))
 
 
+@pytest.mark.parametrize("kept", ["state_dict", "error", "nothing"])
+def test_after_a_lost_disk_training_goes_on_from_a_checkpoint(
+    kept: str, optimizer: torch.optim.Optimizer, parking: Parking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has the lost state still, in a dictionary or an error: it is not the optimizer's any more."""
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    expected = [each.clone() for each in moments(optimizer)]
+    parking.leave()
+    held: list[object] = [optimizer.state_dict()["state"]] if kept == "state_dict" else []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        with pytest.raises(TierError) as raised:
+            optimizer.step()
+        if kept == "error":
+            held.append((raised.value, [*optimizer.state.values()]))
+        del raised
+        optimizer.load_state_dict(checkpoint)
+        assert all(map(torch.equal, moments(optimizer), expected))
+        optimizer.step()
+        parking.leave()
+        with pytest.raises(TierError):  # of the optimizer's own state
+            optimizer.step()
+    optimizer.step()
+    assert not any(map(is_away, moments(optimizer)))
+    parking.end()
+    assert len(held) == (kept != "nothing")
+
+
 def test_regions_go_with_the_state(way: DiskTier) -> None:
     optimizer = stepped()
     parking_of(optimizer, way).leave()

@@ -47,6 +47,7 @@ from ebbflow.planners.narration import aloud, interruption_noted, narrated
 from ebbflow.planning.alternatives import Alternative
 from ebbflow.planning.frontier import Frontier, Refusal, frontier
 from ebbflow.planning.pipeline import PlanningOptions, make_plan
+from ebbflow.planning.resident_in_words import OPTIMIZER_STATE
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.rewrites.choices import (
     Finish,
@@ -408,7 +409,7 @@ def capture_ahead(
         if target is None and device == "cuda":
             reserve += unsplit_bytes(program)
     resident = resident_parts(model, (args, kwargs), state.staying, granularity)
-    resident["optimizer state"] += state.to_come_bytes
+    resident[OPTIMIZER_STATE] += state.to_come_bytes
     return AheadStep(
         program,
         sum(resident.values()) + held,

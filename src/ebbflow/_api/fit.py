@@ -304,7 +304,7 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
 
     Raises:
         UsageError: if the model is not fitted, for what is no optimizer, or for another model's.
-        TierError: if the state of the one that was given before could not be brought back.
+        TierError: if the state of the one that was given before could not be brought back. The model has the new one.
     """
     fitted = _fitted(model, "set_optimizer")
     if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -317,11 +317,13 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
     refuse_foreign_optimizer(model, optimizer)
     if fitted.inside is not None and optimizer is not fitted.optimizer:
         refuse_to_step_inside(optimizer, fitted.inside.scaler)
-    if fitted.offloaded is not None and optimizer is not fitted.optimizer:
+    before = None if optimizer is fitted.optimizer else fitted.offloaded
+    if before is not None:
         refuse_to_offload(optimizer, fitted.tiers)
-        fitted.offloaded.close()
-        fitted.offloaded = Offloaded(optimizer, next(iter(fitted.tiers.values())))
     fitted.set_optimizer(optimizer)
+    if before is not None:
+        fitted.offloaded = Offloaded(optimizer, next(iter(fitted.tiers.values())))
+        before.close()
     return model
 
 
@@ -423,11 +425,14 @@ def _options(**given: Any) -> Options:
         )
     require_gradients(given["gradients"])
     optimizer = given["optimizer"]
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer | type):
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         what = "a function that makes one" if callable(optimizer) else f"{type(optimizer).__name__}"
+        how = "make it first and give it"
+        if isinstance(optimizer, type):
+            what, how = f"the class {optimizer.__name__}", f"make one, {optimizer.__name__}(model.parameters())"
         raise UsageError(
             f"fit takes the one optimizer that trains the model (a torch.optim.Optimizer) and not {what}: its state is "
-            "what is resident; make it first and give it",
+            f"what is resident; {how}",
             argument="optimizer",
             value=optimizer,
         )

@@ -22,7 +22,7 @@ import torch
 from ebbflow.cost.call import call_with
 from ebbflow.cost.profile import workspace_alone
 from ebbflow.cost.room import Room, within
-from ebbflow.measurement.optimizer_state import options_of, stand_in_of
+from ebbflow.measurement.optimizer_state import attributes_of, options_of, stand_in_of, tried_out
 from ebbflow.measurement.resident import stepping
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams import trees as pytree
@@ -61,7 +61,7 @@ def step_bytes(
     lenders = [each for group in groups for each in group["params"]]
     kernels = _Kernels(any(device not in (None, each.device.type) for each in lenders))
     found: list[int] = []
-    with signals_wait(), without_modes(), quiet_log(), within(Room(0, lenders)):
+    with signals_wait(), without_modes(), quiet_log(), within(Room(0, lenders)), tried_out(optimizer):
         for answer in (1, 0):  # a step that asks its own state, as ASGD does whether to average, may go either way
             try:
                 with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
@@ -77,7 +77,7 @@ def _largest(
 ) -> int:
     kinds = [{**group, "params": list(_of_each_kind(group["params"]))} for group in groups]
     known = _counted.setdefault(optimizer, {})
-    if (key := _outline(kinds, device)) not in known:
+    if (key := (_outline(kinds, device), repr(attributes_of(optimizer)))) not in known:
         taken = list(_taken(optimizer, kinds, device, range(STEPS), lambda *_: 0))
         known[key] = tuple(sorted({0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}))
     return max(_taken(optimizer, groups, device, known[key], workspace))

@@ -36,6 +36,7 @@ from ebbflow.clipping import Clipping
 from ebbflow.engine.applied import Applied, State
 from ebbflow.engine.used import Used
 from ebbflow.errors import CaptureError, UpdateError, UsageError
+from ebbflow.inside.alone import refuse_what_is_not_alone
 from ebbflow.inside.costs import settings_of
 from ebbflow.inside.one_by_one import step_alone
 from ebbflow.inside.step import WithOptimizer
@@ -91,6 +92,7 @@ class Inside:
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._with_state = {id(each) for each in optimizer.state}
         self._accumulating = Counter[int]()  # threads
+        self._tried = self._all_settings()
         self._stepped_by: list[tuple[torch.Tensor, torch.Tensor]] = []
         before, after = self._before_step, self._after_step
         why = "Ebbflow looks at what its steps have updated"
@@ -128,6 +130,10 @@ class Inside:
         """What of the optimizer's options its updates' bytes depend on, group by group."""
         return tuple(settings_of(group) for group in self.optimizer.param_groups)
 
+    def _all_settings(self) -> object:
+        """The same and its attributes: with others it is tried out again."""
+        return settings_of(vars(self.optimizer)), self.settings
+
     @property
     def updated_and_not_stepped(self) -> set[int]:
         """Ids of the parameters that a backward has updated and of which ``optimizer.step()`` does not know yet."""
@@ -164,7 +170,11 @@ class Inside:
 
         Raises:
             CaptureError: naming who.
+            UsageError: if options have been changed, and the optimizer steps on parameters together by now.
         """
+        if (settings := self._all_settings()) != self._tried:
+            refuse_what_is_not_alone(self.optimizer)
+            self._tried = settings
         self._module = weakref.ref(module)  # also where no call updates, as gradients are clipped then too
         instead = 'fit without step="inside" here, or take that away'
         if checkpointed:

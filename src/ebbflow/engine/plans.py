@@ -37,6 +37,7 @@ from ebbflow.engine.step import Step
 from ebbflow.engine.stepping import taken_of
 from ebbflow.errors import BudgetError, CaptureError
 from ebbflow.faults import users_level
+from ebbflow.inside.costs import settings_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.measurement.resident import gradients_to_come, stepping
 from ebbflow.measurement.together import class_of, parts_of
@@ -160,8 +161,8 @@ def _plan_for(
     return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
 
 
-_without_state: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that have been found to keep nothing."""
+_without_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakKeyDictionary()
+"""Optimizers that have been found to keep nothing, and their options then: a momentum may be warmed up from 0."""
 
 
 def _state_to_come(model: FittedModel, now: Circumstances) -> int:
@@ -171,7 +172,7 @@ def _state_to_come(model: FittedModel, now: Circumstances) -> int:
     got other parameters since, until a plan with room for their state holds.
     """
     optimizer = model.optimizer
-    if optimizer is None or optimizer in _without_state:
+    if optimizer is None or _without_state.get(optimizer, now) == _options_of(optimizer):
         return 0
     if any(any(stepping(each).state.values()) for each in parts_of(optimizer)):
         known, there = model.stepped_parameters, _stepped_parameters(optimizer)
@@ -180,8 +181,12 @@ def _state_to_come(model: FittedModel, now: Circumstances) -> int:
         return 0 if known in (None, there) else _to_come(model, now)[STATE]
     found = _to_come(model, now)[STATE]
     if not found:
-        _without_state.add(optimizer)
+        _without_state[optimizer] = _options_of(optimizer)
     return found
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> object:
+    return [settings_of(group) for each in parts_of(optimizer) for group in stepping(each).param_groups]
 
 
 def _stepped_parameters(optimizer: torch.optim.Optimizer) -> int:

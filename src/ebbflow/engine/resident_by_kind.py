@@ -11,11 +11,12 @@ from ebbflow.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbflow.engine.flights import kept_bytes
 from ebbflow.engine.step import Step
 from ebbflow.measurement.resident import resident_parts, tensors_in
+from ebbflow.planning.resident_in_words import OPTIMIZER_STATE
 from ebbflow.torch_seams.data_parallel import bucket_bytes
 
 __all__ = ["GRADIENTS_TO_COME", "STATE", "resident_by_kind", "without_flights"]
 
-STATE = "optimizer state"
+STATE = OPTIMIZER_STATE
 GRADIENTS_TO_COME = "gradients that will stay"
 _FLIGHTS = "kept by forwards whose backward has not come"
 _BUCKETS = "buckets of DistributedDataParallel"

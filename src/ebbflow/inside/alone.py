@@ -14,18 +14,15 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy
 import torch
 
 from ebbflow.cost.call import extent_of
 from ebbflow.errors import UsageError
 from ebbflow.inside.one_by_one import step_alone
-from ebbflow.measurement.optimizer_state import options_of, stand_in_of
+from ebbflow.measurement.optimizer_state import is_plain, options_of, stand_in_of, tried_out
 from ebbflow.measurement.resident import optimizers_in, tensors_in
 from ebbflow.measurement.together import Together
 from ebbflow.signals import raised_by_a_handler, signals_wait
@@ -70,10 +67,8 @@ def refuse_what_is_not_alone(optimizer: torch.optim.Optimizer) -> None:
             "two parameters lie in the same memory (one was given the other's .data), and which is stepped first "
             "decides; tie weights by one Parameter in both places"
         )
-    known = type(optimizer).__module__.startswith("torch.optim.")  # of which none draws
-    others = nullcontext() if known else _random_states_put_back()
     try:
-        with while_nothing_is_captured(), signals_wait(), without_modes(), others:
+        with while_nothing_is_captured(), signals_wait(), without_modes(), tried_out(optimizer):
             difference = _difference(optimizer)
     except UsageError:
         raise
@@ -115,9 +110,16 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
                 "does not step on each parameter for itself: stepping on stand-ins one by one gives other bits than "
                 "all together"
             )
+        if _options(together) != _options(alone):
+            return "keeps in its groups what its step has found, and each parameter is stepped with a copy of them"
         if _counts(together) != _counts(alone):
             return "counts in its attributes how often it has stepped, and it would step once for each parameter"
     return _without_gradients(together)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What is plain in its groups."""
+    return [{name: value for name, value in group.items() if is_plain(value)} for group in optimizer.param_groups]
 
 
 def _gradients() -> Iterator[Callable[[int, torch.Tensor, int], torch.Tensor | None]]:
@@ -137,17 +139,6 @@ def _place(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     """Its position in its group."""
     places = {id(each): index for group in optimizer.param_groups for index, each in enumerate(group["params"])}
     return places[id(parameter)]
-
-
-@contextmanager
-def _random_states_put_back() -> Iterator[None]:
-    python, of_numpy = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(of_numpy)
 
 
 def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
@@ -225,7 +216,13 @@ def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _others(options: dict[str, Any]) -> dict[str, Any]:
     """Other numbers of the same kind: what steps by the options of a group that is not its parameter's is found out."""
-    return {name: value / 2 if isinstance(value, float) else value for name, value in options.items()}
+    return {name: _halved(value) for name, value in options.items()}
+
+
+def _halved(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_halved, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return value / 2 if isinstance(value, float) else value
 
 
 def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:

@@ -26,9 +26,14 @@ def settings_of(options: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
 
     Of a number that is whether it is 0; numbers may count steps.
     """
-    plain = ((name, value) for name, value in options.items() if isinstance(value, bool | int | float | str | None))
-    said = ((name, value if isinstance(value, bool | str | None) else bool(value)) for name, value in plain)
-    return tuple((name, value) for name, value in said if name != _RATE)
+    plain = (name for name, value in options.items() if isinstance(value, bool | int | float | str | tuple | None))
+    return tuple((name, _said(options[name])) for name in plain if name != _RATE)
+
+
+def _said(value: object) -> object:
+    if isinstance(value, tuple):  # betas
+        return tuple(map(_said, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return value if isinstance(value, bool | str | None) else bool(value)
 
 
 class UpdateCosts:

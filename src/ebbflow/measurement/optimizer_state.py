@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+import random
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
+import numpy
 import torch
 
 from ebbflow.errors import UsageError
@@ -23,7 +27,15 @@ from ebbflow.measurement.together import parts_of
 from ebbflow.signals import raised_by_a_handler, signals_wait
 from ebbflow.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
-__all__ = ["attributes_of", "future_state_bytes", "future_state_sizes", "is_plain", "options_of", "stand_in_of"]
+__all__ = [
+    "attributes_of",
+    "future_state_bytes",
+    "future_state_sizes",
+    "is_plain",
+    "options_of",
+    "stand_in_of",
+    "tried_out",
+]
 
 _ANSWERS = (1, 0)
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # of definition 2
@@ -52,7 +64,7 @@ def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     sizes: dict[tuple[object, ...], list[int]] = {}
     total: list[int] = []
     parts = optimizers_in(optimizer)
-    if any(_keeps_for_all(each) for each in parts):
+    if any(_keeps_for_all(each) for each in parts) or _keeps_for_others(optimizer, parts):
         return total
     for position, group in enumerate(optimizer.param_groups):
         options = options_of(group)
@@ -71,6 +83,32 @@ def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     return total
 
 
+@contextmanager
+def tried_out(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While open, stand-ins of an optimizer step; what its class draws and counts is as before then.
+
+    That is the random states of torch, Python and NumPy, and plain attributes of its classes. Torch's own draw and
+    count nothing there.
+    """
+    classes = type(optimizer).__mro__[:-1]
+    own = [each for each in classes if not each.__module__.startswith(("torch.", "typing", "abc"))]
+    if not own:
+        yield
+        return
+    python, of_numpy = random.getstate(), numpy.random.get_state()
+    kept = [(each, name, value) for each in own for name, value in vars(each).items() if is_plain(value)]
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(cards):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(of_numpy)
+            for each, name, value in kept:
+                if vars(each).get(name) is not value:
+                    setattr(each, name, value)
+
+
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """What a trial of an optimizer is made with in place of ``group``, besides parameters; nothing that it changes."""
     given: dict[str, Any] = {}
@@ -87,11 +125,30 @@ def stand_in_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
     """An optimizer of the class of ``optimizer``, of other groups: what it keeps in attributes it has as well.
 
     Options are not only in groups: a class of somebody's own may keep the norm that it clips by, or whether it takes a
-    momentum, in an attribute. What is not plain is what its constructor makes.
+    momentum, in an attribute, a container in one, or a function. What holds anything else (tensors, modules, other
+    optimizers) is what its constructor makes.
     """
     made = type(optimizer)(groups)  # type: ignore[call-arg]
-    vars(made).update({name: value for name, value in vars(optimizer).items() if is_plain(value)})
+    for name, value in vars(optimizer).items():
+        if is_plain(value):
+            vars(made)[name] = value
+        elif name not in _OF_TORCH and not name.startswith("_optimizer_") and _is_option(value):
+            vars(made)[name] = copy.deepcopy(value)  # functions are as they are
     return made
+
+
+_OF_TORCH = frozenset(("state", "param_groups", "defaults"))
+
+
+def _is_option(value: object) -> bool:
+    """Whether it is a function that holds nothing, or a container of such and of plain values."""
+    if isinstance(value, dict):
+        return all(is_plain(key) and _is_option(each) for key, each in value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_option, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(value, types.FunctionType):
+        return not value.__closure__
+    return is_plain(value) or isinstance(value, types.BuiltinFunctionType)
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -118,17 +175,28 @@ def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
     return any(True for _ in tensors_in(held))
 
 
+def _keeps_for_others(optimizer: torch.optim.Optimizer, parts: Iterable[torch.optim.Optimizer]) -> bool:
+    """Whether one that it holds has stepped other parameters in the place of its own, as of copies in float32."""
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return any(
+        id(key) not in own and value for each in parts if each is not optimizer for key, value in each.state.items()
+    )
+
+
 def _state_sizes(optimizer: torch.optim.Optimizer, options: dict[str, object], like: torch.nn.Parameter) -> list[int]:
     failures: list[Exception] = []
-    with signals_wait(), without_modes():  # a capture traces under a fake-tensor mode of its own
+    with signals_wait(), without_modes(), tried_out(optimizer):  # a capture traces under a fake-tensor mode of its own
         for size in _tries(optimizer, options, like):
             if not isinstance(size, Exception):
                 return size
             failures.append(size)
-    kind = type(optimizer)
+    kind, error = type(optimizer), failures[-1]
+    inner = vars(optimizer).get("optimizer")
+    which = f"give its .optimizer, a {type(inner).__name__}, " if isinstance(inner, torch.optim.Optimizer) else ""
     raise UsageError(
-        f"the state of {kind.__name__} cannot be foreseen ({failures[-1]}); "
-        "run one optimizer step before fit, or leave optimizer= out",
+        f"the state of {kind.__name__} cannot be foreseen: one of its class, made from its groups and stepped once, "
+        f"raised {type(error).__name__} ({error}); {which}give its __init__ defaults, run one optimizer step before "
+        "fit, or leave optimizer= out",
         argument="optimizer",
         value=kind,
     ) from failures[-1]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from ebbflow.measurement.leftovers import left_bytes
+from ebbflow.planning.resident_in_words import OPTIMIZER_STATE, WEIGHTS
 from ebbflow.torch_seams.away import is_away
 from ebbflow.torch_seams.optimizers import gradient_of
 from ebbflow.torch_seams.storages import (
@@ -161,10 +162,10 @@ def resident_parts(
     """
     parameters = [each for each in model.parameters() if not is_away(each)]
     kinds: dict[str, Iterable[torch.Tensor]] = {
-        "weights": (part for each in parameters for part in parts_of(each)),
+        WEIGHTS: (part for each in parameters for part in parts_of(each)),
         "gradients of earlier steps": tensors_in([gradient_of(each) for each in parameters if each.is_leaf]),
         "buffers of modules": tensors_in(list(model.buffers())),
-        "optimizer state": tensors_in(list(state)),
+        OPTIMIZER_STATE: tensors_in(list(state)),
         "arguments of the call": tensors_in(arguments),
         "other tensors of modules": tensors_in(model),
     }

@@ -16,7 +16,7 @@ from ebbflow.planners.narration import interruption_noted
 from ebbflow.planners.search.smallest import smallest_of
 from ebbflow.planning.alternatives import Alternative, Hints, best_of
 from ebbflow.planning.cache import CachedAnswer, PlanCache
-from ebbflow.planning.resident_in_words import parts_of, resident_sentence
+from ebbflow.planning.resident_in_words import OPTIMIZER_STATE, WEIGHTS, parts_of, resident_sentence
 from ebbflow.planning.shape_plans import Buckets
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
 from ebbflow.step.legality import check
@@ -423,7 +423,7 @@ def _budget_error(
             f"No schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
             f"which is pinned by {pin}. "
             f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}, "
-            "or give the step smaller inputs"
+            f"or {_less_besides(program, budget, options.resident_parts)}"
             + ("" if options.machine is None else _machines_for(smallest, options.machine))
         )
     if interrupted:
@@ -436,6 +436,20 @@ def _budget_error(
         resident_bytes=resident,
         pinned_by=pin,
         resident_parts=parts,
+    )
+
+
+def _less_besides(program: Program, budget: int, resident: Mapping[str, int]) -> str:
+    """What else may help: not smaller inputs where weights, their gradients and an optimizer's state are too large."""
+    made = sum(program.buffers[each].bytes for each in set(program.gradients))
+    state = resident.get(OPTIMIZER_STATE, 0)
+    fixed = made + state + resident.get(WEIGHTS, 0)
+    if fixed <= budget:
+        return "give the step smaller inputs"
+    less = ['step="inside" keeps no gradients'] * bool(made) + ["offload_optimizer=True no state"] * bool(state)
+    return (
+        f"train fewer weights: whatever the inputs, weights, gradients and the optimizer's state take "
+        f"{format_bytes(fixed)}" + (f"; {', '.join(less)}" if less else "")
     )
 
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 
 from ebbflow.units import format_bytes
 
-__all__ = ["OTHER", "RESERVE", "parts_in_words", "parts_of", "resident_sentence"]
+__all__ = ["OPTIMIZER_STATE", "OTHER", "RESERVE", "WEIGHTS", "parts_in_words", "parts_of", "resident_sentence"]
+
+WEIGHTS = "weights"
+OPTIMIZER_STATE = "optimizer state"
 
 OTHER = "other tensors"
 """Of no kind that is known: another model's, say, on a card, whose allocator counts all that there is."""

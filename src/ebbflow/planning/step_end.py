@@ -90,10 +90,11 @@ class StepEnd:
         unplanned = self.unplanned_bytes(program, resident_bytes)
         when = "before the planned forward" if self.before else "after the planned backward"
         there = "there" if self.before else "at its end"
+        without = f"{format_bytes(needed - self.bytes)} without them"
         return BudgetError(
             f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what} take "
             f"{format_bytes(self.bytes)} {when}, so that {format_bytes(needed)} ({needed} bytes, "
-            f"{share_of_unplanned(needed, unplanned)}) are taken {there}, whatever the plan. "
+            f"{share_of_unplanned(needed, unplanned)}) are taken {there}, {without}, whatever the plan. "
             f"{resident_sentence(parts)}. Ask for "
             f"{budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}, or {self.remedy}",
             budget_bytes=budget_bytes,

@@ -215,7 +215,7 @@ def machine_named(name: str) -> Machine:
     """
     machines = catalogue()
     if name not in machines:
-        near = did_you_mean(name, machines)
+        near = did_you_mean(name.lower(), machines)
         raise UsageError(
             f"machine {name!r} is not in the catalogue; it has: {', '.join(machines)}{near}",
             argument="machine",

@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +104,11 @@ class Lot:
                 elif not is_away(tensor):
                     forget(tensor)
             return bool(self.left)
+
+    def holds_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any of ``tensors`` is away with it."""
+        left = {id(each.tensor()) for each in self.left}
+        return any(id(each) in left for each in tensors)
 
     def back(self) -> None:
         """Bring back what is alive. A signal handler may do so while this is running."""

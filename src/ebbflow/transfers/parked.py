@@ -5,7 +5,8 @@
 2. What *leaves* is copied first, all of it, and only then gives its memory back. A copy that fails leaves everything
    where it was. Small tensors, and those whose memory somebody else uses too, stay: they are resident.
 3. It comes *back* all at once before any of it is read: by the optimizer's step, by ``state_dict()``, by user code on
-   any thread. If that fails it stays away, so that it can be tried again.
+   any thread. If that fails it stays away, so that it can be tried again. What is state no more, since other state was
+   loaded in its place, keeps nobody from stepping: it is away until somebody reads it.
 4. It leaves at every training call, also if it was only read: what is rewritten through ``.data`` has no mark.
 5. State that there is when a parking is made, and state that is loaded, is given memory that can leave: that of what
    ``torch.load`` has read cannot. So is state that has left before, if NumPy has looked at it since.
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ebbflow.errors import TierError
 from ebbflow.measurement.resident import kept_by, optimizers_in, stepping
 from ebbflow.torch_seams.away import can_leave, is_away, own_memory
 from ebbflow.torch_seams.stance import left_out_of_traces
@@ -99,8 +101,14 @@ class Parking:
             TierError: if a copy failed.
         """
         with self._lock:
-            for lot in self._lots:
-                lot.back()
+            for lot in self._lots.copy():
+                try:
+                    lot.back()
+                except TierError:
+                    optimizer = self._optimizer()
+                    if optimizer is not None and lot.holds_any(_state(optimizer)):
+                        raise
+                    self._lots.remove(lot)
             self._lots = [lot for lot in self._lots if lot.left]
 
     def end(self) -> None:
