@@ -26,7 +26,7 @@ _AGAIN = "(press it again to have it handled at once)"
 _ASK_TO_END = {getattr(signal, name, None) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")}
 _ACTION_BYTES = 1024  # more than a struct sigaction has anywhere
 _NUMBERS = tuple(sorted(map(int, signal.valid_signals())))
-_handler_of: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_handler_of: Callable[[int], Any] = getattr(signal, "_signal", signal).getsignal  # makes no enumerations
 _sigaction: Any = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
 
 
