@@ -165,6 +165,36 @@ def test_options_in_whatever_form_are_seen(option: str, at_once: bool) -> None:
         whole_step(model, optimizer, x)
 
 
+@pytest.mark.parametrize("change", ["foreach", "momentum", "group"])
+def test_options_that_are_changed_before_the_step_are_held_against_the_budget(change: str) -> None:
+    model, x = wide()
+    more = nn.Parameter(torch.zeros(512, 512))
+    kind = torch.optim.SGD if change == "momentum" else torch.optim.AdamW
+    optimizer: Any = kind(model.parameters(), lr=1e-3, foreach=False)
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+    assert refused.value.smallest_bytes is not None
+    ebbflow.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
+    whole_step(model, optimizer, x)
+    model(x).backward()
+    group = optimizer.param_groups[0]
+    if change == "group":
+        optimizer.add_param_group({"params": [more]})
+    else:
+        group[change] = 0.9 if change == "momentum" else True
+    before = [each.detach().clone() for each in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="at its end"):
+            optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    if change == "group":
+        del optimizer.param_groups[1]
+    else:
+        group[change] = 0.0 if change == "momentum" else False
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
 def test_a_step_that_cannot_be_tried_is_said_not_to_be_counted() -> None:
     model = Net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)

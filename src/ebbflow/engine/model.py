@@ -39,7 +39,7 @@ from ebbflow.engine.movers import refuse_movers
 from ebbflow.engine.offloaded import Offloaded
 from ebbflow.engine.shared_calls import Kinds
 from ebbflow.engine.step import Step
-from ebbflow.engine.stepping import StepOfOptimizer
+from ebbflow.engine.stepping import AtTheStep, StepOfOptimizer
 from ebbflow.errors import CaptureError, UsageError
 from ebbflow.faults import users_level
 from ebbflow.measurement.between import BetweenGauge
@@ -153,6 +153,7 @@ class FittedModel:
     _code: Code = field(default_factory=Code)
     _numbers: Numbers = field(default_factory=Numbers)
     _stepping: StepOfOptimizer | None = None
+    _at_the_step: AtTheStep | None = None
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.between)
@@ -210,8 +211,12 @@ class FittedModel:
         Raises:
             UsageError: if another has stepped these weights inside of a step, and its own step has not been called.
                 Nothing has been changed.
+            BudgetError: if options have been changed since the last call, for which its budget has no room.
         """
         told = self.optimizer
+        if self._at_the_step is not None and self.stepping is not None and told is not None:
+            if any(each is optimizer for each in optimizers_in(told)):
+                self._at_the_step.refuse_more(self.stepping)
         if optimizer is told or (self.inside is None and optimizer in self.other_optimizers):
             return
         if told is not None and any(each is optimizer for each in optimizers_in(told)):
@@ -396,6 +401,7 @@ class FittedModel:
             step.optimizer_traffic = self.offloaded.traffic
         if step.forward_calls > 1:
             self._in_a_row[now.key] = 0
+        self._at_the_step = self._known_of_the_step(step, flight, now)
         if now.checkpointed:
             return
         if now.flying_bytes:
@@ -404,6 +410,19 @@ class FittedModel:
             learn = functools.partial(self._learn_loss, now, step, self._state_sizes())
             flight.between = BetweenGauge(now.device, learn)
             flight.between.begin()
+
+    def _known_of_the_step(self, step: Step, flight: Flight, now: Circumstances) -> AtTheStep | None:
+        if self.stepping is None or flight.executable is None or self.inside is not None or now.checkpointed:
+            return None
+        hidden = step.hidden_bytes(now.reached) if now.device == "cpu" else 0
+        return AtTheStep(
+            flight.executable.plan,
+            now.resident_bytes + hidden,
+            now.trained,
+            self.stepping.key(now.trained),
+            now.accumulating,
+            now.flying_bytes,
+        )
 
     def _is_measured(self, now: Circumstances) -> bool:
         """Whether it is known what user code takes outside of the two graphs."""

@@ -5,12 +5,14 @@
    which no backward has applied the gradient (``engine.inside``). No plan of the model's step lowers that, so a budget
    has to have room for it.
 2. It is looked at again where what it depends on has changed: groups, frozen parameters, options, of numbers only
-   whether they are 0.
+   whether they are 0. Where that is between a call and ``optimizer.step()``, the step is held against the budget of
+   that call, before it has changed anything (:class:`AtTheStep`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +20,13 @@ import torch
 from ebbflow.cost.optimizer_step import step_bytes
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.inside.costs import settings_of
+from ebbflow.measurement.optimizer_state import future_state_bytes
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
+from ebbflow.step.plan import Plan
 from ebbflow.step.provenance import NOT_KNOWN
 from ebbflow.units import format_bytes
 
-__all__ = ["StepOfOptimizer", "end_of", "taken_of"]
+__all__ = ["AtTheStep", "StepOfOptimizer", "end_of", "taken_of"]
 
 
 _ON_CARD = 128
@@ -96,15 +100,15 @@ class StepOfOptimizer:
         Args:
             trained: which parameters take gradients, in any form.
         """
-        groups = self.optimizer.param_groups
-        key = (
-            trained,
-            settings_of(vars(self.optimizer)),
-            [(id(each), len(each["params"]), settings_of(each)) for each in groups],
-        )
+        key = self.key(trained)
         if self._known[0] != key:
             self._known = (key, self._look())
         return self._known[1]
+
+    def key(self, trained: bytes) -> object:
+        """What it depends on (definition 2)."""
+        groups = [(id(each), len(each["params"]), settings_of(each)) for each in self.optimizer.param_groups]
+        return trained, settings_of(vars(self.optimizer)), groups
 
     def end(self, trained: bytes) -> StepEnd:
         """Definition 1; ``trained`` as above."""
@@ -118,6 +122,54 @@ class StepOfOptimizer:
             for each in group["params"]:
                 kinds.setdefault((id(group), each.shape, each.stride(), each.dtype), [{**group, "params": [each]}])
         return _most([step_bytes(self.optimizer, None, groups) for groups in kinds.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class AtTheStep:
+    """What was known at a call of the step of an optimizer that comes after it.
+
+    Attributes:
+        plan: that the call ran under.
+        resident_bytes: when it began.
+        trained: as for :class:`StepOfOptimizer`.
+        key: of the optimizer's step then.
+        summed: whether the call's gradients were added to others.
+        gone_bytes: what forwards kept that were in flight.
+    """
+
+    plan: Plan
+    resident_bytes: int
+    trained: bytes
+    key: object
+    summed: bool
+    gone_bytes: int
+
+    def refuse_more(self, stepping: StepOfOptimizer) -> None:
+        """Refuse a step that takes more by now than the budget has room for; nothing has been stepped.
+
+        Raises:
+            BudgetError: saying what it takes.
+        """
+        if stepping.key(self.trained) == self.key:
+            return
+        kind, taken = type(stepping.optimizer).__name__, stepping.end(self.trained)
+        end = replace(
+            taken,
+            bytes=taken.bytes + future_state_bytes(stepping.optimizer),
+            what=taken.what or f"the tensors that {kind} makes while it steps",
+            remedy=taken.remedy or "change its options back",
+            summed=self.summed,
+            gone_bytes=self.gone_bytes,
+        )
+        if not end.held_by(self.plan.budget_bytes, self.plan.program, self.resident_bytes):
+            error = end.error(
+                self.plan.program, self.resident_bytes, self.plan.budget_bytes, resident_parts=self.plan.resident_parts
+            )
+            error.add_note(
+                "Its options or groups have been changed since the forward. The step has changed nothing: change them "
+                "back, or call ebbflow.set_budget and the step again"
+            )
+            raise error
 
 
 def _most(found: Sequence[int | None]) -> int | None:
