@@ -129,8 +129,12 @@ class Knowledge:
         """A call of ``slot`` and one of ``other``, which started later, train together (definition 5)."""
         self._together.add((slot, other))
 
+    def has_untrained(self, slot: Slot) -> bool:
+        """Whether forwards are known to start before the backward of ``slot`` that train nothing with it."""
+        return any((slot, other) not in self._together for other in self._forwards.get(slot, ()))
+
     def forget_untrained(self, slot: Slot) -> bool:
-        """Forget forwards that start before the backward of ``slot`` and train nothing with it; whether any did."""
+        """Forget these; whether there were any."""
         known = self._forwards.get(slot, {})
         untrained = [other for other in known if (slot, other) not in self._together]
         for other in untrained:

@@ -107,18 +107,6 @@ def plan_for(
         now: what surrounds the call.
         arguments: of the call.
     """
-    try:
-        return _plan_for(model, step, captured, program, now, arguments)
-    except BudgetError:
-        if not model.between.forget_untrained(now.slot):
-            raise
-    model.warn_of_untrained()
-    return _plan_for(model, step, captured, program, now, arguments)
-
-
-def _plan_for(
-    model: FittedModel, step: Step, captured: Captured, program: Program, now: Circumstances, arguments: object
-) -> tuple[Plan, bool]:
     reserve = reserve_bytes(program, now.device, verify=model.verify)
     if now.device == "cuda" and model.given_plan is None:  # what its budget leaves free is its maker's choice
         reserve += max([unsplit_bytes(program), *(each.unsplit_bytes for each in step.executables)])
@@ -153,12 +141,22 @@ def _plan_for(
     try:
         plan = wanted.plan(between)
     except BudgetError as error:
-        if (other := _instead(wanted, between, error, guess=guess)) is None:
+        other: tuple[Plan, bool] | None = None
+        try:
+            other = _instead(wanted, between, error, guess=guess)
+        except BudgetError:
+            if not model.between.has_untrained(now.slot):
+                raise
+        if other is not None:
+            return other
+        if not model.between.forget_untrained(now.slot):
             for note in (*_unknown_here(options.alternatives if model.rewrites else ()), *_untold(model)):
                 error.add_note(note)
             raise  # here, with no frame more than it has
-        return other
-    return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
+    else:
+        return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
+    model.warn_of_untrained()
+    return plan_for(model, step, captured, program, now, arguments)
 
 
 _without_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakKeyDictionary()
