@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sysconfig
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,16 @@ from types import TracebackType
 from ebbflow.errors import EbbflowError, InternalError
 from ebbflow.signals import raised_by_a_handler
 
-__all__ = ["RAISED_IN_CAPTURE", "in_own_frames", "innermost", "internal", "is_own", "own_faults", "users_level"]
+__all__ = [
+    "RAISED_IN_CAPTURE",
+    "forget_frames",
+    "in_own_frames",
+    "innermost",
+    "internal",
+    "is_own",
+    "own_faults",
+    "users_level",
+]
 
 RAISED_IN_CAPTURE = "Raised while the step was captured"
 """How the note begins that an exception of the user's own model gets."""
@@ -27,6 +37,20 @@ _MODELS = (f"{_HERE / 'zoo'}/", f"{_HERE / 'demo'}/")
 _COMPILER = "/torch/_dynamo/convert_frame.py"  # where it begins with a frame
 _STANDARD = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _PACKAGES = {"highspy", "numba", "numpy", "ortools", "platformdirs", "sympy", "torch"}  # models are in none of them
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of what the frames hold that ``error`` has passed, and those of the errors that it came of.
+
+    A frame that holds the error, in a list of refusals say, is in a cycle with it, which keeps what all of them hold
+    (the arguments of a call) until the garbage collector comes.
+    """
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
 
 
 def is_own(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,32 @@ class _MasterWeights(torch.optim.Optimizer):
         for each, copied in zip(own, self.copies, strict=True):
             copied.grad = None
             each.data.copy_(copied)
+
+
+class _Uncopied(dict[str, int]):
+    def __deepcopy__(self, _: object) -> None:
+        raise TypeError("it cannot be copied")
+
+
+def test_attributes_that_cannot_be_copied_or_are_of_each_parameter_are_the_constructors() -> None:
+    class Odd(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr=lr, momentum=0.9)
+            self.scales = [1.0 for group in self.param_groups for _ in group["params"]]
+            self.options = _Uncopied(most=1)
+            self.itself: list[object] = []
+            self.itself.append(self.itself)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            assert len(self.scales) == sum(len(group["params"]) for group in self.param_groups)
+            return super().step(closure)
+
+    model = net()
+    optimizer = Odd(model.parameters())
+    optimizer.param_groups[0]["lock"] = {"lock": threading.Lock()}
+    assert future_state_bytes(optimizer) == sum(each.nbytes for each in model.parameters())
+    assert step_bytes(optimizer) is not None
 
 
 def test_state_of_copies_that_an_inner_optimizer_steps_comes_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +195,59 @@ def test_options_that_are_changed_before_the_step_are_held_against_the_budget(ch
         group[change] = 0.0 if change == "momentum" else False
     optimizer.step()
     assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_what_a_call_had_room_for_is_asked_of_its_own_step_alone() -> None:
+    """Not once the budget is another, nor of a step without gradients; state that was loaded since counts."""
+    model, x = wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    with pytest.raises(BudgetError) as refused:
+        ebbflow.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+    assert refused.value.smallest_bytes is not None
+    small = refused.value.smallest_bytes + 2**16
+    group = optimizer.param_groups[0]
+    ebbflow.fit(model, small, optimizer=optimizer, progress=None)
+
+    def called() -> None:
+        group["momentum"] = 0.0
+        optimizer.state.clear()
+        optimizer.zero_grad()
+        model(x).backward()
+        group["momentum"] = 0.9
+
+    called()
+    with pytest.raises(BudgetError, match="set_budget and the step again") as told:
+        optimizer.step()
+    assert told.value.smallest_bytes is not None
+    ebbflow.set_budget(model, told.value.smallest_bytes + 2**16)
+    optimizer.step()
+    ebbflow.set_budget(model, small)
+    called()
+    optimizer.zero_grad()
+    optimizer.step()
+    called()
+    state = {each: {"momentum_buffer": torch.zeros_like(each)} for each in model.parameters()}
+    optimizer.state.update(state)
+    with pytest.raises(BudgetError, match="set_budget and the step again"):
+        optimizer.step()
+
+
+def test_a_refused_batch_is_let_go() -> None:
+    model, x = wide()
+    ebbflow.fit(model, 8 * sum(each.nbytes for each in model.parameters()), progress=None)
+    model(x).backward()
+    model.zero_grad()
+    large = x.repeat(400, *[1] * (x.ndim - 1))
+    batch = weakref.ref(large)
+    gc.collect()
+    gc.disable()
+    try:
+        model(large)
+    except BudgetError:
+        del large
+    finally:
+        gc.enable()
+    assert batch() is None
 
 
 def test_a_step_that_cannot_be_tried_is_said_not_to_be_counted() -> None:

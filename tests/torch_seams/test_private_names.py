@@ -21,10 +21,11 @@ OTHERS = {
     "_fields",
     "_hf_hook",
     "_output_capturing_hooks_installed",
+    "_signal",
     "_skip_backward",
     "_trainer",
 }
-"""Private names that are not torch's: a named tuple's, accelerate's, Lightning's, transformers'."""
+"""Private names that are not torch's: a named tuple's, accelerate's, Lightning's, Python's, transformers'."""
 
 HALF_PRIVATE_MODULES = ("torch.fx.experimental", "torch.utils.flop_counter", "torch.autograd.profiler", "functorch")
 HALF_PRIVATE = {

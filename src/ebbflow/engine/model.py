@@ -176,6 +176,7 @@ class FittedModel:
     def _forget_plans(self) -> None:
         """Also those that another thread is making: they are of what was asked for before."""
         self.asked += 1
+        self._at_the_step = None
         for step in self.steps():
             step.forget_plans()
 
@@ -217,6 +218,7 @@ class FittedModel:
         if self._at_the_step is not None and self.stepping is not None and told is not None:
             if any(each is optimizer for each in optimizers_in(told)):
                 self._at_the_step.refuse_more(self.stepping)
+                self._at_the_step = None
         if optimizer is told or (self.inside is None and optimizer in self.other_optimizers):
             return
         if told is not None and any(each is optimizer for each in optimizers_in(told)):
@@ -422,6 +424,7 @@ class FittedModel:
             self.stepping.key(now.trained),
             now.accumulating,
             now.flying_bytes,
+            any(map(any, (each.state.values() for each in optimizers_in(self.stepping.optimizer)))),
         )
 
     def _is_measured(self, now: Circumstances) -> bool:

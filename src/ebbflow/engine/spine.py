@@ -38,8 +38,8 @@ from ebbflow.engine.plans import holding, plan_for, resident_bytes
 from ebbflow.engine.reasons import reason_of
 from ebbflow.engine.snapshot import snapshot
 from ebbflow.engine.step import Step
-from ebbflow.errors import BudgetError, CaptureError, InternalError, VerificationError
-from ebbflow.faults import own_faults
+from ebbflow.errors import BudgetError, CaptureError, EbbflowError, InternalError, VerificationError
+from ebbflow.faults import forget_frames, own_faults
 from ebbflow.measurement.leftovers import forget_dead, leave, watches_of
 from ebbflow.measurement.libraries import take_workspaces
 from ebbflow.measurement.resident import tensors_in
@@ -78,10 +78,14 @@ def train(model: FittedModel, call: Call) -> Any:
     note_planned_again()
     if model.arrivals.watches:
         model.arrivals.call_begins(call.module.parameters(), first=not model.calls.planned)
-    if model.inside is None:
-        return _trained(model, call)
-    with model.inside.applied.aside():
-        return _trained(model, call)
+    try:
+        if model.inside is None:
+            return _trained(model, call)
+        with model.inside.applied.aside():
+            return _trained(model, call)
+    except EbbflowError as error:
+        forget_frames(error)  # or a batch that was refused would have a place in no later step
+        raise
 
 
 class _Cramped(Exception):
@@ -102,6 +106,7 @@ def _trained(model: FittedModel, call: Call) -> Any:
         return _tried(model, call, None)
     except _Cramped as cramped:
         refused = cramped.refused
+        forget_frames(refused)
     return _tried(model, call, refused)
 
 

@@ -21,6 +21,8 @@ from ebbflow.cost.optimizer_step import step_bytes
 from ebbflow.engine.executable import SCALARS_BYTES
 from ebbflow.inside.costs import settings_of
 from ebbflow.measurement.optimizer_state import future_state_bytes
+from ebbflow.measurement.resident import kept_by, optimizers_in, storages_in
+from ebbflow.planning.resident_in_words import OPTIMIZER_STATE
 from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbflow.step.plan import Plan
 from ebbflow.step.provenance import NOT_KNOWN
@@ -135,6 +137,7 @@ class AtTheStep:
         key: of the optimizer's step then.
         summed: whether the call's gradients were added to others.
         gone_bytes: what forwards kept that were in flight.
+        had_state: whether the optimizer's state was there.
     """
 
     plan: Plan
@@ -143,6 +146,7 @@ class AtTheStep:
     key: object
     summed: bool
     gone_bytes: int
+    had_state: bool
 
     def refuse_more(self, stepping: StepOfOptimizer) -> None:
         """Refuse a step that takes more by now than the budget has room for; nothing has been stepped.
@@ -150,12 +154,16 @@ class AtTheStep:
         Raises:
             BudgetError: saying what it takes.
         """
-        if stepping.key(self.trained) == self.key:
+        groups = stepping.optimizer.param_groups
+        if stepping.key(self.trained) == self.key or all(each.grad is None for g in groups for each in g["params"]):
             return
+        # State may have been loaded since.
+        state = sum(storages_in([kept_by(each) for each in optimizers_in(stepping.optimizer)]).values())
+        counted = self.plan.resident_parts.get(OPTIMIZER_STATE, state) if self.had_state else 0
         kind, taken = type(stepping.optimizer).__name__, stepping.end(self.trained)
         end = replace(
             taken,
-            bytes=taken.bytes + future_state_bytes(stepping.optimizer),
+            bytes=taken.bytes + max(state - counted, 0) + future_state_bytes(stepping.optimizer),
             what=taken.what or f"the tensors that {kind} makes while it steps",
             remedy=taken.remedy or "change its options back",
             summed=self.summed,

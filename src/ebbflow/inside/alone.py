@@ -118,8 +118,16 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What is plain in its groups."""
-    return [{name: value for name, value in group.items() if is_plain(value)} for group in optimizer.param_groups]
+    """What is plain in its groups, and containers of that."""
+    return [
+        {name: value for name, value in group.items() if name != "params" and (is_plain(value) or _counts_in(value))}
+        for group in optimizer.param_groups
+    ]
+
+
+def _counts_in(value: object) -> bool:
+    """Whether it is a container without tensors, in which somebody may count."""
+    return isinstance(value, dict | list | set) and next(iter(tensors_in(value)), None) is None
 
 
 def _gradients() -> Iterator[Callable[[int, torch.Tensor, int], torch.Tensor | None]]:

@@ -14,7 +14,7 @@ import math
 import random
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "attributes_of",
     "future_state_bytes",
     "future_state_sizes",
+    "is_option",
     "is_plain",
     "options_of",
     "stand_in_of",
@@ -115,7 +116,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     for key, value in group.items():
         if isinstance(value, list | dict | set):
             if key != "params" and not any(True for _ in tensors_in(value)):
-                given[key] = copy.deepcopy(value)
+                with suppress(Exception):  # of what cannot be copied, such as a lock, the constructor has another
+                    given[key] = copy.deepcopy(value)
         else:
             given[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
     return given
@@ -125,27 +127,26 @@ def stand_in_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
     """An optimizer of the class of ``optimizer``, of other groups: what it keeps in attributes it has as well.
 
     Options are not only in groups: a class of somebody's own may keep the norm that it clips by, or whether it takes a
-    momentum, in an attribute, a container in one, or a function. What holds anything else (tensors, modules, other
-    optimizers) is what its constructor makes.
+    momentum, in an attribute, a dictionary in one, or a function. What holds anything else (tensors, modules, a value
+    for each parameter) is what its constructor makes.
     """
     made = type(optimizer)(groups)  # type: ignore[call-arg]
     for name, value in vars(optimizer).items():
         if is_plain(value):
             vars(made)[name] = value
-        elif name not in _OF_TORCH and not name.startswith("_optimizer_") and _is_option(value):
-            vars(made)[name] = copy.deepcopy(value)  # functions are as they are
+        elif name not in _OF_TORCH and not name.startswith("_optimizer_") and is_option(value):
+            with suppress(Exception):
+                vars(made)[name] = copy.deepcopy(value)  # functions are as they are
     return made
 
 
 _OF_TORCH = frozenset(("state", "param_groups", "defaults"))
 
 
-def _is_option(value: object) -> bool:
-    """Whether it is a function that holds nothing, or a container of such and of plain values."""
+def is_option(value: object, depth: int = 4) -> bool:
+    """Whether it is a function that holds nothing, or a dictionary of such and of plain values, by names."""
     if isinstance(value, dict):
-        return all(is_plain(key) and _is_option(each) for key, each in value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_option, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        return depth > 0 and all(isinstance(key, str) and is_option(each, depth - 1) for key, each in value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if isinstance(value, types.FunctionType):
         return not value.__closure__
     return is_plain(value) or isinstance(value, types.BuiltinFunctionType)

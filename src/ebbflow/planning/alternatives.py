@@ -352,7 +352,7 @@ class _Tries:
         try:
             plan = self._plan_one(candidate, rewritten)
         except BudgetError as error:
-            self.refusals.append(error)
+            self.refusals.append(error.with_traceback(None))  # whose frames hold this object
             return False
         if self.best is None or plan.step_seconds < self.best.step_seconds:
             self.best = plan
