@@ -39,15 +39,17 @@ _STANDARD = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platst
 _PACKAGES = {"highspy", "numba", "numpy", "ortools", "platformdirs", "sympy", "torch"}  # models are in none of them
 
 
-def forget_frames(error: BaseException) -> None:
+def forget_frames(error: BaseException, outside: BaseException | None = None) -> None:
     """Let go of what the frames hold that ``error`` has passed, and those of the errors that it came of.
+
+    But for those of ``outside``, which was being handled before, and of what that came of: they are the user's.
 
     A frame that holds the error, in a list of refusals say, is in a cycle with it, which keeps what all of them hold
     (the arguments of a call) until the garbage collector comes.
     """
     seen: set[int] = set()
     each: BaseException | None = error
-    while each is not None and id(each) not in seen:
+    while each is not None and each is not outside and id(each) not in seen:
         seen.add(id(each))
         traceback.clear_frames(each.__traceback__)
         each = each.__cause__ or each.__context__

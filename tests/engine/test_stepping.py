@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -230,6 +230,29 @@ def test_what_a_call_had_room_for_is_asked_of_its_own_step_alone() -> None:
     optimizer.state.update(state)
     with pytest.raises(BudgetError, match="set_budget and the step again"):
         optimizer.step()
+
+
+def test_a_refusal_while_an_error_is_handled_leaves_the_frames_of_that_error() -> None:
+    """Also those of a generator that goes on: clearing its frame would end it."""
+    model, x = wide()
+    ebbflow.fit(model, "1KiB", progress=None)
+
+    def handling() -> Iterator[ValueError | str]:
+        try:
+            raise ValueError("the user's")
+        except ValueError as error:
+            yield error
+            yield "goes on"
+
+    suspended = handling()
+    found = next(suspended)
+    assert isinstance(found, ValueError)
+    try:
+        raise found
+    except ValueError:
+        with pytest.raises(BudgetError):
+            model(x)
+    assert next(suspended) == "goes on"
 
 
 def test_a_refused_batch_is_let_go() -> None:

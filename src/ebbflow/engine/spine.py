@@ -14,6 +14,7 @@ A call of which nothing takes a gradient has no step: the capture says so, and i
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,13 +79,14 @@ def train(model: FittedModel, call: Call) -> Any:
     note_planned_again()
     if model.arrivals.watches:
         model.arrivals.call_begins(call.module.parameters(), first=not model.calls.planned)
+    outside = sys.exception()
     try:
         if model.inside is None:
             return _trained(model, call)
         with model.inside.applied.aside():
             return _trained(model, call)
     except EbbflowError as error:
-        forget_frames(error)  # or a batch that was refused would have a place in no later step
+        forget_frames(error, outside)  # or a batch that was refused would have a place in no later step
         raise
 
 
@@ -102,11 +104,12 @@ class _Cramped(Exception):
 
 def _trained(model: FittedModel, call: Call) -> Any:
     """What :func:`train` gives."""
+    outside = sys.exception()
     try:
         return _tried(model, call, None)
     except _Cramped as cramped:
         refused = cramped.refused
-        forget_frames(refused)
+        forget_frames(refused, outside)
     return _tried(model, call, refused)
 
 

@@ -51,10 +51,14 @@ def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_
     inside = "" if one_by_one else ', or have it step inside of the backward (step="inside")'
     return StepEnd(
         taken_bytes + slack,
-        what=f"the tensors that {type(optimizer).__name__} makes while it steps",
+        what=_what(optimizer),
         remedy=f"take an optimizer that makes fewer (SGD){less_at_once(optimizer)}{inside}",
         slack_bytes=slack,
     )
+
+
+def _what(optimizer: torch.optim.Optimizer) -> str:
+    return f"the tensors that {type(optimizer).__name__} makes while it steps"
 
 
 def less_at_once(optimizer: torch.optim.Optimizer) -> str:
@@ -160,11 +164,11 @@ class AtTheStep:
         # State may have been loaded since.
         state = sum(storages_in([kept_by(each) for each in optimizers_in(stepping.optimizer)]).values())
         counted = self.plan.resident_parts.get(OPTIMIZER_STATE, state) if self.had_state else 0
-        kind, taken = type(stepping.optimizer).__name__, stepping.end(self.trained)
+        taken = stepping.end(self.trained)
         end = replace(
             taken,
             bytes=taken.bytes + max(state - counted, 0) + future_state_bytes(stepping.optimizer),
-            what=taken.what or f"the tensors that {kind} makes while it steps",
+            what=_what(stepping.optimizer),
             remedy=taken.remedy or "change its options back",
             summed=self.summed,
             gone_bytes=self.gone_bytes,
