@@ -34,13 +34,13 @@ setup: $(STAMP)
 # Set-up runs again only when what it installs from has changed.
 $(STAMP): pyproject.toml constraints.txt
 	@$(if $(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),,$(error \
-		ebbflow needs Python 3.11 or later, and $(PYTHON) is not; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)))
+		ebbtide needs Python 3.11 or later, and $(PYTHON) is not; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/ebbflow demo
+	$(BIN)/ebbtide demo
 
 # The type checker keeps one core busy while the tests start.
 test: lint

@@ -1,4 +1,4 @@
-"""What does a budget cost on a card? PyTorch's means against Ebbflow at their peaks and at its smallest.
+"""What does a budget cost on a card? PyTorch's means against Ebbtide at their peaks and at its smallest.
 
     python benchmarks/gpu.py [--only NAME ...] [--methods WORD ...] [--redo] [--minutes 30] [--toy] [--out FOLDER]
 
@@ -29,7 +29,7 @@ MEASURED = (".",)
 SEEDS = {"weights and inputs": 0, "step": 7, "planners": 0}
 
 BENCHMARKS = Path(__file__).resolve().parent
-SOURCES = (BENCHMARKS.parent / "src" / "ebbflow", BENCHMARKS / "cards")
+SOURCES = (BENCHMARKS.parent / "src" / "ebbtide", BENCHMARKS / "cards")
 MOST_SECONDS = 590.0
 """For one step; a child that takes longer is ended, and what it had measured is kept."""
 NO_CARD = "no CUDA device: torch.cuda.is_available() is false here; `make gpu` needs a card (--toy runs on CPU)"
@@ -173,7 +173,7 @@ def _child(options: argparse.Namespace) -> Run:
 
 
 def _titles() -> dict[str, str]:
-    return {"card": "On a card: PyTorch's means and Ebbflow at the same peaks"}
+    return {"card": "On a card: PyTorch's means and Ebbtide at the same peaks"}
 
 
 def _summary(records: Sequence[Record], facts: dict[str, Any]) -> Record:

@@ -3,7 +3,7 @@
     python benchmarks/peers.py [--quick] [--only MODEL ...] [--resume] [--out benchmarks/results/peers.json]
 
 Eager, ``torch.utils.checkpoint`` per block, selective policies, ``activation_memory_budget`` (op by op and through
-Inductor), ``save_on_cpu``, Inductor's own reordering, the published planners and Ebbflow train the same model in one
+Inductor), ``save_on_cpu``, Inductor's own reordering, the published planners and Ebbtide train the same model in one
 process, in turns. Every model runs in a process of its own. Inductor needs a C++ compiler; where there is none, its
 rows say so.
 """

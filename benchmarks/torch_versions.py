@@ -1,4 +1,4 @@
-"""Does Ebbflow hold on the torch of this environment? Canaries, what captures read, the numerics tier and the demo.
+"""Does Ebbtide hold on the torch of this environment? Canaries, what captures read, the numerics tier and the demo.
 
     python benchmarks/torch_versions.py [--only canaries state numerics demo] [--out benchmarks/results]
 
@@ -94,7 +94,7 @@ def counts(report: str) -> dict[str, Any]:
 
 def _demo() -> dict[str, Any]:
     """The demo fails if a loss, a parameter or the random state differs in a bit, or the peak is above the budget."""
-    seconds, done = _timed([sys.executable, "-m", "ebbflow.cli", "demo"])
+    seconds, done = _timed([sys.executable, "-m", "ebbtide.cli", "demo"])
     failures = [] if done == 0 else [f"the demo ended with {done}"]
     return {"passed": int(done == 0), "failed": int(done != 0), "skipped": 0, "seconds": seconds, "failures": failures}
 
@@ -108,7 +108,7 @@ def _timed(command: list[str]) -> tuple[float, int]:
 def _rendering(release: str, record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     lines = [
-        f"# Ebbflow on torch {release}",
+        f"# Ebbtide on torch {release}",
         "",
         f"`make test-torch TORCH={release}`: {versions}.",
         "",

@@ -13,20 +13,20 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ebbflow.cost import attach
-from ebbflow.cost.call import Call
-from ebbflow.cost.profile import Cost
-from ebbflow.cost.roofline import roofline_seconds
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning import cache as plan_cache
-from ebbflow.step.machine import machine_named
+from ebbtide.cost import attach
+from ebbtide.cost.call import Call
+from ebbtide.cost.profile import Cost
+from ebbtide.cost.roofline import roofline_seconds
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning import cache as plan_cache
+from ebbtide.step.machine import machine_named
 
 # A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
 # that a red run is about the change; elsewhere each run draws new ones.
-settings.register_profile("ebbflow", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+settings.register_profile("ebbtide", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 # `make quick` asks for this one: a tenth of the examples, see ``strategies.examples``.
-settings.register_profile("quick", settings.get_profile("ebbflow"), max_examples=10)
-settings.load_profile("ebbflow")
+settings.register_profile("quick", settings.get_profile("ebbtide"), max_examples=10)
+settings.load_profile("ebbtide")
 
 
 def pytest_configure() -> None:
@@ -106,7 +106,7 @@ def _modules_are_no_garbage() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_of_other_tests() -> None:
     """What fitted models of other tests have returned and somebody keeps is resident for no step of this one."""
-    leftovers = sys.modules.get("ebbflow.measurement.leftovers")
+    leftovers = sys.modules.get("ebbtide.measurement.leftovers")
     if leftovers is not None:
         leftovers.forget_all()
 

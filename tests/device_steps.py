@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 
 __all__ = ["MODELS", "Found", "Way", "case_of", "compared", "deterministic", "train", "workable"]
 
@@ -38,28 +38,28 @@ class Images(nn.Module):
         return F.cross_entropy(scores, torch.zeros(len(images), dtype=torch.int64, device=images.device))
 
 
-def _chain(large: bool) -> ebbflow.Case:
+def _chain(large: bool) -> ebbtide.Case:
     return mlp_chain(8192, layers=12, width=512, dropout=0.1) if large else mlp_chain(256, layers=5, width=32)
 
 
-def _gpt(large: bool) -> ebbflow.Case:
+def _gpt(large: bool) -> ebbtide.Case:
     sizes = (512, 256, 6, 512, 8) if large else (64, 32, 1, 32, 2)
     names = ("vocabulary", "length", "layers", "width", "heads")
     return gpt(8 if large else 4, GPTConfig(**dict(zip(names, sizes, strict=True)), dropout=0.1))
 
 
-def _images(large: bool) -> ebbflow.Case:
-    return ebbflow.Case(Images(64, 8) if large else Images(8, 4), (torch.randn(16, 3, 64 if large else 16, 64),))
+def _images(large: bool) -> ebbtide.Case:
+    return ebbtide.Case(Images(64, 8) if large else Images(8, 4), (torch.randn(16, 3, 64 if large else 16, 64),))
 
 
-MODELS: dict[str, Callable[[bool], ebbflow.Case]] = {"chain": _chain, "gpt": _gpt, "images": _images}
+MODELS: dict[str, Callable[[bool], ebbtide.Case]] = {"chain": _chain, "gpt": _gpt, "images": _images}
 
 
-def case_of(name: str, device: str, *, large: bool) -> ebbflow.Case:
+def case_of(name: str, device: str, *, large: bool) -> ebbtide.Case:
     """A model on ``device``, the same at every call; large ones fill kernels, small ones suit the CPU."""
     torch.manual_seed(1)
     case = MODELS[name](large)
-    return ebbflow.Case(case.model.to(device).train(), tuple(a.to(device) for a in case.args), name=name)
+    return ebbtide.Case(case.model.to(device).train(), tuple(a.to(device) for a in case.args), name=name)
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ class Found:
         )
 
 
-def train(case: ebbflow.Case, way: Way, steps: int = STEPS) -> Found:
+def train(case: ebbtide.Case, way: Way, steps: int = STEPS) -> Found:
     """Steps of plain SGD, whose state takes no bytes, each from no gradients and with its own dropout."""
     found, model = Found(), case.model
     device = case.args[0].device
@@ -128,12 +128,12 @@ def train(case: ebbflow.Case, way: Way, steps: int = STEPS) -> Found:
     return found
 
 
-def workable(case: ebbflow.Case, way: Way, share: float) -> int:
+def workable(case: ebbtide.Case, way: Way, share: float) -> int:
     """A budget at ``share`` of the way from the smallest to the unplanned peak, everything that is alive counted."""
     copied = copy.deepcopy(case.model)
     narrow = torch.autocast(case.args[0].device.type, way.autocast) if way.autocast else contextlib.nullcontext()
     with way.around(), narrow:
-        plan = ebbflow.plan(copied, case.args, budget="1000%", effort=EFFORT)
+        plan = ebbtide.plan(copied, case.args, budget="1000%", effort=EFFORT)
     del copied
     smallest = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
     above = int(smallest + share * (plan.baseline.above_bytes - smallest))
@@ -143,14 +143,14 @@ def workable(case: ebbflow.Case, way: Way, share: float) -> int:
     return resident + plan.reserve_bytes + above
 
 
-def compared(case: ebbflow.Case, way: Way, share: float = 0.4) -> tuple[Found, Found, int]:
+def compared(case: ebbtide.Case, way: Way, share: float = 0.4) -> tuple[Found, Found, int]:
     """What an eager copy and the fitted model gave, and the budget that the latter had.
 
     The eager copy is gone before the fitted model starts, so that a peak is the latter's alone.
     """
-    plain = ebbflow.Case(copy.deepcopy(case.model), case.args)
+    plain = ebbtide.Case(copy.deepcopy(case.model), case.args)
     eager = train(plain, way)
     del plain
     budget = workable(case, way, share)
-    ebbflow.fit(case.model, budget, effort=EFFORT)
+    ebbtide.fit(case.model, budget, effort=EFFORT)
     return eager, train(case, way), budget

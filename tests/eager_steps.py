@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import ebbflow
+import ebbtide
 
 __all__ = ["assert_trains_as_eager", "history"]
 
@@ -31,9 +31,9 @@ def history(model: nn.Module, arguments: Callable[[], tuple[Any, ...]], steps: i
 def assert_trains_as_eager(model: nn.Module, arguments: Callable[[], tuple[Any, ...]]) -> nn.Module:
     """Fit ``model``: three planned steps have the losses, gradients and random state of a copy's in eager."""
     expected = history(copy.deepcopy(model), arguments)
-    found = history(ebbflow.fit(model, "1GiB"), arguments)
-    assert ebbflow.calls_of(model).planned == 3
-    assert not ebbflow.calls_of(model).unplanned
+    found = history(ebbtide.fit(model, "1GiB"), arguments)
+    assert ebbtide.calls_of(model).planned == 3
+    assert not ebbtide.calls_of(model).unplanned
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]
     return model

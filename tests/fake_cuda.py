@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 import torch
 
-from ebbflow.transfers.slots import Slot
-from ebbflow.transfers.streams import Edge
+from ebbtide.transfers.slots import Slot
+from ebbtide.transfers.streams import Edge
 
 __all__ = ["FakeDevice", "Race", "Stream"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ebbflow.planners.base import Answer, Problem
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Compute, Free, Offload, Reload, Schedule
-from ebbflow.step.simulate import simulate
+from ebbtide.planners.base import Answer, Problem
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Compute, Free, Offload, Reload, Schedule
+from ebbtide.step.simulate import simulate
 
 __all__ = ["SIZE", "layered", "linked", "offloaded", "reloads", "reruns", "sound"]
 

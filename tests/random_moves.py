@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from ebbflow.planners.hybrid.floor import tiers_of
-from ebbflow.step.machine import Link
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Boundary, Compute, Hold, Offload, Reload, Schedule
+from ebbtide.planners.hybrid.floor import tiers_of
+from ebbtide.step.machine import Link
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Boundary, Compute, Hold, Offload, Reload, Schedule
 
 __all__ = ["random_links", "random_moves"]
 

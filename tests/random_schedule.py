@@ -12,11 +12,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ebbflow.step.machine import Link, Machine, machine_named
-from ebbflow.step.plan import Plan
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Boundary, Compute, Hold, Offload, Reload, Schedule
-from ebbflow.step.simulate import simulate
+from ebbtide.step.machine import Link, Machine, machine_named
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Boundary, Compute, Hold, Offload, Reload, Schedule
+from ebbtide.step.simulate import simulate
 
 __all__ = ["DISK_MACHINE", "random_schedule", "with_schedule"]
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-import ebbflow
+import ebbtide
 
 
 def short_searches(effort: int) -> object:
@@ -14,7 +14,7 @@ def short_searches(effort: int) -> object:
 
     @pytest.fixture(autouse=True, name="_short_searches")
     def searches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ebbflow._api.fit.DEFAULT_EFFORT", effort)
-        monkeypatch.setitem(inspect.unwrap(ebbflow.plan).__kwdefaults__, "effort", effort)
+        monkeypatch.setattr("ebbtide._api.fit.DEFAULT_EFFORT", effort)
+        monkeypatch.setitem(inspect.unwrap(ebbtide.plan).__kwdefaults__, "effort", effort)
 
     return searches_are_short

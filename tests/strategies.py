@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from ebbflow.step.program import Buffer, Op, Program
+from ebbtide.step.program import Buffer, Op, Program
 
 __all__ = ["chain", "examples", "programs", "reruns"]
 

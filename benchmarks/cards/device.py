@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-import ebbflow
-from ebbflow.step.machine import machine_named
+import ebbtide
+from ebbtide.step.machine import machine_named
 from harness.record import machine_description
 
 __all__ = ["Card", "Device", "Peak", "StandIn", "the_device"]
@@ -117,7 +117,7 @@ class StandIn:
     total_bytes = 64 * 2**20
 
     def allocated_bytes(self, *roots: object) -> int:
-        with ebbflow.measure(*roots) as gauge:
+        with ebbtide.measure(*roots) as gauge:
             pass
         return gauge.start_bytes
 
@@ -127,7 +127,7 @@ class StandIn:
         if first:
             yield peak
             return
-        with ebbflow.measure(*roots) as gauge:
+        with ebbtide.measure(*roots) as gauge:
             yield peak
         peak.allocated_bytes = peak.reserved_bytes = gauge.peak_bytes
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ebbflow
+import ebbtide
 from cards.subjects import loss_of
-from ebbflow import Case
+from ebbtide import Case
 from harness.min_cut import budget_of, min_cut_compiled
 
 __all__ = ["Running", "checkpointed", "eager", "fitted", "memory_budget", "saved_on_cpu"]
@@ -98,5 +98,5 @@ def fitted(
     case: Case, budget: int | str, effort: int | None = None, planner: str = "auto", tiers: str | None = None
 ) -> Running:
     """The model fitted to ``budget``, all of the step's bytes counted."""
-    ebbflow.fit(case.model, budget, effort=effort, planner=planner, tiers=tiers)
+    ebbtide.fit(case.model, budget, effort=effort, planner=planner, tiers=tiers)
     return Running(case, case.model)

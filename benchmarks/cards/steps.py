@@ -8,7 +8,7 @@
 4. Seconds are the median of a method's steps. Methods run one after the other, so that each has the card alone, and
    eager runs again at the end: ``drift`` tells how far the card changed meanwhile.
 5. ``hidden share`` is the part of the transfers' seconds for which the card's computing stream did not wait, in the
-   step that Ebbflow measured; where the plan says that it is all but a tenth, so it must be.
+   step that Ebbtide measured; where the plan says that it is all but a tenth, so it must be.
 6. Host seconds are those until everything is launched, from an idle device on. A step whose host seconds are nearly
    its device seconds is bound by launches.
 7. ``seconds in a row`` are those of steps that are launched one after the other, of which none begins on an idle
@@ -26,15 +26,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-import ebbflow
+import ebbtide
 from cards import methods
 from cards.device import Device, Peak
 from cards.methods import Running
 from cards.subjects import CASES, SUBJECTS, build
-from ebbflow import Case
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.errors import BudgetError, EbbflowError
-from ebbflow.transfers.traffic import Traffic
+from ebbtide import Case
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.errors import BudgetError, EbbtideError
+from ebbtide.transfers.traffic import Traffic
 from harness.children import short_error
 from harness.grid import Captured, captured
 from harness.record import Check, Row, at_least, at_most, holds
@@ -42,7 +42,7 @@ from harness.record import Check, Row, at_least, at_most, holds
 __all__ = ["CASES", "TITLE", "TITLE_KEY", "rows_on"]
 
 TITLE_KEY = "card"
-TITLE = "On a card: PyTorch's means and Ebbflow at the same peaks"
+TITLE = "On a card: PyTorch's means and Ebbtide at the same peaks"
 ROUNDS, TOY_ROUNDS = 10, 2
 IN_A_ROW = 5
 SHARES, TOY_SHARES = (0.5, 0.2), (0.5,)
@@ -94,7 +94,7 @@ class _Seen:
     row_seconds: float
     results: dict[str, torch.Tensor]
     setup_seconds: float
-    plan: ebbflow.Plan | None
+    plan: ebbtide.Plan | None
     traffic: Traffic | None
 
 
@@ -128,18 +128,18 @@ def rows_on(device: Device, name: str, *, toy: bool, words: Sequence[str] = ()) 
     if any(map(tier.wants, _names_of_ours(tier, "smallest"))):
         try:
             smallest = _smallest_bytes(tier)
-        except EbbflowError as error:
-            yield _failed(tier, "ebbflow, smallest", error, counts=True)
+        except EbbtideError as error:
+            yield _failed(tier, "ebbtide, smallest", error, counts=True)
         else:
             yield from _ours_with_host(tier, "smallest", smallest, base, repeats)
     yield _drift(tier, base)
 
 
 def _names_of_ours(tier: _Tier, label: str) -> dict[str, str | None]:
-    """The methods of Ebbflow at a budget, with the tier that they move to."""
-    names: dict[str, str | None] = {f"ebbflow, {label}": None}
+    """The methods of Ebbtide at a budget, with the tier that they move to."""
+    names: dict[str, str | None] = {f"ebbtide, {label}": None}
     if tier.device.kind == "cuda" and label in WITH_HOST:
-        names[f"ebbflow and the host, {label}"] = "host"
+        names[f"ebbtide and the host, {label}"] = "host"
     return names
 
 
@@ -200,9 +200,9 @@ def _seen(tier: _Tier, make: Callable[[Case], Running]) -> _Seen:
     seconds, host = (statistics.median(each[i] for each in times) for i in (0, 1))
     row_seconds = device.timed(functools.partial(_in_a_row, running))[0] / IN_A_ROW
     plan = traffic = None
-    with contextlib.suppress(ebbflow.errors.UsageError):  # not fitted: a peer
-        plan = ebbflow.plan_of(case.model)
-        step = ebbflow.step_of(case.model)
+    with contextlib.suppress(ebbtide.errors.UsageError):  # not fitted: a peer
+        plan = ebbtide.plan_of(case.model)
+        step = ebbtide.step_of(case.model)
         traffic = None if step is None else step.traffic
     del running, case
     device.release()
@@ -254,7 +254,7 @@ def _row(
     )
 
 
-def _moved(plan: ebbflow.Plan | None, traffic: Traffic | None) -> dict[str, object]:
+def _moved(plan: ebbtide.Plan | None, traffic: Traffic | None) -> dict[str, object]:
     """What moved, what the lanes and the waits took, as planned and as measured, and the link that was planned with."""
     if plan is None or traffic is None or plan.machine is None:
         return {}
@@ -272,7 +272,7 @@ def _moved(plan: ebbflow.Plan | None, traffic: Traffic | None) -> dict[str, obje
     }
 
 
-def _roofline_overhead(tier: _Tier, plan: ebbflow.Plan | None) -> float | None:
+def _roofline_overhead(tier: _Tier, plan: ebbtide.Plan | None) -> float | None:
     """What roofline said for a plan of the same share above the smallest; ``None`` where it had no plan."""
     if plan is None:
         return None
@@ -302,7 +302,7 @@ def _ours(tier: _Tier, name: str, budget: int | str, base: _Seen, repeats: bool,
     planner, effort = ("keep_all", None) if budget == "1000%" else ("auto", TOY_EFFORT if tier.toy else None)
     try:
         seen = _seen(tier, lambda case: methods.fitted(case, budget, effort, planner, tiers))
-    except (EbbflowError, torch.OutOfMemoryError) as error:
+    except (EbbtideError, torch.OutOfMemoryError) as error:
         refused = isinstance(error, BudgetError) and not name.endswith(
             "smallest"
         )  # a peer can be below what we can plan

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ebbflow import Case
-from ebbflow.zoo import GPTConfig, LlamaSizes, gpt, hf_bert, hf_llama, llama, resnet50, unet
+from ebbtide import Case
+from ebbtide.zoo import GPTConfig, LlamaSizes, gpt, hf_bert, hf_llama, llama, resnet50, unet
 
 __all__ = ["CASES", "PRECISIONS", "SUBJECTS", "Subject", "build", "loss_of"]
 

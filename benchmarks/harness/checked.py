@@ -1,6 +1,6 @@
 """What ``make bench`` found: for each benchmark some cases with today's sources, held against the committed figures.
 
-A committed result is stale soon, as its benchmark measures much of ``src/ebbflow`` and takes hours. This says of a
+A committed result is stale soon, as its benchmark measures much of ``src/ebbtide`` and takes hours. This says of a
 sample of it whether targets still hold, and whether its bytes and counts are still those that are committed.
 """
 

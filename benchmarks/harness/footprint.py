@@ -5,7 +5,7 @@
 2. The *smallest peak at a limit* of ``auto`` is found by bisection on the budget: the plan of least peak that was found
    whose overhead is within the limit, and beside it the largest budget of which a bound proves that no plan within the
    limit fits it (or the floor, where no such budget was met). That of ``echo`` is the least peak of its plans at
-   :data:`CAPS` (``ebbflow.planners.published.echo``, definition 3) within the limit.
+   :data:`CAPS` (``ebbtide.planners.published.echo``, definition 3) within the limit.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbflow import Case
-from ebbflow._api.estimate import AheadStep, capture_ahead
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.options import Options
-from ebbflow.planners import Answer
-from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.hybrid.floor import floor_with_tiers
-from ebbflow.planners.published.echo import decided, residents_of
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.reruns_from_kept import reruns_for_residents
-from ebbflow.step.machine import Machine
-from ebbflow.step.program import Program
+from ebbtide import Case
+from ebbtide._api.estimate import AheadStep, capture_ahead
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.options import Options
+from ebbtide.planners import Answer
+from ebbtide.planners.base import DEFAULT_EFFORT
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.planners.published.echo import decided, residents_of
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
+from ebbtide.step.machine import Machine
+from ebbtide.step.program import Program
 from harness.batched import ABOVE, Planned, planned, unplanned_peak, with_link
 
 __all__ = ["MB", "Footprint", "Smallest"]

@@ -7,12 +7,12 @@ import os
 import sys
 from pathlib import Path
 
-from ebbflow.step.program import Program
-from ebbflow.step.unplanned import unplanned_bytes
+from ebbtide.step.program import Program
+from ebbtide.step.unplanned import unplanned_bytes
 
 __all__ = ["ABSENT", "published", "take_graphs_option", "unplanned_bytes"]
 
-_VARIABLE = "EBBFLOW_GRAPHS"
+_VARIABLE = "EBBTIDE_GRAPHS"
 ABSENT = "skipped: pass --graphs DIR with the files of github.com/haoming-codes/moccasin, folder data"
 
 

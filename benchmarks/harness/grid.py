@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import ebbflow
-from ebbflow import Budget, Case, Plan, Program
-from ebbflow.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
-from ebbflow.step.machine import machine_named
+import ebbtide
+from ebbtide import Budget, Case, Plan, Program
+from ebbtide.planning.pipeline import DEFAULT_EFFORT, PlanningOptions, make_plan
+from ebbtide.step.machine import machine_named
 
 __all__ = ["Captured", "captured"]
 
@@ -54,7 +54,7 @@ class Captured:
 def captured(case: Case, machine: str | None = None) -> Captured:
     """``case`` captured, with the costs of its ops measured here, or by roofline for a machine of the catalogue."""
     begin = time.perf_counter()
-    plan = ebbflow.plan(
+    plan = ebbtide.plan(
         case.model,
         case.args,
         case.kwargs,

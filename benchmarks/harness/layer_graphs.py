@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ebbflow.step.program import Buffer, Op, Program
+from ebbtide.step.program import Buffer, Op, Program
 
 __all__ = ["NETWORKS", "LayerGraph", "Network"]
 

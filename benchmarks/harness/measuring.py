@@ -1,7 +1,7 @@
 """Peaks and CPU seconds of one training step, the same way for every method.
 
 1. A step is forward and backward with no gradients at its start, so parameter gradients count in its peak.
-2. Peaks are bytes above the step's start, by ``ebbflow.measure``.
+2. Peaks are bytes above the step's start, by ``ebbtide.measure``.
 3. CPU seconds come from rounds in which every method runs once: what else the machine does then falls on all of
    them. A ratio is given twice, of the best steps and as the median over rounds of same-round ratios.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import ebbflow
+import ebbtide
 
 __all__ = ["Times", "above_bytes", "interleaved", "step"]
 
@@ -40,7 +40,7 @@ def step(run: Callable[..., Any], args: Sequence[Any]) -> float:
 def above_bytes(model: torch.nn.Module, run: Callable[..., Any], args: Sequence[Any]) -> int:
     """Peak of a step above its start; ``run`` is what is called, the model or its compiled form."""
     clear(model)
-    with ebbflow.measure(model) as gauge:
+    with ebbtide.measure(model) as gauge:
         step(run, args)
     clear(model)
     return gauge.above_bytes

@@ -1,6 +1,6 @@
 """Where figures come from: the sources that were measured, by their hashes, the commit, the machine and the seeds.
 
-1. A benchmark names in ``MEASURED`` the folders and modules of ``src/ebbflow`` that its claims depend on, and in
+1. A benchmark names in ``MEASURED`` the folders and modules of ``src/ebbtide`` that its claims depend on, and in
    ``SEEDS`` what it draws random numbers from. Both are literals, so that they can be read without running it.
 2. The hash of a part is over the names and the code of its sources, in order of their names. Comments, docstrings and
    empty lines are no code. No git is needed for it.
@@ -26,7 +26,7 @@ from typing import Any
 __all__ = ["AFTERWARDS", "AT_RUN", "Origin", "current_cases", "declared", "digest", "module_hashes", "origin_now"]
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-SOURCE = BENCHMARKS.parent / "src" / "ebbflow"
+SOURCE = BENCHMARKS.parent / "src" / "ebbtide"
 SUFFIXES = (".py", ".toml")
 AT_RUN = "by the run"
 AFTERWARDS = "afterwards, from the commit that added the figures"
@@ -39,7 +39,7 @@ class Origin:
     Attributes:
         commit: that was checked out; empty where git could not tell.
         changed: whether files of ``src`` or ``benchmarks`` differed from that commit.
-        modules: hashes by part of ``src/ebbflow``.
+        modules: hashes by part of ``src/ebbtide``.
         machine: it was made on, with versions and date.
         seeds: of the benchmark.
         recorded: how this is known.

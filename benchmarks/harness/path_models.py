@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ebbflow import Case
-from ebbflow.zoo import GPT, GPTConfig, MLPChain, gpt, mlp_chain
+from ebbtide import Case
+from ebbtide.zoo import GPT, GPTConfig, MLPChain, gpt, mlp_chain
 from harness.measuring import step
 from harness.min_cut import budget_of, min_cut_compiled
 

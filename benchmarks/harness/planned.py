@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ebbflow.planners import Answer, Interrupt, Problem, planner_named
-from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.step import legality
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import simulate
+from ebbtide.planners import Answer, Interrupt, Problem, planner_named
+from ebbtide.planners.base import DEFAULT_EFFORT
+from ebbtide.step import legality
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import simulate
 
 __all__ = ["Planned", "plan_with"]
 

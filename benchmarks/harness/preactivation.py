@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ebbflow import Case
-from ebbflow.zoo.inputs import image_batch, integers
+from ebbtide import Case
+from ebbtide.zoo.inputs import image_batch, integers
 
 __all__ = ["preactivation_resnet152"]
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbflow import Case
-from ebbflow.zoo import NMTConfig, nmt
+from ebbtide import Case
+from ebbtide.zoo import NMTConfig, nmt
 
 __all__ = ["BATCHES", "CONFIGS", "scaled_down", "sockeye"]
 

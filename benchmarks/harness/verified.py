@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-import ebbflow
-from ebbflow._api.verify import Verifier
-from ebbflow.planning.pipeline import DEFAULT_EFFORT
+import ebbtide
+from ebbtide._api.verify import Verifier
+from ebbtide.planning.pipeline import DEFAULT_EFFORT
 from harness.grid import captured
 from harness.record import Row, at_most, holds
 
@@ -21,7 +21,7 @@ PREDICTION_TARGET = 0.001  # DESIGN 7: the gate on bytes above the start, on CPU
 def grid_rows(
     question: str,
     name: str,
-    case: ebbflow.Case,
+    case: ebbtide.Case,
     *,
     shares: Sequence[float],
     effort: int = DEFAULT_EFFORT,
@@ -47,7 +47,7 @@ def grid_rows(
 
 
 def _row(
-    question: str, name: str, label: str, plan: ebbflow.Plan, seen: ebbflow.Verification, causes: dict[str, str] | None
+    question: str, name: str, label: str, plan: ebbtide.Plan, seen: ebbtide.Verification, causes: dict[str, str] | None
 ) -> Row:
     as_eager = not seen.eager_differences
     columns = {

@@ -27,7 +27,7 @@ Every figure here is from a file in `benchmarks/results`; `make pages` writes th
 [the papers' page](papers.md) from them, byte for byte the same wherever it runs. How each benchmark is run, and what it
 holds against what, is in [benchmarks/README.md](../benchmarks/README.md).
 
-A result is **current** while all parts of `src/ebbflow` that its benchmark lists as measured are what they were when it
+A result is **current** while all parts of `src/ebbtide` that its benchmark lists as measured are what they were when it
 was made, by their hashes; else it is **stale**: its figures were measured, but not with today's sources. Runs before
 hashes were recorded have those of the commit that added their figures. No release is made with a stale result
 (`make release-check`, which also says what has changed).
@@ -144,7 +144,7 @@ def _origin(result: Result) -> str:
     ]
     parts = ", ".join(f"`{part}`" for part in result.today).replace("`.`", "all of it")
     lines.append(
-        f"Measured parts of `src/ebbflow`: {parts}{'; **stale**: some have changed since' if result.is_stale else ''}."
+        f"Measured parts of `src/ebbtide`: {parts}{'; **stale**: some have changed since' if result.is_stale else ''}."
     )
     return "  \n".join(lines)
 
@@ -176,7 +176,7 @@ def _peers(result: Result) -> Iterator[str]:
         "proven bound allows no plan that meets the target, the bound stands beside."
     )
     yield table(
-        ("model", "lowest recompute or other peer", "Ebbflow's lowest", "of that peer's", "floor", "capture adds"),
+        ("model", "lowest recompute or other peer", "Ebbtide's lowest", "of that peer's", "floor", "capture adds"),
         (
             (
                 row["case"],
@@ -192,7 +192,7 @@ def _peers(result: Result) -> Iterator[str]:
     )
     yield "At the peak of each recompute peer:"
     yield table(
-        ("model", "peer", "its peak", "its time", "Ebbflow's time there", "of the peer's", "bits of the peer"),
+        ("model", "peer", "its peak", "its time", "Ebbtide's time there", "of the peer's", "bits of the peer"),
         figures.at_peers_peaks(rows),
     )
     wrong = [

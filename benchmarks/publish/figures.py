@@ -13,7 +13,7 @@ __all__ = ["PLOTS", "at_peers_peaks", "path_cases", "peer_cases"]
 
 Columns = Mapping[str, Any]
 GROUPS = ("checkpoint per block", "selective", "activation_memory_budget", "save_on_cpu", "inductor", "planner")
-OURS = "ebbflow"
+OURS = "ebbtide"
 ACROSS, UP = "peak above the step's start, MiB", "CPU time, times eager's"
 
 
@@ -61,7 +61,7 @@ def _forbidden(against: Columns) -> str:
 def _series(rows: Sequence[Columns], time: str) -> Iterator[Series]:
     eager = [row for row in rows if row["method"] == "eager"]
     ours = [row for row in rows if str(row["method"]).startswith(OURS)]
-    yield Series("Ebbflow", [(row["peak_bytes"] / 2**20, row[time]) for row in ours], joined=True)
+    yield Series("Ebbtide", [(row["peak_bytes"] / 2**20, row[time]) for row in ours], joined=True)
     yield Series("eager", [(row["peak_bytes"] / 2**20, row[time]) for row in eager])
     for group in GROUPS:
         points = [(row["peak_bytes"] / 2**20, row[time]) for row in rows if str(row["method"]).startswith(group)]

@@ -21,13 +21,13 @@ Columns = Mapping[str, Any]
 HEADER = ("case", "theirs: without", "with", "here: unplanned", "their algorithm", "default", "no plan can")
 TOP = """# Four papers, table by table
 
-The planners of Ebbflow come from four systems: [Checkmate](planners.md) (recomputation as an optimisation problem),
+The planners of Ebbtide come from four systems: [Checkmate](planners.md) (recomputation as an optimisation problem),
 Echo (recomputation in a compiler), the swapping of Meng et al. for TensorFlow, and Libra (recomputation and swapping in
 one plan). Their tables, computed again here; `make pages` writes this page from `benchmarks/results`.
 
 Each table has one layout. *Theirs* are published figures, without and with their system, from their hardware and
 framework. *Here* is the same step on the same card's figures: unplanned, under their algorithm as it is written in
-`src/ebbflow/planners/published`, and under Ebbflow's default planner. The last column is what a proven bound or floor
+`src/ebbtide/planners/published`, and under Ebbtide's default planner. The last column is what a proven bound or floor
 leaves to any plan. Overheads are over the unplanned step at the same size. Seconds, and overheads with them, are
 predicted from the card's catalogue by roofline, since none of these cards was at hand; bytes are counted as PyTorch's
 allocator counts them. Plans of each kind were also run at small size on a CPU, with bits and bytes compared
@@ -288,7 +288,7 @@ SYSTEMS = (
         (
             "The ISCA paper's figures per network, its overheads, its experiment with four cards and its largest "
             "numbers of layers: only the abstract's mean (1.89) and largest (3.13) ratios were at hand.",
-            "Its data layouts for products of recurrent layers: Ebbflow runs PyTorch's kernels as they are.",
+            "Its data layouts for products of recurrent layers: Ebbtide runs PyTorch's kernels as they are.",
             "Energy: nothing here measures it.",
         ),
         (

@@ -1,6 +1,6 @@
 """Result files as data, and whether they are of today's sources.
 
-A result is *current* if all parts of ``src/ebbflow`` that its benchmark measures have the hashes that its file has,
+A result is *current* if all parts of ``src/ebbtide`` that its benchmark measures have the hashes that its file has,
 *stale* if one differs for some of its cases. Only sources are compared, so that the answer needs no git.
 """
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ebbflow.planners import planner_names
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.step.program import Buffer, Op, Program
+from ebbtide.planners import planner_names
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.step.program import Buffer, Op, Program
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row, at_least, at_most

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-import ebbflow
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 from harness.record import Row
 from harness.verified import grid_rows
 
@@ -15,12 +15,12 @@ TITLE = "Bits, budget and prediction (planned step against captured order and ea
 SHARES = (0.6, 0.4, 0.2)
 
 
-def _gpt(dropout: float, tied: bool) -> Callable[[], ebbflow.Case]:
+def _gpt(dropout: float, tied: bool) -> Callable[[], ebbtide.Case]:
     config = GPTConfig(vocabulary=512, length=64, layers=3, width=64, heads=4, dropout=dropout, tied=tied)
     return lambda: gpt(4, config)
 
 
-CASES: dict[str, Callable[[], ebbflow.Case]] = {
+CASES: dict[str, Callable[[], ebbtide.Case]] = {
     "mlp_chain": lambda: mlp_chain(256, layers=12, width=64),
     "mlp_chain dropout 0.1": lambda: mlp_chain(256, layers=12, width=64, dropout=0.1),
     "gpt tied": _gpt(0.0, True),

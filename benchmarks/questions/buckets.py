@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-import ebbflow
-from ebbflow._api.fit import step_of
-from ebbflow.engine.shared_calls import OWN_CAPTURES
-from ebbflow.planners.search.smallest import forget_smallest
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.step.provenance import Planned
-from ebbflow.zoo import GPTConfig, gpt
-from ebbflow.zoo.hf import hf_t5
+import ebbtide
+from ebbtide._api.fit import step_of
+from ebbtide.engine.shared_calls import OWN_CAPTURES
+from ebbtide.planners.search.smallest import forget_smallest
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.step.provenance import Planned
+from ebbtide.zoo import GPTConfig, gpt
+from ebbtide.zoo.hf import hf_t5
 from harness.record import Row, at_most, holds
 
 TITLE = "Shapes that change: forty lengths in random order, budgets as shares of the longest one's unplanned peak"
@@ -85,14 +85,14 @@ _SUBJECTS = {"gpt": _gpt, "hf_t5": _t5}
 def _budget(subject: _Subject, share: float) -> int:
     """A share of the longest call's unplanned peak."""
     args, kwargs = subject.call(subject.longest)
-    plan = ebbflow.plan(subject.model, args, kwargs, budget="1000%", planner="keep_all")
+    plan = ebbtide.plan(subject.model, args, kwargs, budget="1000%", planner="keep_all")
     return round(share * plan.baseline_peak_bytes)
 
 
 def _train(subject: _Subject, lengths: list[int], budget: int) -> dict[str, Any]:
-    """Two steps at each length, the second measured by Ebbflow itself; then every plan held against an own search."""
-    model = ebbflow.fit(subject.model, budget)
-    plans: list[ebbflow.Plan] = []
+    """Two steps at each length, the second measured by Ebbtide itself; then every plan held against an own search."""
+    model = ebbtide.fit(subject.model, budget)
+    plans: list[ebbtide.Plan] = []
     within = True
     first_seconds: list[float] = []
     for length in lengths:
@@ -130,12 +130,12 @@ def _train(subject: _Subject, lengths: list[int], budget: int) -> dict[str, Any]
     }
 
 
-def _anew(plan: ebbflow.Plan) -> ebbflow.Plan:
+def _anew(plan: ebbtide.Plan) -> ebbtide.Plan:
     """The plan that a search finds for the same program and budget, as a process that knows nothing would."""
     forget_smallest()
     return make_plan(
         plan.program,
-        ebbflow.Budget(bytes=plan.budget_bytes),
+        ebbtide.Budget(bytes=plan.budget_bytes),
         resident_bytes=plan.resident_bytes,
         reserve_bytes=plan.reserve_bytes,
         options=PlanningOptions(),

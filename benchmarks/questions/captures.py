@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-import ebbflow
+import ebbtide
 from harness.record import Row, at_most
 
 __all__ = ["accumulating", "count", "rows", "toggling"]
@@ -34,7 +34,7 @@ class _Chain(nn.Module):
 
 def _fitted() -> nn.Module:
     torch.manual_seed(0)
-    return ebbflow.fit(_Chain(), "512KiB", effort=200)
+    return ebbtide.fit(_Chain(), "512KiB", effort=200)
 
 
 def accumulating(steps: int = ACCUMULATED) -> None:

@@ -1,4 +1,4 @@
-"""The door: seconds of ``import ebbflow`` beyond ``import torch``, of ``--help`` and of a mistyped option.
+"""The door: seconds of ``import ebbtide`` beyond ``import torch``, of ``--help`` and of a mistyped option.
 
 Every run is a fresh process; the kinds take turns, and a first round, which writes byte code, does not count.
 """
@@ -22,17 +22,17 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 MOST_IMPORT, MOST_HELP = 0.3, 0.5
 ROUNDS = 9
 
-_IMPORT = "import time, torch; begin = time.perf_counter(); import ebbflow; {}; print(time.perf_counter() - begin)"
-_ALL = "[getattr(ebbflow, name) for name in ebbflow.__all__]"
+_IMPORT = "import time, torch; begin = time.perf_counter(); import ebbtide; {}; print(time.perf_counter() - begin)"
+_ALL = "[getattr(ebbtide, name) for name in ebbtide.__all__]"
 
 
 def rows(rounds: int = ROUNDS) -> Iterator[Row]:
     kinds: dict[str, tuple[Callable[[], float], float | None]] = {
-        "import ebbflow, after torch": (lambda: _imported(_IMPORT.format("None")), MOST_IMPORT),
-        "import ebbflow and every public name, after torch": (lambda: _imported(_IMPORT.format(_ALL)), None),
-        "ebbflow --help": (lambda: _command(["--help"], 0), MOST_HELP),
-        "ebbflow plan --budgt 1GiB, a mistyped option": (lambda: _command(["plan", "--budgt", "1GiB"], 2), MOST_HELP),
-        "ebbflow paln, a mistyped command": (lambda: _command(["paln"], 2), MOST_HELP),
+        "import ebbtide, after torch": (lambda: _imported(_IMPORT.format("None")), MOST_IMPORT),
+        "import ebbtide and every public name, after torch": (lambda: _imported(_IMPORT.format(_ALL)), None),
+        "ebbtide --help": (lambda: _command(["--help"], 0), MOST_HELP),
+        "ebbtide plan --budgt 1GiB, a mistyped option": (lambda: _command(["plan", "--budgt", "1GiB"], 2), MOST_HELP),
+        "ebbtide paln, a mistyped command": (lambda: _command(["paln"], 2), MOST_HELP),
     }
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(rounds + 1):
@@ -60,7 +60,7 @@ def _imported(program: str) -> float:
 def _command(arguments: list[str], code: int) -> float:
     """Seconds of the whole process, the interpreter's start included."""
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "ebbflow.cli", *arguments]
+    command = [sys.executable, "-m", "ebbtide.cli", *arguments]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
     spent = time.perf_counter() - begin
     assert done.returncode == code, f"exit code {done.returncode}, not {code}: {done.stdout}{done.stderr}"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ebbflow import Program
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners.published.echo import decided, residents_of
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.reruns_from_kept import reruns_for_residents
-from ebbflow.step.unplanned import unplanned_bytes
+from ebbtide import Program
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners.published.echo import decided, residents_of
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
+from ebbtide.step.unplanned import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row, at_most, holds
 from questions.gap import MACHINE, MODELS

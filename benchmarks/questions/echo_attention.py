@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ebbflow import Case, Program
-from ebbflow.planners.search.smallest import smallest_schedule
-from ebbflow.step.machine import machine_named
-from ebbflow.step.schedule import Compute, Schedule
-from ebbflow.zoo.inputs import noise
+from ebbtide import Case, Program
+from ebbtide.planners.search.smallest import smallest_schedule
+from ebbtide.step.machine import machine_named
+from ebbtide.step.schedule import Compute, Schedule
+from ebbtide.zoo.inputs import noise
 from harness.footprint import MB, Footprint
 from harness.record import Row, at_most, holds
 

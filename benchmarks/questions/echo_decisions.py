@@ -18,13 +18,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from ebbflow import Case, Program
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners.published.echo import charged, decided, residents_of, stash_bytes
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.reruns_from_kept import reruns_for_residents
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.zoo import resnet152
+from ebbtide import Case, Program
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners.published.echo import charged, decided, residents_of, stash_bytes
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo import resnet152
 from harness.planned import plan_with
 from harness.preactivation import preactivation_resnet152
 from harness.record import Row, at_most, holds

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from ebbflow import Case
-from ebbflow.step.machine import machine_named
-from ebbflow.zoo import deepspeech2, resnet152, transformer_base
+from ebbtide import Case
+from ebbtide.step.machine import machine_named
+from ebbtide.zoo import deepspeech2, resnet152, transformer_base
 from harness.footprint import MB, Footprint, Smallest
 from harness.preactivation import preactivation_resnet152
 from harness.record import Row, at_most, holds

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from ebbflow import Case
-from ebbflow.zoo.small import SMALL
+from ebbtide import Case
+from ebbtide.zoo.small import SMALL
 from harness.record import Row
 from harness.sockeye import CONFIGS, scaled_down
 from harness.verified import grid_rows

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow.step.machine import machine_named
+from ebbtide.step.machine import machine_named
 from harness.batched import ABOVE, Planned
 from harness.footprint import MB, Footprint, Smallest
 from harness.record import Check, Row, holds

@@ -12,8 +12,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ebbflow.step.machine import machine_named
-from ebbflow.step.program import Program
+from ebbtide.step.machine import machine_named
+from ebbtide.step.program import Program
 from harness.footprint import MB, Footprint
 from harness.record import Row
 from harness.sockeye import BATCHES, CONFIGS, sockeye

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-import ebbflow
+import ebbtide
 from harness import path_models as peers
 from harness.grid import captured
 from harness.measuring import above_bytes, interleaved, step
@@ -57,10 +57,10 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
         yield Row("executor", columns, checks)
 
 
-def _fitted(name: str, plan: ebbflow.Plan) -> peers.Method:
+def _fitted(name: str, plan: ebbtide.Plan) -> peers.Method:
     """The model under ``plan``, its first (proven) and second (measured) step behind it."""
     case = peers.build(name)
-    ebbflow.fit(case.model, plan)
+    ebbtide.fit(case.model, plan)
     for _ in range(2):
         step(case.model, case.args)
         case.model.zero_grad()

@@ -127,14 +127,14 @@ def _serve(case: str, source: str) -> None:
     """In a child: fit, warm up, then a step per line."""
     import torch
 
-    import ebbflow
+    import ebbtide
 
-    assert Path(str(ebbflow.__file__)).is_relative_to(source), f"imported from {ebbflow.__file__}, not from {source}"
+    assert Path(str(ebbtide.__file__)).is_relative_to(source), f"imported from {ebbtide.__file__}, not from {source}"
     torch.set_num_threads(1)
     torch.manual_seed(0)
     subject = _builders()[case]()
     model = subject.model
-    ebbflow.fit(model, "1000%", planner="keep_all", verify=False)
+    ebbtide.fit(model, "1000%", planner="keep_all", verify=False)
 
     def step() -> float:
         model.zero_grad()
@@ -154,8 +154,8 @@ def _builders():
     """The models at the sizes of path.py and of models.py's question keep_all; public names of any version."""
     from functools import partial
 
-    from ebbflow.zoo import GPTConfig, gpt, resnet50
-    from ebbflow.zoo.small import SMALL
+    from ebbtide.zoo import GPTConfig, gpt, resnet50
+    from ebbtide.zoo.small import SMALL
 
     sizes = {"vocabulary": 512, "length": 256, "layers": 24, "width": 128, "heads": 4}
     wider = {"vocabulary": 4096, "length": 256, "layers": 12, "width": 512, "heads": 8}

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ebbflow import Program
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.search.smallest import smallest_of
+from ebbtide import Program
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.search.smallest import smallest_of
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Check, Row, at_most, holds

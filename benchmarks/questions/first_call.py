@@ -29,14 +29,14 @@ MOST_OF_QUIET = 1.5  # a busy machine's caches and clocks are shared
 
 def rows(name: str, quick: bool) -> Iterator[Row]:
     runs: dict[str, list[dict[str, float]]] = {"aot_eager": [], "cold": [], "warm": [], "busy": []}
-    _call(name, "ebbflow", None)  # compiles the planners
+    _call(name, "ebbtide", None)  # compiles the planners
     for _ in range(1 if quick else ROUNDS):
         with tempfile.TemporaryDirectory() as caches:
             runs["aot_eager"].append(_call(name, "aot_eager", None))
-            runs["cold"].append(_call(name, "ebbflow", caches))
-            runs["warm"].append(_call(name, "ebbflow", caches))
+            runs["cold"].append(_call(name, "ebbtide", caches))
+            runs["warm"].append(_call(name, "ebbtide", caches))
         with tempfile.TemporaryDirectory() as caches, _busy():
-            runs["busy"].append(_call(name, "ebbflow", caches))
+            runs["busy"].append(_call(name, "ebbtide", caches))
     least = {key: min(each["cpu_seconds"] for each in found) for key, found in runs.items()}
     ours = [each for key, found in runs.items() if key != "aot_eager" for each in found]
     for key, found in runs.items():
@@ -95,8 +95,8 @@ def first(name: str, how: str, caches: str) -> None:
     import torch
     from torch._dynamo.utils import counters
 
-    import ebbflow
-    from ebbflow.cost import profile
+    import ebbtide
+    from ebbtide.cost import profile
 
     if caches:  # not numba's, whose place is fixed when it is imported
         import numba  # noqa: F401
@@ -105,7 +105,7 @@ def first(name: str, how: str, caches: str) -> None:
     torch.set_num_threads(1)
     model, inputs = _bert()
     runs = _counted(profile)
-    run: Any = torch.compile(model, backend="aot_eager") if how == "aot_eager" else ebbflow.fit(model, "80%")
+    run: Any = torch.compile(model, backend="aot_eager") if how == "aot_eager" else ebbtide.fit(model, "80%")
     cpu, wall = time.process_time(), time.perf_counter()
     run(**inputs).loss.backward()
     taken = {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import BudgetError
-from ebbflow.measurement.resident import resident_bytes
+import ebbtide
+from ebbtide.errors import BudgetError
+from ebbtide.measurement.resident import resident_bytes
 from harness.measuring import Times, above_bytes, clear, interleaved, step
 from harness.record import Check, Row, at_most, holds
 
@@ -92,22 +92,22 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     methods["checkpoint per block"] = (checkpointed, checkpointed)
     eager_peak = above_bytes(model, model, args)
     expected = _bits(model, args, None)
-    plans: dict[str, ebbflow.Plan] = {}
+    plans: dict[str, ebbtide.Plan] = {}
     reasons: dict[str, str] = {}
     for share in SHARES.get(case, LOWER):
-        label = f"ebbflow {share:.0%}"
+        label = f"ebbtide {share:.0%}"
         fitted = _another(model)
         budget = resident_bytes([fitted, args]) + int(share * eager_peak)
         try:
-            ebbflow.plan(fitted, args, budget=budget, progress=None)  # finds out in all room what it rests on
-            ebbflow.fit(fitted, budget, progress=None)
+            ebbtide.plan(fitted, args, budget=budget, progress=None)  # finds out in all room what it rests on
+            ebbtide.fit(fitted, budget, progress=None)
             for _ in range(2):  # the first step is proven, the second measured
                 step(fitted, args)
                 clear(fitted)
         except BudgetError as error:
             reasons[label] = str(error)[:160]
             continue
-        plan = ebbflow.plan_of(fitted)
+        plan = ebbtide.plan_of(fitted)
         assert plan is not None
         plans[label], methods[label] = plan, (fitted, fitted)
     equal = {key: _bits(each, args, expected) for key, (each, _) in methods.items()}
@@ -127,12 +127,12 @@ def _row(
     peaks: dict[str, int],
     times: dict[str, Times],
     equal: bool,
-    plan: ebbflow.Plan | None,
+    plan: ebbtide.Plan | None,
 ) -> Row:
     of_eager = peaks[label] / peaks["eager"]
     checks: list[Check] = []
     if plan is not None:
-        share = float(label.removeprefix("ebbflow ").removesuffix("%")) / 100
+        share = float(label.removeprefix("ebbtide ").removesuffix("%")) / 100
         checks += [holds("eager's bits", equal), at_most("peak of eager's", of_eager, share)]
     rewritten = () if plan is None or plan.rewritten is None else plan.rewritten.rewrites
     columns = {

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-import ebbflow
-from ebbflow import Case
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.errors import BudgetError
-from ebbflow.options import Options
-from ebbflow.planning.pipeline import PlanningOptions
-from ebbflow.step.machine import machine_named
-from ebbflow.units import Budget
-from ebbflow.zoo import llama_8b
+import ebbtide
+from ebbtide import Case
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.errors import BudgetError
+from ebbtide.options import Options
+from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.step.machine import machine_named
+from ebbtide.units import Budget
+from ebbtide.zoo import llama_8b
 from harness.record import Check, Row, at_most, holds
 
 TITLE = "Cards of the catalogue: least budget, overhead and bound, as captured, with rewrites, and with the host memory"
@@ -115,7 +115,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
             yield _row(case, way, asked.most_bytes, plan, refused, captured, None)
 
 
-def _planned(step: Any, budget: int, options: Options) -> tuple[ebbflow.Plan | None, BudgetError | None]:
+def _planned(step: Any, budget: int, options: Options) -> tuple[ebbtide.Plan | None, BudgetError | None]:
     try:
         return step.plan(Budget(bytes=budget), PlanningOptions.of(options)), None
     except BudgetError as error:
@@ -126,7 +126,7 @@ def _row(
     case: str,
     way: str,
     budget: int,
-    plan: ebbflow.Plan | None,
+    plan: ebbtide.Plan | None,
     refused: BudgetError | None,
     capture_seconds: float,
     plan_seconds: float | None,

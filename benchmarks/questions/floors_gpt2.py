@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import ebbflow
-from ebbflow.errors import BudgetError
-from ebbflow.measurement.resident import resident_bytes
-from ebbflow.zoo.gpt import GPT, GPTConfig, gpt
+import ebbtide
+from ebbtide.errors import BudgetError
+from ebbtide.measurement.resident import resident_bytes
+from ebbtide.zoo.gpt import GPT, GPTConfig, gpt
 from harness.measuring import Times, above_bytes, clear, interleaved, step
 from harness.record import Check, Row, at_most, holds
 
@@ -120,23 +120,23 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
             reasons[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
         for model, _ in methods.values():
             clear(model)
-    plans: dict[str, ebbflow.Plan] = {}
+    plans: dict[str, ebbtide.Plan] = {}
     for share in SHARES:
-        label = f"ebbflow {share:.0%}"
+        label = f"ebbtide {share:.0%}"
         model = made.another()
         budget = resident_bytes([model, args]) + int(share * eager_peak)
         try:
             rewrites = REWRITES.get(share)
             if share == min(SHARES):  # within so little there is no room to find out what it rests on
-                ebbflow.plan(model, args, budget=budget, rewrites=rewrites, progress=None)
-            ebbflow.fit(model, budget, rewrites=rewrites, progress=None)
+                ebbtide.plan(model, args, budget=budget, rewrites=rewrites, progress=None)
+            ebbtide.fit(model, budget, rewrites=rewrites, progress=None)
             for _ in range(2):  # the first step is proven, the second measured
                 step(model, args)
                 clear(model)
         except BudgetError as error:
             reasons[label] = str(error)[:160]
             continue
-        plan = ebbflow.plan_of(model)
+        plan = ebbtide.plan_of(model)
         assert plan is not None
         plans[label], methods[label] = plan, (model, model)
     differences = {key: _bits(model, run, args, expected) for key, (model, run) in methods.items()}
@@ -146,7 +146,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     for label in methods:
         yield _row(case, label, peaks, times, differences[label], plans.get(label), quick)
     for label, reason in reasons.items():
-        checks = () if not label.startswith("ebbflow") or quick else (holds("a plan was found", False),)
+        checks = () if not label.startswith("ebbtide") or quick else (holds("a plan was found", False),)
         yield Row("gpt2", {"case": case, "method": label, "not_run": reason}, checks)
 
 
@@ -156,7 +156,7 @@ def _row(
     peaks: dict[str, int],
     times: dict[str, Times],
     difference: float,
-    plan: ebbflow.Plan | None,
+    plan: ebbtide.Plan | None,
     quick: bool,
 ) -> Row:
     of_eager = peaks[label] / peaks["eager"]
@@ -165,7 +165,7 @@ def _row(
     if plan is not None:
         checks.append(holds("eager's bits", difference == 0.0))
         for share, most in TARGETS.items():
-            if label == f"ebbflow {share:.0%}" and not quick:
+            if label == f"ebbtide {share:.0%}" and not quick:
                 checks += [at_most("peak of eager's", of_eager, share), at_most("CPU time of eager's", ratio, most)]
     rewrites = "" if plan is None or plan.rewritten is None else "; ".join(map(str, plan.rewritten.rewrites))
     columns = {

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-import ebbflow
-from ebbflow.inside.updates import PREFIX
-from ebbflow.measurement.cpu_allocations import AllocationRecorder
-from ebbflow.measurement.peak import peak_above
-from ebbflow.measurement.resident import resident_bytes
-from ebbflow.zoo.small import SMALL
+import ebbtide
+from ebbtide.inside.updates import PREFIX
+from ebbtide.measurement.cpu_allocations import AllocationRecorder
+from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.resident import resident_bytes
+from ebbtide.zoo.small import SMALL
 from harness.record import Check, Row, at_most, holds
 
 TITLE = "The optimizer in the step: twenty steps against the loop outside"
@@ -51,7 +51,7 @@ _RESERVE = 64 * 2**10
 """Of plans: what the proven step remembers."""
 
 
-def _trained(case: ebbflow.Case, optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], int]:
+def _trained(case: ebbtide.Case, optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], int]:
     """Losses, weights, state and random state after the steps, and the peak of the last one."""
     torch.manual_seed(1)
     found: list[torch.Tensor] = []
@@ -84,14 +84,14 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     for kind, make in OPTIMIZERS.items():
         torch.manual_seed(0)
         case = SMALL[name]()
-        twin, plain = (ebbflow.Case(copy.deepcopy(case.model), case.args, case.kwargs) for _ in range(2))
+        twin, plain = (ebbtide.Case(copy.deepcopy(case.model), case.args, case.kwargs) for _ in range(2))
         as_eager, eager = _trained(plain, make(plain.model.parameters()))
         outside = make(twin.model.parameters())
-        ebbflow.fit(twin.model, "100%", optimizer=outside, progress=None)
+        ebbtide.fit(twin.model, "100%", optimizer=outside, progress=None)
         expected, _ = _trained(twin, outside)
         smallest: dict[str, int] = {}
         for step in ("outside", "inside"):
-            plan = ebbflow.plan(
+            plan = ebbtide.plan(
                 case.model,
                 case.args,
                 case.kwargs,
@@ -103,9 +103,9 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
             smallest[step] = plan.smallest_bytes
         optimizer = make(case.model.parameters())
         budget = smallest["inside"] + _RESERVE
-        ebbflow.fit(case.model, budget, optimizer=optimizer, step="inside", progress=None)
+        ebbtide.fit(case.model, budget, optimizer=optimizer, step="inside", progress=None)
         found, inside = _trained(case, optimizer)
-        running = ebbflow.plan_of(case.model)
+        running = ebbtide.plan_of(case.model)
         assert running is not None
         updates = sum(op.target.startswith(PREFIX) for op in running.program.ops)
         trained = sum(each.requires_grad for each in case.model.parameters())
@@ -131,6 +131,6 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
             },
             checks,
         )
-        ebbflow.unfit(case.model)
+        ebbtide.unfit(case.model)
         if quick:
             return

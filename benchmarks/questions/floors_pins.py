@@ -14,19 +14,19 @@ from functools import partial
 
 import torch
 
-from ebbflow import Case
-from ebbflow._api.estimate import capture_program
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.rewrites.choices import RULES, Choice
-from ebbflow.rewrites.feed_forward.regions import find_regions
-from ebbflow.step.machine import machine_named
-from ebbflow.step.program import Program
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.zoo import hf_bert, llama_8b, llama_70b_lora
-from ebbflow.zoo.gpt import GPTConfig, gpt
+from ebbtide import Case
+from ebbtide._api.estimate import capture_program
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.rewrites.choices import RULES, Choice
+from ebbtide.rewrites.feed_forward.regions import find_regions
+from ebbtide.step.machine import machine_named
+from ebbtide.step.program import Program
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo import hf_bert, llama_8b, llama_70b_lora
+from ebbtide.zoo.gpt import GPTConfig, gpt
 from harness.record import Row, at_most
 
 TITLE = (

@@ -11,20 +11,20 @@ from functools import partial
 
 import torch
 
-import ebbflow
-from ebbflow._api.estimate import capture_program
-from ebbflow._api.verify import Verifier
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.alternatives import Costed
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.rewrites.choices import Choice
-from ebbflow.rewrites.in_place.rule import InPlaceRule
-from ebbflow.step.program import Program
-from ebbflow.step.rewrite import Rewritten
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget
-from ebbflow.zoo.small import SMALL
-from ebbflow.zoo.transformer import TransformerConfig, transformer_base
+import ebbtide
+from ebbtide._api.estimate import capture_program
+from ebbtide._api.verify import Verifier
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.alternatives import Costed
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.rewrites.choices import Choice
+from ebbtide.rewrites.in_place.rule import InPlaceRule
+from ebbtide.step.program import Program
+from ebbtide.step.rewrite import Rewritten
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.units import Budget
+from ebbtide.zoo.small import SMALL
+from ebbtide.zoo.transformer import TransformerConfig, transformer_base
 from harness.record import Row, at_most, holds
 
 TITLE = "Zoo at small size: results written over what dies against the captured step"
@@ -44,7 +44,7 @@ CASES = (
     "fcn8",
 )
 QUICK = ("dcgan",)
-MADE: dict[str, Callable[[], ebbflow.Case]] = {
+MADE: dict[str, Callable[[], ebbtide.Case]] = {
     **SMALL,
     "many words": partial(
         transformer_base,
@@ -114,6 +114,6 @@ def _within(case: str, f: float, budget: int, program: Program, ways: list[Coste
     return Row("rules", columns, checks)
 
 
-def _plan(program: Program, budget: int, rewritten: Rewritten | None) -> ebbflow.Plan:
+def _plan(program: Program, budget: int, rewritten: Rewritten | None) -> ebbtide.Plan:
     options = PlanningOptions(effort=EFFORT, rewritten=rewritten)
     return make_plan(program, Budget(bytes=budget), resident_bytes=0, options=options)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow.rewrites.heads import kernels as head_kernels
-from ebbflow.rewrites.heads import slices as head_slices
-from ebbflow.rewrites.heads.facts import HeadSizes, column_facts, row_facts, softmax_facts
+from ebbtide.rewrites.heads import kernels as head_kernels
+from ebbtide.rewrites.heads import slices as head_slices
+from ebbtide.rewrites.heads.facts import HeadSizes, column_facts, row_facts, softmax_facts
 from harness.record import Row, at_least, at_most
 
 TITLE = "Heads in slices over random sizes: wrong bits where the facts hold"

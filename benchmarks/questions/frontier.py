@@ -1,4 +1,4 @@
-"""Peak against CPU time: Ebbflow, per-block checkpoint and activation_memory_budget, interleaved in one process.
+"""Peak against CPU time: Ebbtide, per-block checkpoint and activation_memory_budget, interleaved in one process.
 
 Gradients of chain-64 shrink below 1e-38, and most of its eager CPU time is the slow path for such numbers. No
 recomputation touches them, so every method looks cheaper than it is; ``chain-64, denormals flushed`` is the same
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-import ebbflow
-from ebbflow.measurement.resident import resident_bytes
+import ebbtide
+from ebbtide.measurement.resident import resident_bytes
 from harness import path_models as peers
 from harness.measuring import Times, above_bytes, interleaved, step
 from harness.record import Check, Row, at_most, holds
@@ -40,29 +40,29 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         methods[f"activation_memory_budget {share:g}"] = peers.memory_budget(name, share)
     eager_peak = above_bytes(methods["eager"].model, methods["eager"].run, args)
     shares = (*(() if quick else SHARES[name]), TARGETS[name][0])
-    plans: dict[str, ebbflow.Plan] = {}
+    plans: dict[str, ebbtide.Plan] = {}
     for share in shares:
-        label = f"ebbflow {share:.0%}"
+        label = f"ebbtide {share:.0%}"
         methods[label], plans[label] = _ours(name, int(share * eager_peak))
     peaks = {key: above_bytes(m.model, m.run, args) for key, m in methods.items()}
     times = interleaved({key: (m.model, m.run) for key, m in methods.items()}, args, 5 if quick else ROUNDS[name])
     for label in methods:
         checks: tuple[Check, ...] = ()
-        if name == case and label == f"ebbflow {TARGETS[name][0]:.0%}":
+        if name == case and label == f"ebbtide {TARGETS[name][0]:.0%}":
             checks = _checks(name, label, peaks, times)
         yield _row(case, label, peaks, times, plans.get(label), checks)
     if not quick:
-        yield _against_best(case, f"ebbflow {TARGETS[name][0]:.0%}", peaks, times)
+        yield _against_best(case, f"ebbtide {TARGETS[name][0]:.0%}", peaks, times)
 
 
-def _ours(name: str, above: int) -> tuple[peers.Method, ebbflow.Plan]:
+def _ours(name: str, above: int) -> tuple[peers.Method, ebbtide.Plan]:
     """The model fitted to ``above`` bytes above its start, its first (proven) and second (measured) step behind it."""
     case = peers.build(name)
-    ebbflow.fit(case.model, resident_bytes([case.model, case.args]) + above)
+    ebbtide.fit(case.model, resident_bytes([case.model, case.args]) + above)
     for _ in range(2):
         step(case.model, case.args)
         case.model.zero_grad()
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     return peers.Method(case.model, case.model), plan
 
@@ -80,7 +80,7 @@ def _row(
     label: str,
     peaks: dict[str, int],
     times: dict[str, Times],
-    plan: ebbflow.Plan | None = None,
+    plan: ebbtide.Plan | None = None,
     checks: tuple[Check, ...] = (),
     method: str = "",
 ) -> Row:
@@ -103,6 +103,6 @@ def _row(
 
 def _against_best(case: str, ours: str, peaks: dict[str, int], times: dict[str, Times]) -> Row:
     """The peer with the lowest peak, once more, against our row at the target."""
-    peer = min((key for key in peaks if not key.startswith(("eager", "ebbflow"))), key=lambda key: peaks[key])
+    peer = min((key for key in peaks if not key.startswith(("eager", "ebbtide"))), key=lambda key: peaks[key])
     lower = holds("ours is lower", peaks[ours] < peaks[peer])
     return _row(case, peer, peaks, times, checks=(lower,), method=f"PyTorch's lowest peak: {peer}")

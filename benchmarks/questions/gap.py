@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from ebbflow import Case, Program
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.published.per_block import blocks_of
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.smallest import smallest_schedule
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.zoo import (
+from ebbtide import Case, Program
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.published.per_block import blocks_of
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.smallest import smallest_schedule
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.zoo import (
     GPTConfig,
     densenet121,
     gpt,

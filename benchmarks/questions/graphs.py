@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.search.smallest import smallest_schedule
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.search.smallest import smallest_schedule
 from harness.graphs import ABSENT, published, unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Check, Row, at_most, holds

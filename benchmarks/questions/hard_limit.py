@@ -25,20 +25,20 @@ from typing import Any
 
 import torch
 
-import ebbflow
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 from harness.children import short_error
 from harness.grid import captured
 from harness.measuring import above_bytes, clear
 from harness.record import Row, holds
 
-TITLE = "Hard limit: the same RLIMIT_DATA for both; eager dies, Ebbflow finishes"
+TITLE = "Hard limit: the same RLIMIT_DATA for both; eager dies, Ebbtide finishes"
 STEPS = 3
 FIXED_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 * 2**10)}
 SHARE = 0.1  # of the way from smallest to unplanned: what the planned process is given
 
 _GPT = GPTConfig(vocabulary=512, length=256, layers=24, width=128, heads=4)
-CASES: dict[str, Callable[[], ebbflow.Case]] = {
+CASES: dict[str, Callable[[], ebbtide.Case]] = {
     "mlp_chain": lambda: mlp_chain(32768, layers=24, width=128),
     "gpt": lambda: gpt(16, _GPT),
 }
@@ -80,7 +80,7 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     )
 
 
-def _build(name: str) -> ebbflow.Case:
+def _build(name: str) -> ebbtide.Case:
     torch.manual_seed(0)
     return CASES[name]()
 
@@ -106,8 +106,8 @@ def train(name: str, mode: str, limit: str, steps: str) -> None:
     torch.set_num_threads(1)
     case = _build(name)
     if mode != "eager":
-        plan = ebbflow.Plan.load(mode)
-        ebbflow.fit(case.model, plan)
+        plan = ebbtide.Plan.load(mode)
+        ebbtide.fit(case.model, plan)
     print(json.dumps({"held_bytes": _held_bytes()}), flush=True)
     if int(limit):
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))

@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterator
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ebbflow import Case
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners.base import Problem, planner_named
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.hybrid.portfolio import moves_alone
-from ebbflow.step.legality import check
-from ebbflow.step.machine import machine_named
-from ebbflow.step.simulate import overhead_of
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.zoo.densenet import densenet121
-from ebbflow.zoo.fcn import fcn8
-from ebbflow.zoo.hf import hf_bert, hf_t5
-from ebbflow.zoo.llama import LlamaSizes, llama
-from ebbflow.zoo.lstm_lm import lstm_lm
-from ebbflow.zoo.mobilenet import mobilenet
-from ebbflow.zoo.nmt import nmt
-from ebbflow.zoo.resnet import resnet50
-from ebbflow.zoo.segnet import segnet
-from ebbflow.zoo.unet import unet
-from ebbflow.zoo.vgg import vgg16
+from ebbtide import Case
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners.base import Problem, planner_named
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.hybrid.portfolio import moves_alone
+from ebbtide.step.legality import check
+from ebbtide.step.machine import machine_named
+from ebbtide.step.simulate import overhead_of
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo.densenet import densenet121
+from ebbtide.zoo.fcn import fcn8
+from ebbtide.zoo.hf import hf_bert, hf_t5
+from ebbtide.zoo.llama import LlamaSizes, llama
+from ebbtide.zoo.lstm_lm import lstm_lm
+from ebbtide.zoo.mobilenet import mobilenet
+from ebbtide.zoo.nmt import nmt
+from ebbtide.zoo.resnet import resnet50
+from ebbtide.zoo.segnet import segnet
+from ebbtide.zoo.unet import unet
+from ebbtide.zoo.vgg import vgg16
 from harness.batched import with_link
 from harness.record import Row, at_most, holds
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 import torch
 
-import ebbflow
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.case import Case
-from ebbflow.step.machine import Machine, machine_named
-from ebbflow.step.plan import Plan
-from ebbflow.step.simulate import simulate
-from ebbflow.transfers.links import COUNTED_ON
-from ebbflow.units import Budget
-from ebbflow.zoo import GPTConfig, gpt, hf_bert, resnet50
+import ebbtide
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.case import Case
+from ebbtide.step.machine import Machine, machine_named
+from ebbtide.step.plan import Plan
+from ebbtide.step.simulate import simulate
+from ebbtide.transfers.links import COUNTED_ON
+from ebbtide.units import Budget
+from ebbtide.zoo import GPTConfig, gpt, hf_bert, resnet50
 from harness.record import Check, Row, at_most
 
 TITLE = "Plans with a host tier where ops are faster than foreseen: how much of the link they count on"
@@ -83,11 +83,11 @@ def _planned(case: Case, machine: Machine, share: float) -> Plan:
     link = machine.links["host"]
     rates = {each: share * getattr(link, each) for each in ("out_bytes_per_second", "in_bytes_per_second")}
     slower = replace(machine, links={"host": replace(link, **rates)})
-    unplanned = ebbflow.plan(
+    unplanned = ebbtide.plan(
         case.model, case.args, dict(case.kwargs), budget="1000%", machine=machine, planner="keep_all"
     )
     budget = Budget(bytes=int(BUDGET * unplanned.baseline_peak_bytes))
-    return ebbflow.plan(
+    return ebbtide.plan(
         case.model,
         case.args,
         dict(case.kwargs),

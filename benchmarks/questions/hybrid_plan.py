@@ -13,18 +13,18 @@ from dataclasses import replace
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ebbflow import Case, Program
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners.base import Problem, planner_named
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.hybrid.portfolio import moves_alone
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Machine, machine_named
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import overhead_of, simulate
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.zoo.gpt import GPTConfig, gpt
-from ebbflow.zoo.resnet import resnet50
+from ebbtide import Case, Program
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners.base import Problem, planner_named
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.hybrid.portfolio import moves_alone
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Machine, machine_named
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import overhead_of, simulate
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo.gpt import GPTConfig, gpt
+from ebbtide.zoo.resnet import resnet50
 from harness.record import Row, at_most, holds
 
 TITLE = "Plans with a host tier: recompute only, move only, both, and bounds"

@@ -21,18 +21,18 @@ from functools import partial
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ebbflow import Case
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners.base import Problem, Progress, planner_named
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.hybrid.bounds import lane_bounds
-from ebbflow.step.machine import machine_named
-from ebbflow.step.simulate import overhead_of
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.zoo.gpt import GPTConfig, gpt
-from ebbflow.zoo.hf import hf_bert
-from ebbflow.zoo.mlp_chain import mlp_chain
-from ebbflow.zoo.resnet import resnet50
+from ebbtide import Case
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners.base import Problem, Progress, planner_named
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.hybrid.bounds import lane_bounds
+from ebbtide.step.machine import machine_named
+from ebbtide.step.simulate import overhead_of
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo.gpt import GPTConfig, gpt
+from ebbtide.zoo.hf import hf_bert
+from ebbtide.zoo.mlp_chain import mlp_chain
+from ebbtide.zoo.resnet import resnet50
 from harness.record import Row, at_most
 
 TITLE = "Planning seconds with a host tier against recomputing alone (v100-16gb, medians of interleaved runs)"

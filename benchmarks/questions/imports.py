@@ -18,9 +18,9 @@ from harness.record import Row, at_most
 
 __all__ = ["cycles", "import_graph", "rows", "upward"]
 
-TITLE = "Imports between the modules of src/ebbflow"
+TITLE = "Imports between the modules of src/ebbtide"
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "ebbflow"
+PACKAGE = ROOT / "src" / "ebbtide"
 
 
 def rows() -> Iterator[Row]:
@@ -121,7 +121,7 @@ def upward() -> list[str]:
                 modules = [node.module or ""]
             else:
                 continue
-            inner = [each for each in modules if each.startswith("ebbflow.") and (name, each) not in order.LATE]
+            inner = [each for each in modules if each.startswith("ebbtide.") and (name, each) not in order.LATE]
             found += [f"{name} -> {each}" for each in inner if rank[each.split(".")[1]] > rank[own]]
     return found
 

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-import ebbflow
-from ebbflow.zoo import GPTConfig, gpt, resnet50
-from ebbflow.zoo.small import SMALL
+import ebbtide
+from ebbtide.zoo import GPTConfig, gpt, resnet50
+from ebbtide.zoo.small import SMALL
 from harness.measuring import Times
 from harness.record import Row, at_most
 from questions.zoo import CAUSES
@@ -35,7 +35,7 @@ MOST_TIME, MOST_PEAK = 1.08, 1.01
 def rows(name: str, quick: bool) -> Iterator[Row]:
     torch.set_num_threads(1)
     eager, captured, peer = ({**SMALL, **FULL_SIZE}[name]() for _ in range(3))
-    ebbflow.fit(captured.model, "1000%", planner="keep_all", verify=False)
+    ebbtide.fit(captured.model, "1000%", planner="keep_all", verify=False)
     peer.model.compile(backend="aot_eager")
     methods = {"eager": eager, "captured": captured, "aot_eager": peer}
     for case in methods.values():
@@ -67,18 +67,18 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     yield Row("keep_all", columns, tuple(checks))
 
 
-def _plan_of(case: ebbflow.Case) -> ebbflow.Plan:
-    plan = ebbflow.plan_of(case.model)
+def _plan_of(case: ebbtide.Case) -> ebbtide.Plan:
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     return plan
 
 
-def _loss(case: ebbflow.Case) -> torch.Tensor:
+def _loss(case: ebbtide.Case) -> torch.Tensor:
     outputs = case.model(*case.args, **(case.kwargs or {}))
     return outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
 
 
-def _step(case: ebbflow.Case) -> float:
+def _step(case: ebbtide.Case) -> float:
     """CPU seconds of forward and backward from no gradients."""
 
     case.model.zero_grad()
@@ -87,8 +87,8 @@ def _step(case: ebbflow.Case) -> float:
     return time.process_time() - begin
 
 
-def _peak(case: ebbflow.Case) -> int:
+def _peak(case: ebbtide.Case) -> int:
     case.model.zero_grad()
-    with ebbflow.measure(case.model) as gauge:
+    with ebbtide.measure(case.model) as gauge:
         _loss(case).backward()
     return gauge.above_bytes

@@ -1,4 +1,4 @@
-"""What PyTorch's own ways get wrong on this build, beside Ebbflow on the same model, budget knob and seed.
+"""What PyTorch's own ways get wrong on this build, beside Ebbtide on the same model, budget knob and seed.
 
 1. ``activation_memory_budget`` draws dropout's mask anew where it recomputes it (pytorch#190758): wrong gradients.
 2. It saves a batch norm's running statistics, which the step then changes: a RuntimeError.
@@ -16,9 +16,9 @@ from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.zoo import GPTConfig, gpt
-from ebbflow.zoo.small import SMALL
+import ebbtide
+from ebbtide.zoo import GPTConfig, gpt
+from ebbtide.zoo.small import SMALL
 from harness.grid import captured
 from harness.min_cut import budget_of, min_cut_compiled
 from harness.record import Row, at_most, holds
@@ -73,11 +73,11 @@ def _dropout() -> Iterator[Row]:
     known = captured(case)
     for share in SHARES[1:]:
         plan = known.plan(known.grid_bytes(share))
-        ebbflow.fit(case.model, plan, verify=False)
+        ebbtide.fit(case.model, plan, verify=False)
         error = _error(_gradients(case.model, case.model, case.args), expected)
-        ebbflow.unfit(case.model)
+        ebbtide.unfit(case.model)
         replayed = sum(int(n) - 1 for op, n in zip(plan.program.ops, plan.timeline.runs, strict=True) if op.random)
-        columns = {"case": "dropout", "method": f"ebbflow {share:.0%}", "error": error, "random_reruns": replayed}
+        columns = {"case": "dropout", "method": f"ebbtide {share:.0%}", "error": error, "random_reruns": replayed}
         yield Row("known", columns, (at_most("gradient error", error, 0.0),))
 
 
@@ -92,9 +92,9 @@ def _batch_norm() -> Iterator[Row]:
     case = SMALL["resnet50"]()
     known = captured(case)
     plan = known.plan(known.grid_bytes(0.2), effort=1000)
-    seen = ebbflow.verify(case.model, case.args, case.kwargs, plan)
+    seen = ebbtide.verify(case.model, case.args, case.kwargs, plan)
     again = sum(int(n) - 1 for op, n in zip(plan.program.ops, plan.timeline.runs, strict=True) if op.once)
-    columns = {"case": "batch norm", "method": "ebbflow 20%", "outcome": "ran", "batch_norm_reruns": again}
+    columns = {"case": "batch norm", "method": "ebbtide 20%", "outcome": "ran", "batch_norm_reruns": again}
     yield Row("known", columns, (holds("bit-equal", seen.equal), holds("as eager", not seen.eager_differences)))
 
 
@@ -119,10 +119,10 @@ def _lstm() -> Iterator[Row]:
     except Exception as error:  # what the peer does on this build is the result
         columns["outcome"] = f"{type(error).__name__}: {error}"[:90]
     yield Row("known", columns)
-    known = captured(ebbflow.Case(model, args))
-    ebbflow.fit(model, known.plan(known.grid_bytes(0.2)), verify=False)
+    known = captured(ebbtide.Case(model, args))
+    ebbtide.fit(model, known.plan(known.grid_bytes(0.2)), verify=False)
     error = _error(_gradients(model, model, args), expected)
-    columns = {"case": "nn.LSTM dropout", "method": "ebbflow 20%", "error": error}
+    columns = {"case": "nn.LSTM dropout", "method": "ebbtide 20%", "error": error}
     yield Row("known", columns, (at_most("gradient error", error, LSTM_TARGET),))
 
 
@@ -139,16 +139,16 @@ class _Pair(nn.Module):
 def _pair() -> Iterator[Row]:
     args = (torch.randn(1024, 128), torch.randint(2048, (1024,)))
     peaks: dict[str, int] = {}
-    for label in ("eager", "torch.compile", "ebbflow keep-all"):
+    for label in ("eager", "torch.compile", "ebbtide keep-all"):
         model = _Pair()
         run: Step = model
         if label == "torch.compile":
             run = _peer(model)
-        elif label == "ebbflow keep-all":
-            ebbflow.fit(model, "1000%", planner="keep_all", verify=False)
+        elif label == "ebbtide keep-all":
+            ebbtide.fit(model, "1000%", planner="keep_all", verify=False)
         run(*args)[0].backward()
         model.zero_grad()
-        with ebbflow.measure(model) as gauge:
+        with ebbtide.measure(model) as gauge:
             outputs = run(*args)
             outputs[0].backward()
         peaks[label] = gauge.above_bytes
@@ -158,5 +158,5 @@ def _pair() -> Iterator[Row]:
             "peak_bytes": gauge.above_bytes,
             "of_eager": gauge.above_bytes / peaks["eager"],
         }
-        ours = label.startswith("ebbflow")
+        ours = label.startswith("ebbtide")
         yield Row("known", columns, (at_most("of eager's peak", columns["of_eager"], PEAK_TARGET),) if ours else ())

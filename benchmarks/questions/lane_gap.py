@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ebbflow.planners import Interrupt
-from ebbflow.planners.hybrid.bounds import lane_bounds
-from ebbflow.planners.hybrid.floor import floor_with_tiers
-from ebbflow.step.program import Program
+from ebbtide.planners import Interrupt
+from ebbtide.planners.hybrid.bounds import lane_bounds
+from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.step.program import Program
 from harness.graphs import unplanned_bytes
 from harness.record import Row, at_most
 from questions.lane_violations import links_of

@@ -14,18 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ebbflow.planners import Interrupt
-from ebbflow.planners.hybrid.bounds import lane_bounds
-from ebbflow.planners.hybrid.choice import Choice, schedule_of
-from ebbflow.planners.hybrid.cut_lanes import LaneModel
-from ebbflow.planners.hybrid.floor import floor_with_tiers, tiers_of
-from ebbflow.planners.hybrid.rounding import looked_at
-from ebbflow.planners.search.orders import CapturedOrder
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import simulate
+from ebbtide.planners import Interrupt
+from ebbtide.planners.hybrid.bounds import lane_bounds
+from ebbtide.planners.hybrid.choice import Choice, schedule_of
+from ebbtide.planners.hybrid.cut_lanes import LaneModel
+from ebbtide.planners.hybrid.floor import floor_with_tiers, tiers_of
+from ebbtide.planners.hybrid.rounding import looked_at
+from ebbtide.planners.search.orders import CapturedOrder
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import simulate
 from harness.graphs import unplanned_bytes
 from harness.record import Row, at_least, at_most
 from questions import reach

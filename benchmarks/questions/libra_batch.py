@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ebbflow._api.batches import largest
-from ebbflow.planners.hybrid.floor import floor_with_tiers
+from ebbtide._api.batches import largest
+from ebbtide.planners.hybrid.floor import floor_with_tiers
 from harness.batched import Batched, Planned, planned
 from harness.record import Row, above, at_least
 from questions.libra_models import BUDGET, DEFAULT, MACHINE, MODELS, PLANNERS, batched, tiers_of

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ebbflow import Case
-from ebbflow.planners.base import moves_buffers
-from ebbflow.step.machine import machine_named
-from ebbflow.zoo.gpt import GPT2_SMALL, gpt2_small
-from ebbflow.zoo.llama import llama_small
-from ebbflow.zoo.resnet import resnet50, resnet152
+from ebbtide import Case
+from ebbtide.planners.base import moves_buffers
+from ebbtide.step.machine import machine_named
+from ebbtide.zoo.gpt import GPT2_SMALL, gpt2_small
+from ebbtide.zoo.llama import llama_small
+from ebbtide.zoo.resnet import resnet50, resnet152
 from harness.batched import Batched
 
 __all__ = ["BUDGET", "DEFAULT", "MACHINE", "MODELS", "PLANNERS", "batched", "tiers_of"]

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import torch
 
-import ebbflow
-from ebbflow import Budget, Case, Plan
-from ebbflow._api.verify import Verifier
-from ebbflow.errors import BudgetError
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.step.schedule import Offload
-from ebbflow.transfers.disk import disk_tier
-from ebbflow.transfers.links import this_machine
-from ebbflow.zoo.small import SMALL
+import ebbtide
+from ebbtide import Budget, Case, Plan
+from ebbtide._api.verify import Verifier
+from ebbtide.errors import BudgetError
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.step.schedule import Offload
+from ebbtide.transfers.disk import disk_tier
+from ebbtide.transfers.links import this_machine
+from ebbtide.zoo.small import SMALL
 from harness.grid import captured
 from harness.record import Row, at_most, holds
 from questions.zoo import CAUSES
@@ -77,7 +77,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
 def _step_seconds(case: Case, plan: Plan, directory: str) -> float:
     """The shortest step of a copy under a plan (definition 2): steps change buffers."""
     tiers = f"disk:{directory}" if plan.schedule.moves else None
-    model = ebbflow.fit(copy.deepcopy(case.model), plan, tiers=tiers, verify=False, progress=None)
+    model = ebbtide.fit(copy.deepcopy(case.model), plan, tiers=tiers, verify=False, progress=None)
     seconds: list[float] = []
     with torch.random.fork_rng():
         for _ in range(STEPS + 2):
@@ -94,7 +94,7 @@ def _row(
     case: str,
     method: str,
     plan: Plan,
-    seen: ebbflow.Verification,
+    seen: ebbtide.Verification,
     share: float,
     unplanned_seconds: float,
     seconds: float,

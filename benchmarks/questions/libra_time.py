@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ebbflow._api.estimate import AheadStep
-from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.planners.hybrid.floor import floor_with_tiers
+from ebbtide._api.estimate import AheadStep
+from ebbtide.planners.base import DEFAULT_EFFORT
+from ebbtide.planners.hybrid.floor import floor_with_tiers
 from harness.batched import Planned, planned, unplanned_peak, with_link
 from harness.record import Check, Row, at_most, holds
 from questions.libra_models import BUDGET, DEFAULT, MACHINE, MODELS, PLANNERS, batched, tiers_of

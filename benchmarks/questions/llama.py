@@ -13,17 +13,17 @@ from functools import partial
 
 import torch
 
-from ebbflow.capture.offline import capture
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.case import Case
-from ebbflow.cost.attach import with_roofline_costs
-from ebbflow.cost.cache import device_context
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.step.machine import Machine, machine_named
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget
-from ebbflow.zoo import llama_8b, llama_70b
+from ebbtide.capture.offline import capture
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.case import Case
+from ebbtide.cost.attach import with_roofline_costs
+from ebbtide.cost.cache import device_context
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.step.machine import Machine, machine_named
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.units import Budget
+from ebbtide.zoo import llama_8b, llama_70b
 from harness.record import Check, Row, at_most
 
 TITLE = "Llama for an H100: capture and plan of one step, on one core"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from ebbflow._api.batches import largest, one_forward
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.step.machine import machine_named
+from ebbtide._api.batches import largest, one_forward
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.step.machine import machine_named
 from harness.layer_graphs import NETWORKS, LayerGraph
 from harness.planned import plan_with
 from harness.record import Row, at_least

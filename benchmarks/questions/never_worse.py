@@ -11,26 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ebbflow import Case, Program
-from ebbflow.planners.base import Problem, moves_buffers, planner_named
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.step.machine import machine_named
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.zoo.dcgan import dcgan
-from ebbflow.zoo.deepspeech import deepspeech2
-from ebbflow.zoo.densenet import densenet121
-from ebbflow.zoo.gpt import gpt2_small
-from ebbflow.zoo.hf import hf_bert
-from ebbflow.zoo.inception import inception_v3
-from ebbflow.zoo.llama import llama_small
-from ebbflow.zoo.lstm_lm import lstm_lm
-from ebbflow.zoo.mobilenet import mobilenet
-from ebbflow.zoo.nmt import nmt
-from ebbflow.zoo.resnet import resnet50
-from ebbflow.zoo.segnet import segnet
-from ebbflow.zoo.transformer import transformer_base
-from ebbflow.zoo.unet import unet
-from ebbflow.zoo.vgg import vgg16
+from ebbtide import Case, Program
+from ebbtide.planners.base import Problem, moves_buffers, planner_named
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.step.machine import machine_named
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo.dcgan import dcgan
+from ebbtide.zoo.deepspeech import deepspeech2
+from ebbtide.zoo.densenet import densenet121
+from ebbtide.zoo.gpt import gpt2_small
+from ebbtide.zoo.hf import hf_bert
+from ebbtide.zoo.inception import inception_v3
+from ebbtide.zoo.llama import llama_small
+from ebbtide.zoo.lstm_lm import lstm_lm
+from ebbtide.zoo.mobilenet import mobilenet
+from ebbtide.zoo.nmt import nmt
+from ebbtide.zoo.resnet import resnet50
+from ebbtide.zoo.segnet import segnet
+from ebbtide.zoo.transformer import transformer_base
+from ebbtide.zoo.unet import unet
+from ebbtide.zoo.vgg import vgg16
 from harness.batched import captured, planned_above
 from harness.record import Row, at_most, holds
 

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import ebbflow
-from ebbflow.errors import EbbflowError, InternalError
+import ebbtide
+from ebbtide.errors import EbbtideError, InternalError
 from harness.children import ROOT
 from harness.record import Row, holds
 
@@ -194,11 +194,11 @@ def _tried(op: Any, samples: Sequence[Any]) -> _Outcome:
         return _Outcome("fails in eager", _line(error))
     fitted.weights = plain.weights
     try:
-        found = _values(ebbflow.fit(fitted, "2GiB", effort=10))
+        found = _values(ebbtide.fit(fitted, "2GiB", effort=10))
         again = _values(fitted)
     except InternalError as error:
         return _Outcome("ERROR", _line(error))
-    except EbbflowError as error:
+    except EbbtideError as error:
         return _Outcome("refused", _line(error))
     except Exception as error:
         return _Outcome("ERROR", f"{type(error).__name__}: {_line(error)}")

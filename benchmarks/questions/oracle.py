@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ebbflow.planners import planner_names
-from ebbflow.planners.bounds.cut_bound import cut_bound
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.step.program import Buffer, Op, Program
+from ebbtide.planners import planner_names
+from ebbtide.planners.bounds.cut_bound import cut_bound
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.step.program import Buffer, Op, Program
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row, at_least, at_most

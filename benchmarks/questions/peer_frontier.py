@@ -1,7 +1,7 @@
-"""PyTorch's means, the published planners and Ebbflow on the same model, in turns in one process.
+"""PyTorch's means, the published planners and Ebbtide on the same model, in turns in one process.
 
 1. Every method has a model of its own, from the same seed, and the same inputs. Peaks are bytes above the step's start,
-   by ``ebbflow.measure``; gradients count.
+   by ``ebbtide.measure``; gradients count.
 2. Only CPU time of the process counts, at one thread. In every round each method runs once, in an order drawn anew; a
    ratio of two methods is the median over rounds of their ratio in the same round. What else the machine does falls on
    all of them.
@@ -32,13 +32,13 @@ from typing import Any
 
 import torch
 
-import ebbflow
-from ebbflow import Budget, Case, Plan
-from ebbflow.errors import BudgetError
-from ebbflow.planners.base import NEED_TIERS
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.transfers.disk import disk_tier
-from ebbflow.transfers.links import this_machine
+import ebbtide
+from ebbtide import Budget, Case, Plan
+from ebbtide.errors import BudgetError
+from ebbtide.planners.base import NEED_TIERS
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.transfers.disk import disk_tier
+from ebbtide.transfers.links import this_machine
 from harness.grid import Captured, captured
 from harness.measuring import Times
 from harness.record import Check, Row, at_most, holds
@@ -47,7 +47,7 @@ from suite.methods import Build, Method, built, checkpointed, eager, memory_budg
 from suite.peer_models import MODELS
 from suite.pytorch_means import inductor, saved_on_cpu, selective
 
-TITLE = "PyTorch's means, published planners and Ebbflow: peak above the start, and CPU time at one thread"
+TITLE = "PyTorch's means, published planners and Ebbtide: peak above the start, and CPU time at one thread"
 CASES = tuple(MODELS)
 QUICK = ("chain-64",)
 ROUNDS = 9
@@ -60,8 +60,8 @@ AGAIN = 1.005
 PLANNING_SECONDS = 20.0
 OTHERS_BYTES = 2**20
 """Resident beside a model and its arguments: constants that the other methods' captures hold (T5: 8 bytes each)."""
-EAGER, KEEP_ALL, CHECKPOINT = "eager", "ebbflow, keep all", "checkpoint per block"
-OURS, LOWEST, REWRITTEN = "ebbflow", "ebbflow, lowest", "ebbflow, lowest with rewrites"
+EAGER, KEEP_ALL, CHECKPOINT = "eager", "ebbtide, keep all", "checkpoint per block"
+OURS, LOWEST, REWRITTEN = "ebbtide", "ebbtide, lowest", "ebbtide, lowest with rewrites"
 MEMORY_BUDGETS = (0.5, 0.2, 0.05)
 PLANNERS = (
     "per_block", "min_cut", "chen_sqrt", "chen_greedy", "ap_greedy", "linearized_greedy", "checkmate_lp", "echo",
@@ -188,9 +188,9 @@ def _add_rewritten(entrants: _Field) -> None:
     method = Method(subject, subject.model)
     try:
         smallest = _smallest_named(method)
-        ebbflow.fit(subject.model, Budget(bytes=smallest), progress=None)
+        ebbtide.fit(subject.model, Budget(bytes=smallest), progress=None)
         method.step()
-        plan = ebbflow.plan_of(subject.model)
+        plan = ebbtide.plan_of(subject.model)
         assert plan is not None
     except Exception as error:
         entrants.errors[REWRITTEN] = told(error)
@@ -202,13 +202,13 @@ def _add_rewritten(entrants: _Field) -> None:
 def _smallest_named(method: Method) -> int:
     """What a refusal says would do."""
     model = method.subject.model
-    ebbflow.fit(model, "1KiB", progress=None)
+    ebbtide.fit(model, "1KiB", progress=None)
     try:
         method.step()
     except BudgetError as refused:
         return refused.smallest_bytes
     finally:
-        ebbflow.unfit(model)
+        ebbtide.unfit(model)
         model.zero_grad()
     raise AssertionError("1 KiB was enough for a step")
 
@@ -235,7 +235,7 @@ def _fitted(build: Build, plan: Plan, directory: str | None) -> Method:
     """A model under ``plan``, its first (proven) and second (measured) step behind it."""
     subject = built(build)
     tiers = None if directory is None else f"disk:{directory}"
-    method = Method(subject, ebbflow.fit(subject.model, plan, tiers=tiers, progress=None))
+    method = Method(subject, ebbtide.fit(subject.model, plan, tiers=tiers, progress=None))
     for _ in range(2):
         method.step()
         subject.model.zero_grad()

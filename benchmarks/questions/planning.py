@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import torch
 
-import ebbflow
-from ebbflow.planners.search.smallest import smallest_schedule
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide.planners.search.smallest import smallest_schedule
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 from harness.children import short_error
 from harness.grid import Captured, captured
 from harness.record import Row, at_most
@@ -86,7 +86,7 @@ def _cold() -> Iterator[Row]:
                     "planning_wall_seconds": seen["plan"],
                     "whole_call_seconds": seen["whole"],
                 },
-                () if target is None else (at_most("whole ebbflow.plan call, seconds", seen["whole"], target),),
+                () if target is None else (at_most("whole ebbtide.plan call, seconds", seen["whole"], target),),
             )
 
 
@@ -101,12 +101,12 @@ def _first_plan(numba_directory: str) -> dict[str, float]:
 
 
 def first_plan() -> None:
-    """In the child: one call of ``ebbflow.plan``, imports before it."""
+    """In the child: one call of ``ebbtide.plan``, imports before it."""
     torch.set_num_threads(1)
     imported = time.process_time()
     case = mlp_chain(64, layers=8, width=16)
     begin = time.process_time()
-    plan = ebbflow.plan(case.model, case.args, budget="90%")
+    plan = ebbtide.plan(case.model, case.args, budget="90%")
     whole = time.process_time() - begin
     seen = {"import": imported, "whole": whole, "plan": plan.plan_seconds, "ops": len(plan.program.ops)}
     print(json.dumps(seen), flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ebbflow.planners import missing_extra, planner_names
+from ebbtide.planners import missing_package, planner_names
 from harness.graphs import ABSENT, published, unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row, at_most, holds
@@ -35,7 +35,7 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     for share, (checkmate, moccasin, fastsa) in PUBLISHED[name].items():
         known = [value for value in (checkmate, moccasin) if value is not None]
         for planner in planner_names():
-            if planner in LEFT_OUT or missing_extra(planner):
+            if planner in LEFT_OUT or missing_package(planner):
                 continue
             if quick and planner not in ("auto", "greedy", "checkmate"):
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ebbflow.planners.search.smallest import smallest_schedule
+from ebbtide.planners.search.smallest import smallest_schedule
 from harness.graphs import published, unplanned_bytes
 from harness.layer_graphs import NETWORKS
 from harness.planned import plan_with

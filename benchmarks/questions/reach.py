@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ebbflow.planners.base import DEFAULT_EFFORT
-from ebbflow.planners.search.smallest import smallest_schedule
-from ebbflow.step.program import Buffer, Op, Program
+from ebbtide.planners.base import DEFAULT_EFFORT
+from ebbtide.planners.search.smallest import smallest_schedule
+from ebbtide.step.program import Buffer, Op, Program
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row

@@ -12,14 +12,14 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from ebbflow import Program
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners import Progress
-from ebbflow.planners.reductions.repeats import find_repeats, with_blocks
-from ebbflow.planners.search.smallest import forget_smallest
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.units import Budget
-from ebbflow.zoo import GPTConfig, gpt
+from ebbtide import Program
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners import Progress
+from ebbtide.planners.reductions.repeats import find_repeats, with_blocks
+from ebbtide.planners.search.smallest import forget_smallest
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.units import Budget
+from ebbtide.zoo import GPTConfig, gpt
 from harness.record import Check, Row, at_most
 
 TITLE = "Seconds from a program to its first and final plan (auto, CPU seconds on one core, medians)"

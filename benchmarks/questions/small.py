@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from ebbflow.planners.search.smallest import smallest_schedule
-from ebbflow.step.program import Program
+from ebbtide.planners.search.smallest import smallest_schedule
+from ebbtide.step.program import Program
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row, at_least, at_most

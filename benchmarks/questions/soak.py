@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import EbbflowError
+import ebbtide
+from ebbtide.errors import EbbtideError
 from harness.record import Row, at_most, holds
 
 __all__ = ["CASES", "Net", "next_step_is_right", "rows"]
@@ -60,7 +60,7 @@ def made(seed: int = 0) -> Net:
 
 
 def fitted(seed: int = 0, **options: Any) -> Net:
-    return ebbflow.fit(made(seed), BUDGET, effort=50, progress=None, **options)
+    return ebbtide.fit(made(seed), BUDGET, effort=50, progress=None, **options)
 
 
 def next_step_is_right(model: nn.Module, size: int = 256, seed: int = 1) -> bool:
@@ -75,7 +75,7 @@ def next_step_is_right(model: nn.Module, size: int = 256, seed: int = 1) -> bool
         loss = each(x)
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in each.parameters() if p.grad is not None)])
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     planned = plan is not None and plan.predicted_peak_bytes <= plan.budget_bytes
     return planned and len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
 
@@ -123,7 +123,7 @@ def models(quick: bool) -> dict[str, Any]:
     for seed in range(count):
         model = made(seed)
         optimizer = torch.optim.AdamW(model.parameters())
-        ebbflow.fit(model, BUDGET, effort=50, progress=None, optimizer=optimizer)
+        ebbtide.fit(model, BUDGET, effort=50, progress=None, optimizer=optimizer)
         right &= next_step_is_right(model)
         optimizer.step()
         right &= next_step_is_right(model)
@@ -156,7 +156,7 @@ def interrupts(quick: bool) -> dict[str, Any]:
                 model(torch.randn(16 * draw.randint(1, 6), WIDTH)).backward()
         except KeyboardInterrupt:
             hit += 1
-        except EbbflowError:  # torch swallowed the interrupt in a callback, and failed for want of what that was to do
+        except EbbtideError:  # torch swallowed the interrupt in a callback, and failed for want of what that was to do
             hit += 1
             otherwise += 1
         timer.join()
@@ -207,7 +207,7 @@ def errors(quick: bool) -> dict[str, Any]:
     for _ in range(rounds):
         for place in places:
             torch.manual_seed(0)
-            model = ebbflow.fit(_Custom(), BUDGET, effort=50, progress=None)
+            model = ebbtide.fit(_Custom(), BUDGET, effort=50, progress=None)
             for before in range(3):  # in the first, the proven and the measured step
                 _Fails.where = place
                 raised += _step_with_hooks(model, before)
@@ -248,7 +248,7 @@ def next_step_is_right_of(eager: nn.Module, model: nn.Module) -> bool:
         loss = each(torch.randn(256, WIDTH))
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in each.parameters() if p.grad is not None)])
-    return ebbflow.plan_of(model) is not None and all(map(torch.equal, *found))
+    return ebbtide.plan_of(model) is not None and all(map(torch.equal, *found))
 
 
 def threads(quick: bool) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def threads(quick: bool) -> dict[str, Any]:
             eager(x).backward()
             pairs = zip(model.parameters(), eager.parameters(), strict=True)
             right &= all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
-            right &= ebbflow.plan_of(model) is not None
+            right &= ebbtide.plan_of(model) is not None
         outcomes.append(right)
 
     workers = [threading.Thread(target=train, args=(seed,)) for seed in range(count)]
@@ -312,7 +312,7 @@ def spawns(quick: bool) -> dict[str, Any]:
 
 def _train_spawned(model: Net) -> bool:
     torch.set_num_threads(1)
-    return next_step_is_right(ebbflow.fit(model, BUDGET, effort=50, progress=None))
+    return next_step_is_right(ebbtide.fit(model, BUDGET, effort=50, progress=None))
 
 
 _CHILD = (

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow._api.batches import largest
-from ebbflow._api.estimate import AheadStep
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.hybrid.floor import floor_with_tiers
-from ebbflow.step.machine import Machine
+from ebbtide._api.batches import largest
+from ebbtide._api.estimate import AheadStep
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.step.machine import Machine
 from harness.batched import Batched, Planned, planned, unplanned_peak, with_link
 from harness.record import Check, Row, at_least, at_most, holds
 from questions.swap_sizes import CARD, MB, TOLERANCE, Published

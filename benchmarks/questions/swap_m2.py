@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from ebbflow._api.estimate import AheadStep
+from ebbtide._api.estimate import AheadStep
 from harness.batched import Planned, captured, unplanned_peak
 from harness.record import Check, Row, at_most, holds
 from questions.swap_cells import (

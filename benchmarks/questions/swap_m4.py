@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from ebbflow._api.estimate import AheadStep
-from ebbflow.zoo.nmt import nmt
+from ebbtide._api.estimate import AheadStep
+from ebbtide.zoo.nmt import nmt
 from harness.batched import Batched, unplanned_peak
 from harness.record import Row, at_least
 from questions.swap_cells import (

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-import ebbflow
-from ebbflow import Budget, Case, Plan, Verification
-from ebbflow._api.verify import Verifier
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.transfers.disk import disk_tier
-from ebbflow.transfers.links import this_machine
-from ebbflow.zoo.small import SMALL
+import ebbtide
+from ebbtide import Budget, Case, Plan, Verification
+from ebbtide._api.verify import Verifier
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.transfers.disk import disk_tier
+from ebbtide.transfers.links import this_machine
+from ebbtide.zoo.small import SMALL
 from harness.grid import Captured, captured
 from harness.record import Row, at_most, holds
 
@@ -76,7 +76,7 @@ def _overhead(case: Case, unplanned: Plan, plan: Plan, disk: str | None) -> floa
 
 def _step(case: Case, plan: Plan, disk: str | None) -> Callable[[], None]:
     """A training step of a copy: steps change buffers."""
-    model = ebbflow.fit(copy.deepcopy(case.model), plan, tiers=disk, verify=False, progress=None)
+    model = ebbtide.fit(copy.deepcopy(case.model), plan, tiers=disk, verify=False, progress=None)
 
     def step() -> None:
         model.zero_grad()

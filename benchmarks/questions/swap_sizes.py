@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ebbflow import Case
-from ebbflow.step.machine import machine_named
-from ebbflow.zoo.dcgan import dcgan
-from ebbflow.zoo.inception import inception_v3
-from ebbflow.zoo.lstm_lm import lstm_lm
-from ebbflow.zoo.nmt import nmt
-from ebbflow.zoo.resnet import resnet50, resnet101, resnet200, resnet1001, resnet2000
+from ebbtide import Case
+from ebbtide.step.machine import machine_named
+from ebbtide.zoo.dcgan import dcgan
+from ebbtide.zoo.inception import inception_v3
+from ebbtide.zoo.lstm_lm import lstm_lm
+from ebbtide.zoo.nmt import nmt
+from ebbtide.zoo.resnet import resnet50, resnet101, resnet200, resnet1001, resnet2000
 
 __all__ = ["CARD", "MB", "TABLES", "TOLERANCE", "Published"]
 

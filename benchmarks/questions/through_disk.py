@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-import ebbflow
-from ebbflow import Budget, Case, Plan
-from ebbflow._api.verify import Verifier
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.transfers.disk import disk_tier
-from ebbflow.transfers.links import this_machine
-from ebbflow.zoo.small import SMALL
+import ebbtide
+from ebbtide import Budget, Case, Plan
+from ebbtide._api.verify import Verifier
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.transfers.disk import disk_tier
+from ebbtide.transfers.links import this_machine
+from ebbtide.zoo.small import SMALL
 from harness.grid import Captured, captured
 from harness.record import Row, at_least, at_most, holds
 from questions.zoo import CAUSES
@@ -70,7 +70,7 @@ def _planned(known: Captured, above_bytes: int, options: PlanningOptions) -> Pla
 
 def _traffic(case: Case, plan: Plan, directory: str) -> tuple[list[float], list[float]]:
     """Seconds of transfers and of waiting per step (definition 2), of a copy: steps change buffers."""
-    model = ebbflow.fit(copy.deepcopy(case.model), plan, tiers=f"disk:{directory}", verify=False, progress=None)
+    model = ebbtide.fit(copy.deepcopy(case.model), plan, tiers=f"disk:{directory}", verify=False, progress=None)
     transfers: list[float] = []
     waits: list[float] = []
     with torch.random.fork_rng():
@@ -80,7 +80,7 @@ def _traffic(case: Case, plan: Plan, directory: str) -> tuple[list[float], list[
             loss = out if isinstance(out, torch.Tensor) else out["loss"]
             loss.backward()
             del out, loss
-            if (traffic := ebbflow.step_of(model).traffic) is not None:
+            if (traffic := ebbtide.step_of(model).traffic) is not None:
                 transfers.append(traffic.transfer_seconds)
                 waits.append(traffic.waited_seconds)
     return transfers[2:], waits[2:]
@@ -92,7 +92,7 @@ def _row(
     known: Captured,
     smallest: int,
     plan: Plan,
-    seen: ebbflow.Verification,
+    seen: ebbtide.Verification,
     traffic: tuple[list[float], list[float]],
 ) -> Row:
     timeline = plan.timeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ebbflow.step.program import Buffer, Op, Program
+from ebbtide.step.program import Buffer, Op, Program
 from harness.planned import plan_with
 from harness.record import Row, holds
 

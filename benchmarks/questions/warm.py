@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
-import ebbflow
-from ebbflow.planners.search.smallest import forget_smallest
-from ebbflow.step.provenance import Planned
-from ebbflow.zoo.small import SMALL
+import ebbtide
+from ebbtide.planners.search.smallest import forget_smallest
+from ebbtide.step.provenance import Planned
+from ebbtide.zoo.small import SMALL
 from harness.record import Row, at_most, holds
 
 TITLE = "Plan cache: seconds that planning adds to capture, first and second start of the same script"
@@ -47,12 +47,12 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     )
 
 
-def _start(name: str) -> ebbflow.Plan:
+def _start(name: str) -> ebbtide.Plan:
     forget_smallest()  # as a new process does not know it
     case = SMALL[name]()
-    ebbflow.fit(case.model, "90%")
+    ebbtide.fit(case.model, "90%")
     outputs = case.model(*case.args, **(case.kwargs or {}))
     (outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]).backward()
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     return plan

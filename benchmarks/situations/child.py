@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-import ebbflow
+import ebbtide
 from harness.record import Check, Row, at_most, holds
 from situations.oracle import SLACK_BYTES, counter
 from situations.registry import STATED, Situation, all_situations
@@ -42,7 +42,7 @@ __all__ = ["PLANNED", "judged", "rows"]
 PLANNED = "planned"
 _FAULT = "fault.txt"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-_LOADED = {"torch", "ebbflow", "numba", "llvmlite", "highspy", "sympy", "mpmath", "functorch", "networkx", "filelock"}
+_LOADED = {"torch", "ebbtide", "numba", "llvmlite", "highspy", "sympy", "mpmath", "functorch", "networkx", "filelock"}
 _HERE = str(Path(__file__).resolve().parent)
 
 
@@ -68,14 +68,14 @@ def rows(names: Sequence[str]) -> Iterator[Row]:
 def _scouted() -> list[str]:
     """Definition 1, in the order of import."""
     importlib.import_module("torch._dynamo")
-    importlib.import_module("ebbflow._api.fit")
+    importlib.import_module("ebbtide._api.fit")
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             with tempfile.TemporaryDirectory() as caches:
                 os.environ["XDG_CACHE_HOME"] = caches
-                model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1MiB")
+                model = ebbtide.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1MiB")
                 for _ in range(2):
                     model(torch.randn(3, 4)).sum().backward()
             with os.fdopen(writer, "w") as out:
@@ -312,7 +312,7 @@ def _where(error: BaseException) -> str:
     while root.__cause__ is not None:
         root = root.__cause__
     frames = traceback.extract_tb(root.__traceback__)
-    ours = [frame for frame in frames if "/ebbflow/" in frame.filename]
+    ours = [frame for frame in frames if "/ebbtide/" in frame.filename]
     parts = [f"{'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}" for f in (*ours[-2:], *frames[-1:])]
     cause = "" if root is error else f" from {_in_words(root)[:200]}"
     return " > ".join(dict.fromkeys(parts)) + cause
@@ -322,7 +322,7 @@ def _warned(said: Sequence[warnings.WarningMessage]) -> str:
     """The first warning that came from us."""
     for each in said:
         text = str(each.message)
-        if "/ebbflow/" in each.filename or "budget" in text or "captured" in text:
+        if "/ebbtide/" in each.filename or "budget" in text or "captured" in text:
             return re.sub(r"\s+", " ", text)[:160]
     return ""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import ebbflow
+import ebbtide
 from situations.parts import Attention, Chain
 from situations.registry import Refusal, situation, variants
 from situations.run import Run
@@ -232,7 +232,7 @@ def budget_changed(run: Run) -> None:
         with run.step():
             loss = model(x)
             if i == 2 and not run.eager:
-                ebbflow.set_budget(model, int((run._budget or 0) * 0.85))
+                ebbtide.set_budget(model, int((run._budget or 0) * 0.85))
             loss.backward()
         del loss
         run.see_model(model, f"step {i}")
@@ -246,7 +246,7 @@ def unfitted_in_the_end(run: Run) -> None:
         model.zero_grad()
         x = run.x(i)
         if i == 4 and not run.eager:
-            ebbflow.unfit(model)
+            ebbtide.unfit(model)
         if i < 4:
             with run.step():
                 loss = model(x)

@@ -18,7 +18,7 @@ import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 
-from ebbflow.errors import BudgetError
+from ebbtide.errors import BudgetError
 from situations.registry import Refusal, situation, variants
 from situations.run import COUNTS, Run, seed_all
 from situations.trainers import OWN_CAPTURES

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.step.schedule import Offload
+import ebbtide
+from ebbtide.step.schedule import Offload
 from situations.oracle import counter
 
 __all__ = ["Counts", "Run", "Seen", "differences"]
@@ -44,24 +44,24 @@ class Counts:
 
 
 COUNTS = Counts()
-MOVING = "EBBFLOW_PROMISES_MOVING"
+MOVING = "EBBTIDE_PROMISES_MOVING"
 """Names a directory in the environment, to whose disk tensors may move, and on which any tensor pays."""
-EFFORT = "EBBFLOW_PROMISES_EFFORT"
+EFFORT = "EBBTIDE_PROMISES_EFFORT"
 """Says in the environment how many moves a search for a plan takes, and one for the smallest budget."""
 
 
 def watch_engine() -> None:
     """Count captures and planned forwards from now on."""
-    import ebbflow.engine.compiled as compiled
-    from ebbflow.transfers import links
+    import ebbtide.engine.compiled as compiled
+    from ebbtide.transfers import links
 
     if MOVING in os.environ:
         measured = links._Measured(4e10, 4e10, 1e-6, 0.0)  # a disk that is worth it, whatever this one does
         links._measure, links._LEAST_BYTES = lambda _: measured, 64
 
     if EFFORT in os.environ:
-        import ebbflow._api.fit as fit
-        from ebbflow.planners.search.smallest import smallest_of
+        import ebbtide._api.fit as fit
+        from ebbtide.planners.search.smallest import smallest_of
 
         fit.DEFAULT_EFFORT = int(os.environ[EFFORT])
         smallest_of.__defaults__ = (int(os.environ[EFFORT]), *(smallest_of.__defaults__ or ())[1:])
@@ -130,7 +130,7 @@ class Run:
         self._models.append(weakref.ref(model))
         if directory := os.environ.get(MOVING):
             options.setdefault("tiers", f"disk:{directory}")
-        return ebbflow.fit(model, budget if budget is not None else (self._budget or "75%"), **options)
+        return ebbtide.fit(model, budget if budget is not None else (self._budget or "75%"), **options)
 
     def callbacks(self, model: nn.Module, **options: Any) -> list[Any]:
         """Of Hugging Face's ``Trainer``, that fit ``model`` when it trains; none for eager."""
@@ -138,7 +138,7 @@ class Run:
         if self.eager:
             model.register_forward_pre_hook(_CountCalls(model))
             return []
-        from ebbflow.integrations.hf import MemoryBudget
+        from ebbtide.integrations.hf import MemoryBudget
 
         self._models.append(weakref.ref(model))
         return [MemoryBudget(self._budget if self._budget is not None else "75%", **options)]
@@ -148,7 +148,7 @@ class Run:
         self.fits += 1
         if self.eager:
             return []
-        from ebbflow.integrations.lightning import MemoryBudget
+        from ebbtide.integrations.lightning import MemoryBudget
 
         if directory := os.environ.get(MOVING):
             options.setdefault("tiers", f"disk:{directory}")
@@ -235,7 +235,7 @@ class Run:
 
     def warm(self) -> None:
         """Load compiler and planner by a model of other sizes, and be as before."""
-        model = ebbflow.fit(nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)), "1GiB")
+        model = ebbtide.fit(nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)), "1GiB")
         for _ in range(3):
             model(torch.randn(12, 24)).square().mean().backward()
         COUNTS.captures = COUNTS.planned = 0
@@ -262,21 +262,21 @@ class Run:
             self.wrong.append(what)
 
     def unplanned(self) -> str:
-        """What ``ebbflow.calls_of`` says of calls that were not planned, with the reasons."""
+        """What ``ebbtide.calls_of`` says of calls that were not planned, with the reasons."""
         found: dict[str, int] = {}
         for held in self._models:
             model = held()
-            with contextlib.suppress(ebbflow.errors.UsageError, TypeError):  # unfitted since then, or gone
-                for reason, count in ebbflow.calls_of(model).unplanned.items():  # type: ignore[arg-type]
+            with contextlib.suppress(ebbtide.errors.UsageError, TypeError):  # unfitted since then, or gone
+                for reason, count in ebbtide.calls_of(model).unplanned.items():  # type: ignore[arg-type]
                     found[reason] = found.get(reason, 0) + count
         return ", ".join(f"{count} x {reason.partition(':')[0]}" for reason, count in found.items())
 
-    def _plans(self) -> list[ebbflow.Plan]:
-        found: list[ebbflow.Plan] = []
+    def _plans(self) -> list[ebbtide.Plan]:
+        found: list[ebbtide.Plan] = []
         for model in (held() for held in self._models):
             if model is not None:
-                with contextlib.suppress(ebbflow.errors.UsageError):  # unfitted since then
-                    found += [plan] if (plan := ebbflow.plan_of(model)) is not None else []
+                with contextlib.suppress(ebbtide.errors.UsageError):  # unfitted since then
+                    found += [plan] if (plan := ebbtide.plan_of(model)) is not None else []
         return found
 
     def _budget_now(self) -> int:
@@ -285,7 +285,7 @@ class Run:
         return self._budget
 
 
-def _moves(plan: ebbflow.Plan) -> int:
+def _moves(plan: ebbtide.Plan) -> int:
     """How many buffers leave in a step."""
     return sum(isinstance(each, Offload) for each in plan.schedule.actions)
 

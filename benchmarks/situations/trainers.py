@@ -78,7 +78,7 @@ def _trainer(kind: type[Any], run: Run, *, told: bool = False, beside: Sequence[
     Args:
         kind: of trainer.
         run: of the situation.
-        told: whether Ebbflow knows the optimizer, so that its state is of the budget.
+        told: whether Ebbtide knows the optimizer, so that its state is of the budget.
         beside: models of the trainer that are not of the budget.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-import ebbflow
+import ebbtide
 from harness.children import short_error
 from suite.methods import Method
 
@@ -22,7 +22,7 @@ def measured(method: Method) -> tuple[int, dict[str, Tensor]]:
             buffer.copy_(method.subject.buffers[name])
     model.zero_grad()
     torch.manual_seed(1)
-    with ebbflow.measure(model) as gauge:
+    with ebbtide.measure(model) as gauge:
         loss = method.step()
     left = {"loss": loss, "random state": torch.get_rng_state()}
     left |= {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -3,7 +3,7 @@
 1. Every method has a model of its own, built from the same seed, and the same inputs.
 2. Bits are those of a whole step from the same buffers and random state, without gradients at its start: loss,
    gradients, buffers and the random state that the step leaves, against eager's.
-3. Peaks are bytes above the step's start, by ``ebbflow.measure``; gradients count. CPU seconds come from rounds in
+3. Peaks are bytes above the step's start, by ``ebbtide.measure``; gradients count. CPU seconds come from rounds in
    which every method runs once.
 4. The compression ratio is that of PyTorch's CI: eager's peak over the method's, resident bytes counted in both.
 5. A model takes at most ``MOST_SECONDS`` of CPU time. A peer that does not fit into what is left says so.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbflow._api.verify import Verifier
-from ebbflow.errors import CaptureError
+from ebbtide._api.verify import Verifier
+from ebbtide.errors import CaptureError
 from harness.measuring import Times
 from harness.record import Check, Row, at_most, holds
 from suite.bits import differences, measured, off_by, told, without_paths
@@ -38,7 +38,7 @@ MEMORY_BUDGETS = (0.5, 0.2)
 _ROUNDS = 5
 _KEPT_SECONDS = 20.0
 """For peaks, bits and rounds of the methods that are there."""
-EAGER, OURS = "eager", "ebbflow"
+EAGER, OURS = "eager", "ebbtide"
 CHECKPOINT = "checkpoint per block"
 AS_EAGER, OTHER = "as eager", "other than eager"
 AS_CAPTURED, WRONG = "as captured, other than eager", "WRONG"

@@ -1,4 +1,4 @@
-"""The ways to run a model's step: eager, Ebbflow at two budgets, and what PyTorch offers to the same end."""
+"""The ways to run a model's step: eager, Ebbtide at two budgets, and what PyTorch offers to the same end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-import ebbflow
-from ebbflow import Case, Plan
+import ebbtide
+from ebbtide import Case, Plan
 from harness.grid import captured
 from harness.min_cut import budget_of, min_cut_compiled
 from suite.subject import SEED, Subject, loss_of
@@ -73,7 +73,7 @@ def fitted(build: Build, shares: Sequence[float]) -> list[Fitted]:
     """Captured once for all plans and once per fitted model, as by its users; the first two steps are proven.
 
     Raises:
-        EbbflowError: if the model is refused.
+        EbbtideError: if the model is refused.
     """
     subject = built(build)
     known = captured(Case(subject.model, kwargs=subject.kwargs))
@@ -82,7 +82,7 @@ def fitted(build: Build, shares: Sequence[float]) -> list[Fitted]:
         above = known.grid_bytes(share)
         plan = known.plan(above)
         own = built(build)
-        method = Method(own, ebbflow.fit(own.model, plan, progress=None))
+        method = Method(own, ebbtide.fit(own.model, plan, progress=None))
         for _ in range(2):
             method.step()
             own.model.zero_grad()

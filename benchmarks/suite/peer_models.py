@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ebbflow import Case, zoo
-from ebbflow.zoo import GPTConfig, TransformerConfig
+from ebbtide import Case, zoo
+from ebbtide.zoo import GPTConfig, TransformerConfig
 from suite.subject import Subject, checkpoint_lists
 
 __all__ = ["MODELS"]

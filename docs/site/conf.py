@@ -14,9 +14,9 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[2]
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-project = "Ebbflow"
-author = "The Ebbflow developers"
-copyright = "the Ebbflow developers"
+project = "Ebbtide"
+author = "The Ebbtide developers"
+copyright = "the Ebbtide developers"
 release = _PROJECT["version"]
 
 extensions = ["myst_parser"]
@@ -37,7 +37,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["attrs_inline"]
 
 html_theme = "furo"
-html_title = f"Ebbflow {release}"
+html_title = f"Ebbtide {release}"
 html_show_sourcelink = False
 html_copy_source = False
 html_extra_path = ["root"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-import ebbflow
-from ebbflow import zoo
-from ebbflow.zoo import GPTConfig
+import ebbtide
+from ebbtide import zoo
+from ebbtide.zoo import GPTConfig
 
 GPT = GPTConfig(vocabulary=8192, length=512, layers=6, width=512, heads=8)
 REPORTS = {
@@ -25,6 +25,6 @@ if __name__ == "__main__":
     for name, (build, options) in REPORTS.items():
         with torch.device("meta"):
             case = build()
-        plans = ebbflow.sweep(case.model, case.args, name=case.name, effort=2000, progress=None, **options)
+        plans = ebbtide.sweep(case.model, case.args, name=case.name, effort=2000, progress=None, **options)
         plans[0].save_html(folder / f"{name}.html", others=plans[1:])
         print(f"{folder / name}.html")

@@ -51,14 +51,14 @@ def test_a_model_steps_alike_with_and_without_checkpoints(device: Device, case: 
 def test_a_step_of_the_tier_gives_its_rows_and_meets_its_targets(device: Device, case: str) -> None:
     rows = list(steps.rows_on(device, case, toy=True))
     labels = [row.columns["method"] for row in rows]
-    ours = [row for row in rows if str(row.columns["method"]).startswith("ebbflow")]
+    ours = [row for row in rows if str(row.columns["method"]).startswith("ebbtide")]
     assert labels[:3] == ["predicted, keep all", "eager", "checkpoint per block"]
     assert labels[-1] == "eager, once more"
-    assert {"ebbflow, keep all", "ebbflow, smallest"} <= set(labels)
+    assert {"ebbtide, keep all", "ebbtide, smallest"} <= set(labels)
     assert all(row.passed for row in rows), [str(c) for row in rows for c in row.checks if not c.passed]
     assert all(row.checks for row in ours if "error" not in row.columns)
     by_label = {row.columns["method"]: row.columns for row in rows}
-    assert by_label["ebbflow, smallest"]["peak_bytes"] < by_label["eager"]["peak_bytes"]
+    assert by_label["ebbtide, smallest"]["peak_bytes"] < by_label["eager"]["peak_bytes"]
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_part_of_the_rows_has_what_they_are_compared_at(device: Device) -> Non
         "predicted, keep all",
         "eager",
         "checkpoint per block",
-        "ebbflow, at the peak of checkpoint per block",
+        "ebbtide, at the peak of checkpoint per block",
         "eager, once more",
     ]
 

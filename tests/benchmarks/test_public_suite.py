@@ -66,9 +66,9 @@ def test_a_class_gives_a_loss(name: str) -> None:
 
 def test_a_captured_model_has_a_row_per_method() -> None:
     rows = {row.columns["method"]: row for row in judged("q", "blocks", lambda: _subject(_Blocks()), quick=True)}
-    assert list(rows) == ["eager", "ebbflow 50%", "checkpoint per block"]
+    assert list(rows) == ["eager", "ebbtide 50%", "checkpoint per block"]
     assert all(row.passed for row in rows.values())
-    ours, theirs = rows["ebbflow 50%"].columns, rows["checkpoint per block"].columns
+    ours, theirs = rows["ebbtide 50%"].columns, rows["checkpoint per block"].columns
     assert ours["bits"] == theirs["bits"] == AS_EAGER
     assert ours["smallest_bytes"] < ours["peak_bytes"] <= ours["budget_bytes"] < ours["unplanned_bytes"]
     assert ours["peak_bytes"] == ours["predicted_bytes"]
@@ -79,7 +79,7 @@ def test_a_captured_model_has_a_row_per_method() -> None:
 def test_a_checkpoint_that_counts_a_batch_twice_has_other_bits() -> None:
     rows = judged("q", "blocks", lambda: _subject(_Blocks(nn.BatchNorm1d)), quick=True)
     columns = {row.columns["method"]: row.columns for row in rows}
-    assert columns["ebbflow 50%"]["bits"] == AS_EAGER
+    assert columns["ebbtide 50%"]["bits"] == AS_EAGER
     assert columns["checkpoint per block"]["bits"] == OTHER
     assert "running" in columns["checkpoint per block"]["first_difference"]
 
@@ -101,7 +101,7 @@ def test_a_fault_is_no_refusal_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not row.passed
 
 
-def _row(case: str, method: str = "ebbflow 50%", bits: str = AS_EAGER, peak: int = 90, **more: Any) -> Row:
+def _row(case: str, method: str = "ebbtide 50%", bits: str = AS_EAGER, peak: int = 90, **more: Any) -> Row:
     numbers = {"of_eager_peak": 0.5, "compression_ratio": 2.0, "over_eager_median": 1.1}
     return Row(
         "q", {"case": case, "method": method, "bits": bits, "peak_bytes": peak, "budget_bytes": 100} | numbers | more
@@ -114,7 +114,7 @@ def test_misses_are_counted() -> None:
         _row("b", bits=WRONG),
         _row("c", peak=101),
         _row("d", bits=AS_CAPTURED),
-        Row("q", {"case": "e", "method": "ebbflow", "refused": "CaptureError", "error": "data"}),
+        Row("q", {"case": "e", "method": "ebbtide", "refused": "CaptureError", "error": "data"}),
         Row("q", {"case": "a", "method": "checkpoint per block", "error": "left out for time"}),
     ]
     whole, ours, theirs = summary_of("q", ["a", "b", "c", "d", "e", "f"], rows)

@@ -16,7 +16,7 @@ from harness.origin import Origin, declared, digest, module_hashes
 from harness.record import Record, Row
 
 BENCHMARKS = origin.BENCHMARKS
-SOURCES = BENCHMARKS.parent / "src" / "ebbflow"
+SOURCES = BENCHMARKS.parent / "src" / "ebbtide"
 QUESTIONS = [path.stem for path in sorted(BENCHMARKS.glob("*.py"))]
 
 

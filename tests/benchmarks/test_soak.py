@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import EbbflowError
+import ebbtide
+from ebbtide.errors import EbbtideError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -29,10 +29,10 @@ def _quiet() -> None:
 
 def test_an_exception_in_any_place_of_any_kind_of_step() -> None:
     places = ["forward op", "backward op", "forward hook", "forward pre-hook", "gradient hook", "loss", "optimizer"]
-    model = ebbflow.fit(soak._Custom(), soak.BUDGET, effort=50, progress=None)
+    model = ebbtide.fit(soak._Custom(), soak.BUDGET, effort=50, progress=None)
     for seed, place in enumerate(places):
         if place == "optimizer":  # again from a first step, and one that is to be measured
-            ebbflow.set_budget(model, soak.BUDGET)
+            ebbtide.set_budget(model, soak.BUDGET)
         soak._Fails.where = place
         assert soak._step_with_hooks(model, seed), place
         assert soak._Fails.where == "", place
@@ -49,7 +49,7 @@ def test_an_interrupt_in_a_first_call(share: float) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, share * seconds)
         # A callback may swallow an interrupt, and torch may fail for want of what it was to do.
-        with contextlib.suppress(KeyboardInterrupt, EbbflowError):
+        with contextlib.suppress(KeyboardInterrupt, EbbtideError):
             for _ in range(200):
                 model(torch.randn(256, soak.WIDTH)).backward()
     finally:
@@ -63,7 +63,7 @@ def test_models_in_a_row_are_let_go() -> None:
     for seed in range(3):
         model = soak.made(seed)
         optimizer = torch.optim.AdamW(model.parameters())
-        ebbflow.fit(model, soak.BUDGET, effort=50, progress=None, optimizer=optimizer)
+        ebbtide.fit(model, soak.BUDGET, effort=50, progress=None, optimizer=optimizer)
         assert soak.next_step_is_right(model)
         optimizer.step()
         gone.append(weakref.ref(model))

@@ -13,11 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.offline import capture
-from ebbflow.errors import CaptureError
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.offline import capture
+from ebbtide.errors import CaptureError
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 
 Body = Callable[["Body_", torch.Tensor], Any]
 
@@ -95,7 +95,7 @@ def test_capture_runs_nothing() -> None:
     model = Body_(lambda m, x: F.dropout(m.norm(m.linear(x)), 0.5).sum())
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    ebbflow.plan(model, (X,), budget="1MiB")
+    ebbtide.plan(model, (X,), budget="1MiB")
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
@@ -138,7 +138,7 @@ def takes_an_item(m: Body_, x: torch.Tensor) -> torch.Tensor:
 
 
 def planned(model: nn.Module, x: torch.Tensor) -> None:
-    ebbflow.plan(model, (x,), budget="1MiB")
+    ebbtide.plan(model, (x,), budget="1MiB")
 
 
 @pytest.fixture(params=["fit", "plan"])
@@ -146,7 +146,7 @@ def refused(request: pytest.FixtureRequest) -> Callable[[Body], str]:
     def message(body: Body) -> str:
         model = Body_(body)
         state = copy.deepcopy(model.state_dict())
-        step = ebbflow.fit(model, "1MiB") if request.param == "fit" else partial(planned, model)
+        step = ebbtide.fit(model, "1MiB") if request.param == "fit" else partial(planned, model)
         with pytest.raises(CaptureError) as caught:
             step(X)
         assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
@@ -171,7 +171,7 @@ def test_no_step_of_a_model_that_needs_no_gradient_can_be_planned() -> None:
 
 
 def test_an_op_that_returns_its_input_is_named() -> None:
-    @torch.library.custom_op("ebbflow_tests::number", mutates_args=())
+    @torch.library.custom_op("ebbtide_tests::number", mutates_args=())
     def number(x: torch.Tensor) -> int:
         return int(x.numel())
 
@@ -227,7 +227,7 @@ def test_the_users_exception_is_the_users(body: Body) -> None:
     plain = Body_(body)
     with pytest.raises(Exception) as expected:  # noqa: PT011 - compared below
         plain(X)
-    fitted = ebbflow.fit(copy.deepcopy(plain), "1MiB")
+    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB")
     for _ in range(2):
         with pytest.raises(type(expected.value)) as caught:
             fitted(X)
@@ -245,7 +245,7 @@ def test_the_users_exception_is_the_users(body: Body) -> None:
 
 def test_an_index_out_of_range_in_a_captured_step_is_the_users() -> None:
     case = gpt(1, GPTConfig(vocabulary=16, length=8, layers=1, width=8, heads=2))
-    model = ebbflow.fit(case.model, "1MiB")
+    model = ebbtide.fit(case.model, "1MiB")
     tokens, targets = case.args
     beyond = tokens.clone()
     beyond[0, 0] = 99
@@ -255,7 +255,7 @@ def test_an_index_out_of_range_in_a_captured_step_is_the_users() -> None:
                 model(beyond, targets)
         else:
             model(tokens, targets).backward()
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.measured_above_bytes is not None
 
@@ -267,7 +267,7 @@ def test_a_forward_that_raises_is_not_run_and_leaves_nothing_in_its_model() -> N
         raise Mine
 
     runs: list[type] = []
-    model = ebbflow.fit(Body_(keeps), "1MiB")
+    model = ebbtide.fit(Body_(keeps), "1MiB")
     with pytest.raises(Mine):
         model(X)
     assert not runs

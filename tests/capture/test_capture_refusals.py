@@ -12,11 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.capture import trace
-from ebbflow.errors import BudgetError, CaptureError, InternalError
-from ebbflow.lower.proof import ProofError
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide.capture import trace
+from ebbtide.errors import BudgetError, CaptureError, InternalError
+from ebbtide.lower.proof import ProofError
+from ebbtide.zoo import mlp_chain
 
 Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -110,10 +110,10 @@ def arguments() -> tuple[torch.Tensor, torch.Tensor]:
 def run(entry: str, model: nn.Module, *args: torch.Tensor, budget: str | int = "1GiB") -> None:
     """A step of ``model``, planned with its costs measured, estimated, or as it runs."""
     if entry == "fit":
-        ebbflow.fit(model, budget)
+        ebbtide.fit(model, budget)
         model(*args)
     else:
-        ebbflow.plan(model, args, budget=budget, machine="a100-80gb" if entry == "estimate" else None)
+        ebbtide.plan(model, args, budget=budget, machine="a100-80gb" if entry == "estimate" else None)
 
 
 @pytest.mark.parametrize("body", DATA_DEPENDENT, ids=lambda body: body.__name__)
@@ -137,7 +137,7 @@ def test_a_graph_break_has_its_line_and_a_remedy() -> None:
         return y.mean() if y.sum() > 0 else y.sum()  # the line
 
     with pytest.raises(CaptureError, match="one graph at File") as raised:
-        ebbflow.plan(Model(branch), arguments(), budget="1GiB")
+        ebbtide.plan(Model(branch), arguments(), budget="1GiB")
     assert raised.value.source == line_of(branch)
     assert "y.sum() > 0" in raised.value.reason
     assert "forward" in raised.value.remedy
@@ -156,9 +156,9 @@ def raises(error: Exception) -> Callable[..., object]:
 
 def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An assertion that fails in our own code while the compiler calls us is no reason to change the model."""
-    monkeypatch.setattr("ebbflow.engine.executable.lower", lambda *_: None)
-    model = ebbflow.fit(Model(fine), "1GiB")
-    with pytest.raises(InternalError, match=r"AttributeError.*fault in Ebbflow") as raised:
+    monkeypatch.setattr("ebbtide.engine.executable.lower", lambda *_: None)
+    model = ebbtide.fit(Model(fine), "1GiB")
+    with pytest.raises(InternalError, match=r"AttributeError.*fault in Ebbtide") as raised:
         model(*arguments())
     assert isinstance(raised.value.__cause__, AttributeError)
     assert "model's forward" not in str(raised.value)
@@ -173,7 +173,7 @@ def test_an_assertion_of_torchs_own_is_not_the_models(monkeypatch: pytest.Monkey
     exec(compile(source, file, "exec"), scope := {"below": FakeTensorMode.dispatch})
     monkeypatch.setattr(place, scope["fails"])
     with pytest.raises(CaptureError if torchs else AssertionError, match="of the trace") as raised:
-        ebbflow.plan(Model(fine), arguments(), budget="1GiB")
+        ebbtide.plan(Model(fine), arguments(), budget="1GiB")
     assert not torchs or "cannot be captured" in str(raised.value)
 
 
@@ -193,12 +193,12 @@ def test_a_trace_that_failed_by_itself_is_made_again(monkeypatch: pytest.MonkeyP
     source = f"def fails(mode, func, *rest):\n    if first(func): {fails}\n    return below(mode, func, *rest)"
     exec(compile(source, file, "exec"), scope := {"below": FakeTensorMode.dispatch, "first": first})
     monkeypatch.setattr("torch._subclasses.fake_tensor.FakeTensorMode.dispatch", scope["fails"])
-    plan = ebbflow.plan(Model(fine), arguments(), budget="1GiB")
+    plan = ebbtide.plan(Model(fine), arguments(), budget="1GiB")
     assert failed
     assert plan.overhead == 0
 
 
-@torch.library.custom_op("ebbflow_refusals::doubled", mutates_args=())
+@torch.library.custom_op("ebbtide_refusals::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
@@ -220,29 +220,29 @@ def test_a_fault_of_the_users_own_is_neither_ours_nor_torchs() -> None:
         return doubled(y).mean()
 
     with pytest.raises(CaptureError, match="LookupError: no such table") as raised:
-        ebbflow.plan(Model(body), arguments(), budget="1GiB")
+        ebbtide.plan(Model(body), arguments(), budget="1GiB")
     assert raised.value.source.startswith("test_capture_refusals.py:")
     assert "report" not in str(raised.value)
 
 
 def test_a_failed_proof_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.engine.executable.prove", raises(ProofError("mm claims nothing")))
-    model = ebbflow.fit(Model(fine), "1GiB")
-    with pytest.raises(InternalError, match=r"mm claims nothing.*fault in Ebbflow"):
+    monkeypatch.setattr("ebbtide.engine.executable.prove", raises(ProofError("mm claims nothing")))
+    model = ebbtide.fit(Model(fine), "1GiB")
+    with pytest.raises(InternalError, match=r"mm claims nothing.*fault in Ebbtide"):
         model(*arguments())
 
 
 def test_a_planner_that_fails_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.planning.pipeline.floor_bytes", lambda program: None)
-    with pytest.raises(InternalError, match=r"TypeError.*fault in Ebbflow"):
-        ebbflow.plan(Model(fine), arguments(), budget="1GiB")
-    with pytest.raises(InternalError, match="fault in Ebbflow"):
-        ebbflow.sweep(Model(fine), arguments(), budgets=["1GiB"])
+    monkeypatch.setattr("ebbtide.planning.pipeline.floor_bytes", lambda program: None)
+    with pytest.raises(InternalError, match=r"TypeError.*fault in Ebbtide"):
+        ebbtide.plan(Model(fine), arguments(), budget="1GiB")
+    with pytest.raises(InternalError, match="fault in Ebbtide"):
+        ebbtide.sweep(Model(fine), arguments(), budgets=["1GiB"])
 
 
 def test_what_the_users_progress_raises_is_theirs() -> None:
     with pytest.raises(ZeroDivisionError):
-        ebbflow.plan(Model(fine), arguments(), budget="1GiB", progress=lambda told: 1 / 0)  # type: ignore[arg-type]
+        ebbtide.plan(Model(fine), arguments(), budget="1GiB", progress=lambda told: 1 / 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entry", ["plan", "fit"])
@@ -256,4 +256,4 @@ def test_a_budget_error_ends_in_our_own_frames(entry: str) -> None:
     torchs = [frame for frame in frames if "/torch/" in frame.filename]
     assert len(torchs) <= 2, "those of calling a module"
     assert len(frames) <= 20, "and ours: the entry point, the spine, planning with and without rewrites"
-    assert "/ebbflow/" in frames[-1].filename
+    assert "/ebbtide/" in frames[-1].filename

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ebbflow
+import ebbtide
 from eager_steps import assert_trains_as_eager, history
-from ebbflow.errors import CaptureError
+from ebbtide.errors import CaptureError
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 NAN, LARGE = X.clone().index_fill(0, torch.tensor([2]), torch.nan), X * 100
@@ -126,7 +126,7 @@ def test_a_check_is_part_of_the_step(check: Callable[[Any, torch.Tensor], None])
         assert mine.grad is not None
         assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
-    assert not ebbflow.calls_of(model).unplanned
+    assert not ebbtide.calls_of(model).unplanned
 
 
 def caught(m: Any, x: torch.Tensor) -> None:
@@ -177,19 +177,19 @@ def test_a_branch_that_is_more_than_a_check_is_taken_as_eager_takes_it(
         assert isinstance(outcome(model, LARGE)[0], float)
         assert model.limit == 1.0
     history(model, lambda: (X,), 1)
-    assert not ebbflow.calls_of(model).unplanned
+    assert not ebbtide.calls_of(model).unplanned
 
 
 @pytest.mark.parametrize("check", [of_a_result, of_a_local_class])
 def test_a_branch_on_what_the_step_computes_is_refused(check: Callable[[Any, torch.Tensor], None]) -> None:
-    model = ebbflow.fit(Model(check), "1GiB")
+    model = ebbtide.fit(Model(check), "1GiB")
     with pytest.raises(CaptureError) as refused:
         model(X)
     assert refused.value.source.startswith("test_checks.py:")
 
 
 def test_what_a_message_tells_is_guarded() -> None:
-    model = ebbflow.fit(Model(raises), "1GiB")
+    model = ebbtide.fit(Model(raises), "1GiB")
     for limit in (9.0, 8.0):
         model.limit = limit
         with pytest.raises(ValueError, match=f"above {limit}"):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
+import ebbtide
 from eager_steps import assert_trains_as_eager, history
-from ebbflow.errors import CaptureError
+from ebbtide.errors import CaptureError
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 SCALE: ContextVar[float | None] = ContextVar("scale", default=None)
@@ -78,7 +78,7 @@ def test_what_a_forward_sets_it_reads(body: Callable[..., Any]) -> None:
 def test_what_others_set_is_another_step() -> None:
     model = Model(scaled)
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
     for scale in (None, 3.0, None, 2.0):
         token = SCALE.set(scale)
         mine, theirs = (history(each, lambda: (X,), 1) for each in (model, plain))
@@ -106,7 +106,7 @@ DYNAMO_READS_IT = pytest.mark.skipif(torch.__version__ >= "2.14", reason="Dynamo
     [(stays_set, "is still set"), pytest.param(without_value, "has no value", marks=DYNAMO_READS_IT)],
 )
 def test_what_no_step_can_do_is_refused_at_its_line(body: Callable[..., Any], why: str) -> None:
-    model = ebbflow.fit(Model(body), "1GiB")
+    model = ebbtide.fit(Model(body), "1GiB")
     with pytest.raises(CaptureError, match=why) as refused:
         model(X)
     assert refused.value.source == f"test_context_variables.py:{body.__code__.co_firstlineno + 2}"
@@ -124,7 +124,7 @@ def test_a_model_within_a_model_that_records_outputs_is_captured() -> None:
     torch.manual_seed(0)
     model = hf.GitForCausalLM(sizes).train()
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "200%", progress=None)
+    ebbtide.fit(model, "200%", progress=None)
     tokens, images = torch.randint(5, 32, (2, 8)), torch.randn(2, 3, 8, 8)
     losses: list[torch.Tensor] = []
     for each in (model, plain):
@@ -134,4 +134,4 @@ def test_a_model_within_a_model_that_records_outputs_is_captured() -> None:
     assert torch.equal(*losses)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert (mine.grad is None and theirs.grad is None) or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1

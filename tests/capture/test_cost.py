@@ -14,19 +14,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-import ebbflow
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.offline import capture
-from ebbflow.cost import attach, profile
-from ebbflow.cost.cache import CostCache, device_context
-from ebbflow.cost.call import Call, TensorSpec
-from ebbflow.cost.profile import Cost, profile_calls
-from ebbflow.cost.room import Room, arguments_for, within
-from ebbflow.errors import CaptureError
-from ebbflow.files import keep
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.provenance import Costs
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.offline import capture
+from ebbtide.cost import attach, profile
+from ebbtide.cost.cache import CostCache, device_context
+from ebbtide.cost.call import Call, TensorSpec
+from ebbtide.cost.profile import Cost, profile_calls
+from ebbtide.cost.room import Room, arguments_for, within
+from ebbtide.errors import CaptureError
+from ebbtide.files import keep
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.provenance import Costs
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 
 ATEN = torch.ops.aten
 
@@ -96,7 +96,7 @@ def test_the_amount_of_measuring_does_not_depend_on_the_clock(monkeypatch: pytes
     quiet = runs()
     ticks = iter(range(10**9))
     for clock in ("thread_time", "process_time", "perf_counter"):
-        monkeypatch.setattr(f"ebbflow.cost.profile.time.{clock}", lambda: next(ticks) * 3600.0)
+        monkeypatch.setattr(f"ebbtide.cost.profile.time.{clock}", lambda: next(ticks) * 3600.0)
     assert runs() == quiet
 
 
@@ -113,7 +113,7 @@ def test_a_clock_that_stands_still_now_and_then_makes_no_op_free(monkeypatch: py
         return readings["at"]
 
     for name in ("thread_time", "process_time"):
-        monkeypatch.setattr(f"ebbflow.cost.profile.time.{name}", clock)
+        monkeypatch.setattr(f"ebbtide.cost.profile.time.{name}", clock)
     cost = cost_of(ATEN.neg.default, spec(64))
     assert cost.timed
     assert cost.seconds > 0
@@ -127,14 +127,14 @@ def test_a_clock_that_stands_still_for_all_runs_is_waited_for(monkeypatch: pytes
         readings += 1
         return 1.0 if readings < 200 else 1.0 + 1e-4
 
-    monkeypatch.setattr("ebbflow.cost.profile.time.thread_time", clock)
+    monkeypatch.setattr("ebbtide.cost.profile.time.thread_time", clock)
     cost = cost_of(ATEN.neg.default, spec(64))
     assert cost.timed
     assert 0 < cost.seconds < 1e-5
 
 
 def test_calls_that_no_clock_has_seen_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.cost.profile.time.thread_time", lambda: 1.0)
+    monkeypatch.setattr("ebbtide.cost.profile.time.thread_time", lambda: 1.0)
     cost = cost_of(ATEN.neg.default, spec(64))
     assert not cost.timed
     assert cost.seconds > 0
@@ -205,7 +205,7 @@ def test_a_guess_is_right_where_it_is_tried_out_whatever_room_there_is() -> None
 
 
 def test_no_more_than_so_many_calls_are_timed_and_the_largest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.cost.profile.MOST_TIMED", 2)
+    monkeypatch.setattr("ebbtide.cost.profile.MOST_TIMED", 2)
     calls = [call(ATEN.native_dropout.default, spec(side, 64), 0.1, True) for side in (4, 64, 8, 32, 16)]
     costs = profile_calls(calls, "cpu")
     assert [costs[each.signature].timed for each in calls] == [False, True, False, True, False]
@@ -243,7 +243,7 @@ def test_a_write_that_dies_leaves_the_old_file(cache: CostCache, monkeypatch: py
     def dies(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("ebbflow.files.os.replace", dies)
+    monkeypatch.setattr("ebbtide.files.os.replace", dies)
     cache.add({"c": Cost(1.0, 1)})
     assert cache.load() == COSTS
 
@@ -279,16 +279,16 @@ def test_a_foreign_context_is_not_trusted(cache: CostCache) -> None:
         "[]",
         "null",
         "{}",
-        '{"schema": "ebbflow-costs/1"}',
-        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": []}',
-        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": 3}}',
-        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1]}}',
-        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1, 1e999]}}',
-        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [NaN, 1]}}',
-        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [-1.0, 1]}}',
-        '{"schema": "ebbflow-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1.0, -1]}}',
+        '{"schema": "ebbtide-costs/1"}',
+        '{"schema": "ebbtide-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": []}',
+        '{"schema": "ebbtide-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": 3}}',
+        '{"schema": "ebbtide-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1]}}',
+        '{"schema": "ebbtide-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1, 1e999]}}',
+        '{"schema": "ebbtide-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [NaN, 1]}}',
+        '{"schema": "ebbtide-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [-1.0, 1]}}',
+        '{"schema": "ebbtide-costs/1", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1.0, -1]}}',
         "[" * 100_000,
-        '{"schema": "ebbflow-costs/0", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1.0, 1]}}',
+        '{"schema": "ebbtide-costs/0", "context": {"device": "cpu", "torch": "x"}, "costs": {"a": [1.0, 1]}}',
     ],
 )
 def test_a_damaged_file_is_ignored_and_replaced(cache: CostCache, text: str) -> None:
@@ -337,20 +337,20 @@ def test_a_plan_says_how_much_is_estimated(
     cache_file = CostCache(device_context("cpu")).path
     cache_file.unlink()
     monkeypatch.setattr(attach, "_KNOWN", {})
-    monkeypatch.setattr("ebbflow.cost.profile.MOST_TIMED", 3)
+    monkeypatch.setattr("ebbtide.cost.profile.MOST_TIMED", 3)
     attach.with_measured_costs(joint.program, joint.calls, "cpu")
     count = len({each.signature for each in joint.calls})
     costs, words = attach.costs_of(joint.calls, "cpu")
     assert (costs, words) == (Costs.PARTLY, f"the seconds of {count - 3} of {count} distinct ops are by roofline")
     assert len(json.loads(cache_file.read_text())["costs"]) == 3, "an estimate is not kept"
     case = mlp_chain(8, layers=2, width=8)
-    assert ebbflow.plan(case.model, case.args, budget="1MiB").provenance.costs is Costs.PARTLY
+    assert ebbtide.plan(case.model, case.args, budget="1MiB").provenance.costs is Costs.PARTLY
 
 
 def test_a_profiler_at_the_first_call_is_named(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "_KNOWN", {})
     case = mlp_chain(8, layers=2, width=8)
-    model = ebbflow.fit(case.model, "1MiB")
+    model = ebbtide.fit(case.model, "1MiB")
     with torch.profiler.profile(acc_events=True), pytest.raises(CaptureError, match="profiler"):
         model(*case.args)
     model(*case.args).backward()
@@ -369,7 +369,7 @@ def test_a_catalogue_machine_needs_no_measurement(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attach, "profile_calls", never)
     case = gpt(1, GPTConfig(vocabulary=16, length=8, layers=1, width=8, heads=2))
     # cuBLAS and the proof of the first step hold 22 MiB on a card, whatever the model.
-    plan = ebbflow.plan(case.model, case.args, budget="24MiB", machine="a100-80gb")
+    plan = ebbtide.plan(case.model, case.args, budget="24MiB", machine="a100-80gb")
     assert plan.provenance["costs"] == "roofline"
     assert plan.step_seconds > 0
 

@@ -18,24 +18,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ebbflow._api.estimate import capture_ahead, capture_program
-from ebbflow.capture.cuda.attention import Attention, kernel_for
-from ebbflow.capture.cuda.notes import cpu_only_ops
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.offline import capture
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.case import Case
-from ebbflow.errors import CaptureError
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.pipeline import PlanningOptions
-from ebbflow.step.legality import check
-from ebbflow.step.machine import machine_named
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
-from ebbflow.units import Budget
-from ebbflow.zoo import GPTConfig, MobileNet, gpt
-from ebbflow.zoo.small import SMALL
+from ebbtide._api.estimate import capture_ahead, capture_program
+from ebbtide.capture.cuda.attention import Attention, kernel_for
+from ebbtide.capture.cuda.notes import cpu_only_ops
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.offline import capture
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.case import Case
+from ebbtide.errors import CaptureError
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.step.legality import check
+from ebbtide.step.machine import machine_named
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
+from ebbtide.units import Budget
+from ebbtide.zoo import GPTConfig, MobileNet, gpt
+from ebbtide.zoo.small import SMALL
 
 aten = torch.ops.aten
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -267,7 +267,7 @@ def test_batch_norm_keeps_wide_statistics(dtype: torch.dtype, training: bool) ->
         kept = [weight, weight, empty((0,), torch.uint8)]
         expected = [x, *kept, weight, weight] if training else [x]
         name = "batch_norm" if training else "batch_norm_inference"
-        assert sizes(joint, f"ebbflow_cuda.{name}.default") == rounded(expected)
+        assert sizes(joint, f"ebbtide_cuda.{name}.default") == rounded(expected)
         return
     if training:
         op = aten._native_batch_norm_legit_functional.default

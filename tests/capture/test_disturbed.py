@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.capture import disturbed
-from ebbflow.capture.branches import on_eagers_branches
-from ebbflow.capture.disturbed import undisturbed
-from ebbflow.errors import CaptureError
-from ebbflow.faults import RAISED_IN_CAPTURE, own_faults
-from ebbflow.torch_seams import stance
-from ebbflow.torch_seams.eager_answers import Answers
+import ebbtide
+from ebbtide.capture import disturbed
+from ebbtide.capture.branches import on_eagers_branches
+from ebbtide.capture.disturbed import undisturbed
+from ebbtide.errors import CaptureError
+from ebbtide.faults import RAISED_IN_CAPTURE, own_faults
+from ebbtide.torch_seams import stance
+from ebbtide.torch_seams.eager_answers import Answers
 
 
 class Exporting:
@@ -51,14 +51,14 @@ def somebody_exporting() -> Iterator[Exporting]:
 
 
 def test_a_capture_waits_for_another_threads_export() -> None:
-    model = ebbflow.fit(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)), "1MiB", effort=10, progress=None)
+    model = ebbtide.fit(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)), "1MiB", effort=10, progress=None)
     with somebody_exporting() as export:
         threading.Timer(0.5, export.over.set).start()
         begin = time.monotonic()
         model(torch.randn(8, 4)).sum().backward()
         assert export.over.is_set()
     assert time.monotonic() - begin >= 0.4
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def test_a_failure_beside_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import ebbflow
+import ebbtide
 
 FORMS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "plain": lambda y, p: F.dropout(y, p),
@@ -57,7 +57,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 def test_bits_and_random_state_are_eagers(form: str, p: float, dtype: torch.dtype) -> None:
     model, x = case(form, p, dtype)
     eager = step(copy.deepcopy(model), x)
-    ours = step(ebbflow.fit(model, "1GiB"), x)
+    ours = step(ebbtide.fit(model, "1GiB"), x)
     assert len(ours) == len(eager) == 4
     assert all(map(torch.equal, ours, eager))
 
@@ -67,9 +67,9 @@ def test_bits_and_random_state_are_eagers(form: str, p: float, dtype: torch.dtyp
 def test_nothing_is_drawn_at_the_edges(form: str, p: float) -> None:
     model, x = case(form, p, torch.float32)
     eager = step(copy.deepcopy(model), x)
-    ours = step(ebbflow.fit(model, "1GiB"), x)
+    ours = step(ebbtide.fit(model, "1GiB"), x)
     assert all(map(torch.equal, ours, eager))
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert not any(op.random for op in plan.program.ops)
     assert not any("clone" in op.target for op in plan.program.ops if p == 0.0 and form == "plain")
@@ -77,7 +77,7 @@ def test_nothing_is_drawn_at_the_edges(form: str, p: float) -> None:
 
 def test_the_mask_is_kept_in_bytes_and_the_noise_made_again() -> None:
     model, _ = case("plain", 0.1, torch.float32)
-    plan = ebbflow.plan(model, (torch.randn(4096, 16),), budget="1GiB")
+    plan = ebbtide.plan(model, (torch.randn(4096, 16),), budget="1GiB")
     ops, buffers = plan.program.ops, plan.program.buffers
     draw = next(op for op in ops if op.random)
     assert buffers[draw.outputs[0]].bytes == 4096 * 16
@@ -88,7 +88,7 @@ def test_the_mask_is_kept_in_bytes_and_the_noise_made_again() -> None:
 
 def test_torch_traces_its_own_again_afterwards() -> None:
     model, x = case("plain", 0.1, torch.float32)
-    step(ebbflow.fit(model, "1GiB"), x)
+    step(ebbtide.fit(model, "1GiB"), x)
     other, _ = case("plain", 0.1, torch.float32)
     seen: list[str] = []
 

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.capture.first_calls import after_first_calls
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.capture.first_calls import after_first_calls
+from ebbtide.errors import CaptureError
 
 hf = pytest.importorskip("transformers")
 
@@ -33,9 +33,9 @@ def trained(model: torch.nn.Module) -> list[torch.Tensor]:
 def test_hooks_that_record_outputs_are_put_on_before_the_capture() -> None:
     model = segformer()
     expected = trained(copy.deepcopy(model))
-    ebbflow.fit(model, "150%", progress=None)
+    ebbtide.fit(model, "150%", progress=None)
     assert all(map(torch.equal, trained(model), expected))
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def test_other_refusals_stay_what_they_are() -> None:

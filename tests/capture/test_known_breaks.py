@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.errors import CaptureError
 
 Body = Callable[[Any, torch.Tensor], torch.Tensor]
 _generator, _python, _numpy = torch.Generator(), random.Random(1), np.random.default_rng(1)
@@ -76,7 +76,7 @@ def torch_own(m: Any, x: torch.Tensor) -> torch.Tensor:
     ids=lambda given: getattr(given, "__name__", ""),
 )
 def test_foreign_draws_are_refused_at_their_line(body: Body, whose: str) -> None:
-    model = ebbflow.fit(Model(body), "1GiB")
+    model = ebbtide.fit(Model(body), "1GiB")
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     with pytest.raises(CaptureError, match=whose) as raised:
         model(torch.ones(3, 4))
@@ -103,7 +103,7 @@ def test_layerdrop_names_the_configurations_field() -> None:
     model = Model(layerdrop)
     model.layerdrop, model.config = 0.3, SimpleNamespace(encoder_layerdrop=0.3, decoder_layerdrop=0.0, layers=2)
     with pytest.raises(CaptureError, match=r"layerdrop.*\(config\.encoder_layerdrop=0\.3\)"):
-        ebbflow.fit(model, "1GiB")(torch.ones(3, 4))
+        ebbtide.fit(model, "1GiB")(torch.ones(3, 4))
 
 
 def freezes(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -118,14 +118,14 @@ def keeps_a_leaf(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def test_what_takes_a_gradient_is_set_before_the_call() -> None:
     with pytest.raises(CaptureError, match="before the call") as raised:
-        ebbflow.fit(Model(freezes), "1GiB")(torch.ones(3, 4))
+        ebbtide.fit(Model(freezes), "1GiB")(torch.ones(3, 4))
     assert raised.value.source == line_of(freezes)
 
 
 def test_a_leaf_that_is_kept_is_refused() -> None:
     """The model that keeps it would look for its gradient."""
     with pytest.raises(CaptureError, match="own gradient would be lost"):
-        ebbflow.fit(Model(keeps_a_leaf), "1GiB")(torch.ones(3, 4))
+        ebbtide.fit(Model(keeps_a_leaf), "1GiB")(torch.ones(3, 4))
 
 
 def sparse_table(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def sparse_bag(m: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("body", [sparse_table, sparse_bag])
 def test_sparse_gradients_are_refused_by_name(body: Body) -> None:
     with pytest.raises(CaptureError, match=r"sparse_coo.*sparse=False") as raised:
-        ebbflow.fit(Model(body), "1GiB")(torch.ones(3, 4))
+        ebbtide.fit(Model(body), "1GiB")(torch.ones(3, 4))
     assert raised.value.source == line_of(body)
 
 
@@ -181,7 +181,7 @@ def combined_by_index(m: Any, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_hides_its_size_is_refused_with_what_is_planned(refused: Body, planned: Body, advice: str) -> None:
-    model = ebbflow.fit(Model(refused), "1GiB")
+    model = ebbtide.fit(Model(refused), "1GiB")
     with pytest.raises(CaptureError) as raised:
         model(torch.ones(3, 4))
     assert advice in raised.value.remedy
@@ -189,7 +189,7 @@ def test_what_hides_its_size_is_refused_with_what_is_planned(refused: Body, plan
     model.body = planned
     model(torch.ones(3, 4)).backward()
     mine = [each.grad for each in model.parameters()]
-    ebbflow.unfit(model).zero_grad()
+    ebbtide.unfit(model).zero_grad()
     model.body = refused
     model(torch.ones(3, 4)).backward()
     assert all(torch.equal(a, each.grad) for a, each in zip(mine, model.parameters(), strict=True))  # type: ignore[arg-type]
@@ -244,7 +244,7 @@ def test_what_would_work_is_said(body: Body, remedy: str) -> None:
     model = Model(body)
     model.seen = []  # type: ignore[assignment]
     with pytest.raises(CaptureError, match=re.escape(remedy)) as refused:
-        ebbflow.fit(model, "1GiB", effort=50)(torch.randn(2, 4))
+        ebbtide.fit(model, "1GiB", effort=50)(torch.randn(2, 4))
     assert "bitsandbytes" not in str(refused.value)
     assert "is_compiling" not in str(refused.value)  # a guard would drop what it guards from the step
 
@@ -252,4 +252,4 @@ def test_what_would_work_is_said(body: Body, remedy: str) -> None:
 def test_a_batch_norm_that_counts_is_named_wherever_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4, momentum=None)))
     with pytest.raises(CaptureError, match=re.escape("momentum=0.1")):
-        ebbflow.fit(model, "1GiB", effort=50)(torch.randn(2, 4))
+        ebbtide.fit(model, "1GiB", effort=50)(torch.randn(2, 4))

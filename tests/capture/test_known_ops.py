@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from ebbflow.capture.joint import Captured, reread
-from ebbflow.capture.known_ops import KnownOps
-from ebbflow.capture.offline import capture
-from ebbflow.rewrites.choices import RULES, Choice
-from ebbflow.torch_seams.trees import tree_leaves
+from ebbtide.capture.joint import Captured, reread
+from ebbtide.capture.known_ops import KnownOps
+from ebbtide.capture.offline import capture
+from ebbtide.rewrites.choices import RULES, Choice
+from ebbtide.torch_seams.trees import tree_leaves
 
 
 class Block(nn.Module):

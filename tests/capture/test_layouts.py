@@ -12,17 +12,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-import ebbflow
-from ebbflow.capture.rules import layouts
-from ebbflow.capture.rules.layouts import true_layouts
-from ebbflow.capture.rules.uninitialised import fill_uninitialised
-from ebbflow.cost.attach import with_measured_costs
-from ebbflow.cost.call import Call, call_with, same_strides
-from ebbflow.cost.profile import UnexpectedResult, profile_calls
-from ebbflow.cost.room import NoRoom
-from ebbflow.errors import BudgetError
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.torch_seams.fake_tensors import described_by
+import ebbtide
+from ebbtide.capture.rules import layouts
+from ebbtide.capture.rules.layouts import true_layouts
+from ebbtide.capture.rules.uninitialised import fill_uninitialised
+from ebbtide.cost.attach import with_measured_costs
+from ebbtide.cost.call import Call, call_with, same_strides
+from ebbtide.cost.profile import UnexpectedResult, profile_calls
+from ebbtide.cost.room import NoRoom
+from ebbtide.errors import BudgetError
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.torch_seams.fake_tensors import described_by
 
 aten = torch.ops.aten
 SHAPE = (2, 4, 6, 8)
@@ -232,11 +232,11 @@ def test_a_layout_that_had_no_room_is_asked_for_again() -> None:
             return self.head(self.norm(wide.transpose(1, 2)).transpose(1, 2)).square().mean()
 
     x = torch.randint(64, (8, 32))
-    model = ebbflow.fit(Net(), "10KiB", progress=None)
+    model = ebbtide.fit(Net(), "10KiB", progress=None)
     with pytest.raises(BudgetError):
         model(x)
-    ebbflow.fit(ebbflow.unfit(model), "100%", progress=None)(x).backward()
-    assert ebbflow.calls_of(model).planned == 1
+    ebbtide.fit(ebbtide.unfit(model), "100%", progress=None)(x).backward()
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def test_the_smallest_budget_that_is_named_rests_on_layouts_that_were_asked_for() -> None:
@@ -252,10 +252,10 @@ def test_the_smallest_budget_that_is_named_rests_on_layouts_that_were_asked_for(
             return self.head(self.norm(wide.transpose(1, 2)).transpose(1, 2)).square().mean()
 
     x = torch.randint(64, (8, 32))
-    model = ebbflow.fit(Net(), "10KiB", progress=None)
+    model = ebbtide.fit(Net(), "10KiB", progress=None)
     with pytest.raises(BudgetError) as refused:
         model(x)
     assert all("estimates" not in each for each in getattr(refused.value, "__notes__", ()))
-    ebbflow.set_budget(model, refused.value.smallest_bytes)
+    ebbtide.set_budget(model, refused.value.smallest_bytes)
     model(x).backward()
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1

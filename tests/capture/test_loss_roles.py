@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.capture.loss import loss_is_outside
-from ebbflow.capture.offline import capture
+import ebbtide
+from ebbtide.capture.loss import loss_is_outside
+from ebbtide.capture.offline import capture
 
 X, Y = torch.randn(1, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([1])
 Body = Callable[["Model", torch.Tensor, torch.Tensor], Any]
@@ -86,7 +86,7 @@ def test_outputs_without_a_loss_train_as_in_eager() -> None:
     model = Model(lambda m, h, y: {"logits": m.logits(h), "value": m.value(h).squeeze()})
     twin = Model(model.body)
     twin.load_state_dict(model.state_dict())
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
     for _ in range(3):
         for each in (model, twin):
             each.zero_grad()

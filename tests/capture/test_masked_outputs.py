@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import UsageError
+import ebbtide
+from ebbtide.errors import UsageError
 
 
 def frozen(layer: nn.Module) -> nn.Module:
@@ -50,9 +50,9 @@ def test_the_first_layer_is_planned_with_eagers_bits(name: str) -> None:
     model, x = Net(make()), torch.randn(shape)
     eager = copy.deepcopy(model)
     eager(x).backward()
-    ebbflow.fit(model, "1GiB", progress=None)
+    ebbtide.fit(model, "1GiB", progress=None)
     model(x).backward()
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
     for (key, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), key
         assert ours.grad is None or theirs.grad is None or torch.equal(ours.grad, theirs.grad), key
@@ -62,12 +62,12 @@ def test_the_first_layer_is_planned_with_eagers_bits(name: str) -> None:
 
 def test_a_result_that_is_not_made_takes_no_bytes() -> None:
     x = torch.randn(1000, 8)
-    plan = ebbflow.plan(Net(nn.BatchNorm1d(8)), (x,), budget="1GiB", machine="v100-16gb", progress=None)
+    plan = ebbtide.plan(Net(nn.BatchNorm1d(8)), (x,), budget="1GiB", machine="v100-16gb", progress=None)
     [backward] = [op for op in plan.program.ops if "batch_norm_backward" in op.target]
     assert [plan.program.buffers[b].bytes for b in backward.outputs] == [512, 512]
 
 
 def test_modules_without_shapes_are_refused_ahead_of_time_too() -> None:
-    for ask in (ebbflow.plan, ebbflow.doctor):
+    for ask in (ebbtide.plan, ebbtide.doctor):
         with pytest.raises(UsageError, match=r"parameter first\.weight has no shape before the first batch"):
             ask(Net(nn.LazyLinear(8)), (torch.randn(4, 8),), budget="1GiB", progress=None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from ebbflow.capture.origin import module_of
+from ebbtide.capture.origin import module_of
 
 PATHS = {
     "L['self'].layers.0.up": "layers.0.up",

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.errors import CaptureError
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
@@ -99,21 +99,21 @@ def told(error: Exception) -> Any:
 def test_a_forwards_own_exception_is_the_callers(name: str, where: str) -> None:
     model = Picky(MAKERS[name])
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
     assert told(raised(lambda: model(X, where))) == told(raised(lambda: plain(X, where)))
-    assert ebbflow.calls_of(model).planned == 0
+    assert ebbtide.calls_of(model).planned == 0
 
 
 def test_after_an_exception_the_next_call_is_planned() -> None:
-    model = ebbflow.fit(Picky(MAKERS["two"]), "1GiB")
+    model = ebbtide.fit(Picky(MAKERS["two"]), "1GiB")
     assert "Raised while the step was captured" in raised(lambda: model(X)).__notes__[0]
     model(X[:5]).backward()
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 @pytest.mark.parametrize("where", ["try", "suppress"])
 def test_an_exception_that_is_caught_is_none(where: str) -> None:
     """Dynamo does not trace it: a break, and never the exception that eager's caller does not see."""
-    model = ebbflow.fit(Picky(MAKERS["two"]), "1GiB")
+    model = ebbtide.fit(Picky(MAKERS["two"]), "1GiB")
     with pytest.raises(CaptureError):
         model(X, where)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
 
-import ebbflow
-from ebbflow.errors import CaptureError, InternalError
-from ebbflow.planners import Progress
-from ebbflow.torch_seams import dynamo, own_guards
-from ebbflow.torch_seams.tracing import corrected_tracing
+import ebbtide
+from ebbtide.errors import CaptureError, InternalError
+from ebbtide.planners import Progress
+from ebbtide.torch_seams import dynamo, own_guards
+from ebbtide.torch_seams.tracing import corrected_tracing
 
 Read = Callable[[Tensor], Tensor]
 Change = Callable[[int], object]
@@ -167,21 +167,21 @@ of("a key with a default", defaulting, lambda x, d: x * d["scale"], lambda d, tu
 
 @case
 def environment_variable() -> tuple[Read, Change]:
-    os.environ.pop("EBBFLOW_TEST_STATE", None)
+    os.environ.pop("EBBTIDE_TEST_STATE", None)
 
     def change(turn: int) -> None:
         if turn == 4:
-            del os.environ["EBBFLOW_TEST_STATE"]
+            del os.environ["EBBTIDE_TEST_STATE"]
         elif turn > 1:
-            os.environ["EBBFLOW_TEST_STATE"] = str(turn)
+            os.environ["EBBTIDE_TEST_STATE"] = str(turn)
 
-    return lambda x: x * float(os.environ.get("EBBFLOW_TEST_STATE", "1")), change
+    return lambda x: x * float(os.environ.get("EBBTIDE_TEST_STATE", "1")), change
 
 
 @case
 def environment_variable_by_function() -> tuple[Read, Change]:
     _, change = environment_variable()
-    return lambda x: x * float(os.getenv("EBBFLOW_TEST_STATE", "1")), change
+    return lambda x: x * float(os.getenv("EBBTIDE_TEST_STATE", "1")), change
 
 
 # -- attributes as a dictionary
@@ -430,7 +430,7 @@ of("copy", lambda: Object(a=1.0), lambda x, o: x * copy.copy(o).a, lambda o, tur
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EBBFLOW_TEST_STATE", "1")  # what it was before is put back
+    monkeypatch.setenv("EBBTIDE_TEST_STATE", "1")  # what it was before is put back
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -475,7 +475,7 @@ def test_a_fitted_model_trains_as_what_it_reads_says(name: str) -> None:
         read, change = CASES[name]()
         model = Model(read)
         if fitted:
-            ebbflow.fit(model, "100%", progress=None)
+            ebbtide.fit(model, "100%", progress=None)
         losses.append([])
         for turn in range(6):
             change(turn)
@@ -493,7 +493,7 @@ def test_a_number_to_be_read_is_refused_and_not_blamed_on_the_model() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input).sum() * self.weight.detach()[0].tolist()[0]
 
-    model = ebbflow.fit(Reading(4, 4), "100%", progress=None)
+    model = ebbtide.fit(Reading(4, 4), "100%", progress=None)
     with pytest.raises(CaptureError, match="tolist"):
         model(torch.ones(2, 4))
 
@@ -501,9 +501,9 @@ def test_a_number_to_be_read_is_refused_and_not_blamed_on_the_model() -> None:
 def test_a_weak_dictionary_in_a_model_is_looked_into() -> None:
     model = nn.Linear(4, 4)
     vars(model)["seen"] = weakref.WeakValueDictionary({"one": Object()})
-    ebbflow.fit(model, "100%", gradients="all", progress=None)
+    ebbtide.fit(model, "100%", gradients="all", progress=None)
     model(torch.ones(2, 4)).sum().backward()
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def test_a_counter_of_writes_is_refused() -> None:
@@ -511,7 +511,7 @@ def test_a_counter_of_writes_is_refused() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input).sum() * (1 + self.weight._version)
 
-    model = ebbflow.fit(Versioned(4, 4), "100%", progress=None)
+    model = ebbtide.fit(Versioned(4, 4), "100%", progress=None)
     with pytest.raises(CaptureError, match="_version"):
         model(torch.ones(2, 4))
 
@@ -536,8 +536,8 @@ def test_a_read_that_cannot_be_asked_again_is_our_fault(monkeypatch: pytest.Monk
             return scaled
 
     with pytest.raises(InternalError, match="cannot be asked again later: keys in this order") as caught:
-        ebbflow.fit(Scaled(), "100%", progress=None)(torch.ones(2, 4))
-    assert str(caught.value).count("This is a fault in Ebbflow") == 1
+        ebbtide.fit(Scaled(), "100%", progress=None)(torch.ones(2, 4))
+    assert str(caught.value).count("This is a fault in Ebbtide") == 1
 
 
 def test_what_changes_beside_what_is_read_makes_no_other_step() -> None:
@@ -553,7 +553,7 @@ def test_what_changes_beside_what_is_read_makes_no_other_step() -> None:
             return (self.layer(x) * self.notes["scale"]).square().mean()
 
     said: list[Progress] = []
-    model = ebbflow.fit(Noted(), "100%", progress=said.append)
+    model = ebbtide.fit(Noted(), "100%", progress=said.append)
     for turn in range(4):
         model(torch.randn(8, 4)).backward()
         model.notes[f"note {turn}"] = 1.0
@@ -561,5 +561,5 @@ def test_what_changes_beside_what_is_read_makes_no_other_step() -> None:
         Noted.seen += 1
         copy.deepcopy(Noted())  # which leaves something in the class
         assert not Noted.__annotations__
-    assert ebbflow.calls_of(model).planned == 4
+    assert ebbtide.calls_of(model).planned == 4
     assert sum(each.stage.startswith("capturing") for each in said) == 1

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
-from ebbflow.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
+from ebbtide.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 
 # torch.backends.mkldnn.flags says so on any CPU build.
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import fx
 
-from ebbflow.cost.call import Call, TensorSpec, call_of
-from ebbflow.cost.roofline import flops_of, roofline_seconds, traffic_bytes
-from ebbflow.step.machine import Machine, machine_named
+from ebbtide.cost.call import Call, TensorSpec, call_of
+from ebbtide.cost.roofline import flops_of, roofline_seconds, traffic_bytes
+from ebbtide.step.machine import Machine, machine_named
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ebbflow.case import Case
-from ebbflow.errors import UsageError
-from ebbflow.zoo import (
+from ebbtide.case import Case
+from ebbtide.errors import UsageError
+from ebbtide.zoo import (
     MODELS,
     build,
     dcgan,
@@ -45,11 +45,11 @@ from ebbflow.zoo import (
     vgg16,
     vgg19,
 )
-from ebbflow.zoo.inputs import image_batch, integers, pixel_loss
-from ebbflow.zoo.small import SMALL
+from ebbtide.zoo.inputs import image_batch, integers, pixel_loss
+from ebbtide.zoo.small import SMALL
 
 HF_MISSING = importlib.util.find_spec("transformers") is None
-needs_transformers = pytest.mark.skipif(HF_MISSING, reason="needs transformers: pip install 'ebbflow[hf]'")
+needs_transformers = pytest.mark.skipif(HF_MISSING, reason="needs transformers")
 
 
 def named(names: list[str]) -> list[Any]:
@@ -286,11 +286,11 @@ def test_without_transformers_the_error_says_what_to_install(name: str, monkeypa
     def nothing(module: str) -> ModuleSpec | None:
         return None
 
-    monkeypatch.setattr("ebbflow.zoo.hf.find_spec", nothing)
-    with pytest.raises(UsageError, match=rf"zoo:{name} .*pip install 'ebbflow\[hf\]'"):
+    monkeypatch.setattr("ebbtide.zoo.hf.find_spec", nothing)
+    with pytest.raises(UsageError, match=rf"zoo:{name} .*pip install transformers"):
         build(name)
 
 
 def test_importing_the_zoo_imports_no_transformers() -> None:
-    code = "import sys, ebbflow, ebbflow.zoo.small; sys.exit('transformers' in sys.modules)"
+    code = "import sys, ebbtide, ebbtide.zoo.small; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ebbflow.case import Case
-from ebbflow.errors import UsageError
-from ebbflow.zoo import NMTConfig, nmt, nmt_luong
+from ebbtide.case import Case
+from ebbtide.errors import UsageError
+from ebbtide.zoo import NMTConfig, nmt, nmt_luong
 
 SMALL: dict[str, Any] = {"vocabulary": 40, "length": 4, "width": 8, "dropout": 0.0}
 

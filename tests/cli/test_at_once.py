@@ -14,21 +14,21 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from ebbflow.cli import app
-from ebbflow.cli.arguments import OPTIMIZERS
-from ebbflow.names import ZOO
-from ebbflow.zoo import MODELS
+from ebbtide.cli import app
+from ebbtide.cli.arguments import OPTIMIZERS
+from ebbtide.names import ZOO
+from ebbtide.zoo import MODELS
 
 AT_ONCE: list[tuple[list[str], int, str]] = [
     (["--help"], 0, "max-batch"),
     (["-h"], 0, "max-batch"),
-    (["--version"], 0, "ebbflow "),
+    (["--version"], 0, "ebbtide "),
     *(
         ([command, "-h"], 0, "--help")
         for command in ("demo", "plan", "compare", "max-batch", "doctor", "report", "show")
     ),
     (["show", "nobody.json"], 2, "there is no file nobody.json"),
-    (["report", "nobody.json"], 2, "ebbflow plan"),
+    (["report", "nobody.json"], 2, "ebbtide plan"),
     (["report", "nobody.json", "--out", "nowhere/page.html"], 2, "no folder nowhere"),
     (["plan", "zoo:gpt", "--bugdet", "1GB"], 2, "--budget"),
     (["plna", "zoo:gpt"], 2, "plna"),
@@ -63,7 +63,7 @@ HEAVY = ("torch", "numpy", "numba", "highspy")
 # status, what was printed to standard output and error, and what was imported.
 RUN = """
 import json, os, sys, tempfile
-from ebbflow.cli import main
+from ebbtide.cli import main
 commands, heavy = json.loads(sys.stdin.read())
 for arguments in commands:
     files = [tempfile.TemporaryFile("w+") for _ in range(3)]
@@ -110,7 +110,7 @@ def test_it_comes_without_torch(arguments: list[str], code: int, words: str, ans
 
 
 def test_the_script_ends_with_the_status_of_its_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "ebbflow.cli", "plna"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "ebbtide.cli", "plna"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "plna" in done.stderr
 
@@ -125,57 +125,57 @@ class Presses:
             os.kill(os.getpid(), signal.SIGINT)
 WANTED = sys.argv.pop()
 sys.meta_path.insert(0, Presses())
-from ebbflow.cli import main
+from ebbtide.cli import main
 main()
 """
 
 
-@pytest.mark.parametrize("module", ["ebbflow.cli.commands", "typer", "ebbflow.options", "ebbflow.step.plan"])
+@pytest.mark.parametrize("module", ["ebbtide.cli.commands", "typer", "ebbtide.options", "ebbtide.step.plan"])
 def test_ctrl_c_is_answered_in_one_line_while_it_imports(module: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     command = [sys.executable, "-c", INTERRUPTED, "show", "plan.json", module]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         130,
-        "ebbflow: stopped by Ctrl-C while it started; there is no result yet\n",
+        "ebbtide: stopped by Ctrl-C while it started; there is no result yet\n",
     )
 
 
 def complete(words: str, shell: str = "bash") -> list[str]:
     environment = {
         **os.environ,
-        "_EBBFLOW_COMPLETE": f"complete_{shell}",
+        "_EBBTIDE_COMPLETE": f"complete_{shell}",
         "COMP_WORDS": words,
         "COMP_CWORD": str(len(words.split(" ")) - 1),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "ebbflow.cli"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ebbtide.cli"], env=environment, capture_output=True, text=True, check=False
     )
     return done.stdout.split()
 
 
 def test_a_shell_completes_commands_options_and_values() -> None:
-    assert complete("ebbflow pl") == ["plan"]
-    assert complete("ebbflow plan --pla") == ["--planner"]
-    assert complete("ebbflow plan --planner gre") == ["greedy"]
-    assert complete("ebbflow plan --machine a100") == ["a100-40gb", "a100-80gb"]
-    assert complete("ebbflow plan zoo:mob") == ["zoo:mobilenet"]
-    assert complete("ebbflow doctor --optimizer adamw") == ["adamw"]
+    assert complete("ebbtide pl") == ["plan"]
+    assert complete("ebbtide plan --pla") == ["--planner"]
+    assert complete("ebbtide plan --planner gre") == ["greedy"]
+    assert complete("ebbtide plan --machine a100") == ["a100-40gb", "a100-80gb"]
+    assert complete("ebbtide plan zoo:mob") == ["zoo:mobilenet"]
+    assert complete("ebbtide doctor --optimizer adamw") == ["adamw"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_can_be_shown_and_installed(shell: str, tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    command = [sys.executable, "-m", "ebbflow.cli"]
+    command = [sys.executable, "-m", "ebbtide.cli"]
     shown = subprocess.run([*command, "--show-completion", shell], env=environment, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
-    assert "_EBBFLOW_COMPLETE" in shown.stdout
+    assert "_EBBTIDE_COMPLETE" in shown.stdout
     installed = subprocess.run(
         [*command, "--install-completion", shell], env=environment, capture_output=True, text=True
     )
     assert installed.returncode == 0, installed.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert any("_EBBFLOW_COMPLETE" in path.read_text() for path in files)
+    assert any("_EBBTIDE_COMPLETE" in path.read_text() for path in files)
 
 
 def test_the_zoos_names_are_those_it_has() -> None:
@@ -204,8 +204,8 @@ def test_every_optimizer_that_can_be_named_is_torchs() -> None:
 
 
 CASE = """
-    import torch, ebbflow
-    from ebbflow.zoo import mlp_chain
+    import torch, ebbtide
+    from ebbtide.zoo import mlp_chain
 
     class Scores(torch.nn.Module):
         def __init__(self):
@@ -217,10 +217,10 @@ CASE = """
 
     def with_adam(batch: int = 16):
         case = mlp_chain(batch, layers=4, width=32)
-        return ebbflow.Case(case.model, case.args, optimizer=torch.optim.Adam(case.model.parameters()))
+        return ebbtide.Case(case.model, case.args, optimizer=torch.optim.Adam(case.model.parameters()))
 
     def with_loss(batch: int = 16):
-        return ebbflow.Case(Scores(), (torch.zeros(batch, 8),), loss=lambda y: y.square().mean(), gradients="all")
+        return ebbtide.Case(Scores(), (torch.zeros(batch, 8),), loss=lambda y: y.square().mean(), gradients="all")
 """
 
 
@@ -295,8 +295,8 @@ def test_max_batch_and_compare_take_them_too(cases: Path) -> None:
 def test_no_public_name_brings_the_compiler() -> None:
     """It takes as long to import as torch; the first capture imports it."""
     code = (
-        "import sys, torch, ebbflow\n"
-        "for name in ebbflow.__all__: getattr(ebbflow, name)\n"
+        "import sys, torch, ebbtide\n"
+        "for name in ebbtide.__all__: getattr(ebbtide, name)\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

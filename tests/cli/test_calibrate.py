@@ -1,4 +1,4 @@
-"""``ebbflow calibrate``: what is measured is kept, told and used by later plans."""
+"""``ebbtide calibrate``: what is measured is kept, told and used by later plans."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ebbflow.cli import app
-from ebbflow.cost import calibrate as costs
-from ebbflow.step import machine as machines
-from ebbflow.step.machine import catalogue, machine_named
-from ebbflow.tiers import Tier
-from ebbflow.transfers import host_link, links, tiers
-from ebbflow.transfers.host import HostTier
+from ebbtide.cli import app
+from ebbtide.cost import calibrate as costs
+from ebbtide.step import machine as machines
+from ebbtide.step.machine import catalogue, machine_named
+from ebbtide.tiers import Tier
+from ebbtide.transfers import host_link, links, tiers
+from ebbtide.transfers.host import HostTier
 from fake_cuda import FakeDevice
 
 
@@ -41,7 +41,7 @@ def test_what_is_measured_is_told_kept_and_used(tmp_path: Path) -> None:
     assert measured.flops["float32"] > 1e6
     assert measured.bytes_per_second > 1e6
     assert 0 < measured.launch_seconds < 1
-    assert "ebbflow calibrate" in measured.sources["flops"]
+    assert "ebbtide calibrate" in measured.sources["flops"]
     assert links.is_measured(tmp_path)
 
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import ebbflow
-from ebbflow.cli import app
-from ebbflow.cli.interruption import KeepBest
-from ebbflow.cli.max_batch import _limit
-from ebbflow.errors import UsageError
-from ebbflow.planners import Progress
-from ebbflow.planners.search.smallest import forget_smallest
-from ebbflow.report.text.progress import ProgressDisplay
-from ebbflow.step.plan import Plan
-from ebbflow.units import format_bytes
+import ebbtide
+from ebbtide.cli import app
+from ebbtide.cli.interruption import KeepBest
+from ebbtide.cli.max_batch import _limit
+from ebbtide.errors import UsageError
+from ebbtide.planners import Progress
+from ebbtide.planners.search.smallest import forget_smallest
+from ebbtide.report.text.progress import ProgressDisplay
+from ebbtide.step.plan import Plan
+from ebbtide.units import format_bytes
 
 # Six ops in a chain and back: small enough that planning takes no time.
 CHAIN = {
@@ -35,20 +35,20 @@ CHAIN = {
 }
 CASES = """
     import torch
-    import ebbflow
+    import ebbtide
     from helper import WIDTH
-    from ebbflow.zoo import mlp_chain
+    from ebbtide.zoo import mlp_chain
 
-    def chain(batch: int = 16) -> ebbflow.Case:
+    def chain(batch: int = 16) -> ebbtide.Case:
         return mlp_chain(batch, layers=8, width=WIDTH)
 
-    def needs_size(batch: int) -> ebbflow.Case:
+    def needs_size(batch: int) -> ebbtide.Case:
         return chain(batch)
 
     def nothing(batch: int = 1) -> None:
         return None
 
-    def fails(batch: int = 1) -> ebbflow.Case:
+    def fails(batch: int = 1) -> ebbtide.Case:
         raise ZeroDivisionError("the user's own")
 """
 
@@ -82,7 +82,7 @@ def cases(tmp_path: Path) -> Path:
 def test_version() -> None:
     result = run("--version")
     assert result.exit_code == 0
-    assert result.stdout == f"ebbflow {ebbflow.__version__}\n"
+    assert result.stdout == f"ebbtide {ebbtide.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["", "demo", "plan", "compare", "max-batch", "doctor", "report", "show"])
@@ -129,7 +129,7 @@ def test_a_plan_as_text_says_what_its_status_means(graph: Path) -> None:
     result = run("plan", graph, "--budget", "100%")
     assert result.exit_code == 0
     assert result.stdout.startswith("plan for chain by auto: OPTIMAL\n")
-    assert ebbflow.Status.OPTIMAL.value in result.stdout
+    assert ebbtide.Status.OPTIMAL.value in result.stdout
 
 
 def test_a_zoo_model_for_a_catalogue_machine() -> None:
@@ -165,7 +165,7 @@ def test_a_function_of_a_file_that_imports_its_neighbour(cases: Path) -> None:
         (["missing.py:case", "--budget", "80%"], ["no file missing.py"]),
         (["missing.json", "--budget", "80%"], ["cannot be read"]),
         (["CASES:nobody", "--budget", "80%"], ["'nobody'", "chain, fails, needs_size"]),
-        (["CASES:nothing", "--budget", "80%"], ["NoneType", "ebbflow.Case"]),
+        (["CASES:nothing", "--budget", "80%"], ["NoneType", "ebbtide.Case"]),
         (["CASES:needs_size", "--budget", "80%"], ["--size N"]),
         (
             ["CASES:chain", "--budget", "80%", "--tiers", "disk", "--offload-optimizer"],
@@ -179,20 +179,20 @@ def test_bad_input_is_one_message_and_exit_code_2(
 ) -> None:
     result = run("plan", *(a.replace("GRAPH", str(graph)).replace("CASES", str(cases)) for a in arguments))
     assert result.exit_code == 2
-    assert result.stderr.count("ebbflow: ") == 1  # its further lines are indented
-    message = result.stderr[result.stderr.index("ebbflow: ") :]
+    assert result.stderr.count("ebbtide: ") == 1  # its further lines are indented
+    message = result.stderr[result.stderr.index("ebbtide: ") :]
     for word in words:
         assert word in message
     assert not result.stdout
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"nodes": []}', '{"schema": "ebbflow-plan/2"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"nodes": []}', '{"schema": "ebbtide-plan/1"}'])
 def test_a_damaged_graph_file_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_text(text)
     result = run("plan", path, "--budget", "80%")
     assert result.exit_code == 2
-    assert "ebbflow: " in result.stderr
+    assert "ebbtide: " in result.stderr
 
 
 def test_max_batch_has_the_state_of_no_optimizer_refused(cases: Path) -> None:
@@ -207,7 +207,7 @@ def test_an_error_in_the_users_function_is_told_with_its_line(command: str, case
     budget = {"compare": "--budgets", "plan": "--budget"}.get(command, "--budget")
     result = run(command, f"{cases}:fails", budget, "1MiB")
     assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1] == f"ebbflow: {cases}:{line}: ZeroDivisionError: the user's own"
+    assert result.stderr.splitlines()[-1] == f"ebbtide: {cases}:{line}: ZeroDivisionError: the user's own"
     assert "Traceback" not in result.output
 
 
@@ -218,7 +218,7 @@ def test_an_error_in_the_users_function_is_told_with_its_line(command: str, case
         ("x = 1\ndef broken(:\n", 2),
         ("x = 1\n\n1 / 0\n", 3),
         (
-            "import torch, ebbflow\ndef case():\n    return ebbflow.Case(torch.nn.ReLU(), (torch.ones(-3),))\n",
+            "import torch, ebbtide\ndef case():\n    return ebbtide.Case(torch.nn.ReLU(), (torch.ones(-3),))\n",
             3,
         ),
     ],
@@ -228,7 +228,7 @@ def test_an_error_in_the_users_file_is_told_with_its_line(text: str, line: int, 
     path.write_text(text)
     result = run("plan", f"{path}:case", "--budget", "80%")
     assert result.exit_code == 2
-    assert f"ebbflow: {path}:{line}: " in result.stderr
+    assert f"ebbtide: {path}:{line}: " in result.stderr
     assert "Traceback" not in result.output
 
 
@@ -277,7 +277,7 @@ def test_a_plan_interrupted_by_ctrl_c_is_printed(graph: Path, monkeypatch: pytes
             if progress.best_overhead is not None and not self.interrupt.interrupted:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(sys.modules["ebbflow.cli.plan"], "KeepBest", Impatient)
+    monkeypatch.setattr(sys.modules["ebbtide.cli.plan"], "KeepBest", Impatient)
     data = last_json(run("plan", graph, "--budget", "80%", "--planner", "greedy", "--json"))
     assert data["status"] == "TIME_LIMIT"
 
@@ -295,7 +295,7 @@ def test_ctrl_c_while_the_smallest_budget_is_looked_for_says_what_is_known(
             if progress.smallest_bytes is not None and not self.interrupt.interrupted:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(sys.modules["ebbflow.cli.plan"], "KeepBest", Impatient)
+    monkeypatch.setattr(sys.modules["ebbtide.cli.plan"], "KeepBest", Impatient)
     forget_smallest()
     result = run("plan", graph, "--budget", "1B", "--planner", "greedy")
     assert result.exit_code == 2
@@ -309,12 +309,12 @@ def test_ctrl_c_before_there_is_anything_says_what_it_ended(graph: Path, monkeyp
             super().tell(progress)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(sys.modules["ebbflow.cli.plan"], "KeepBest", Impatient)
+    monkeypatch.setattr(sys.modules["ebbtide.cli.plan"], "KeepBest", Impatient)
     result = run("plan", graph, "--budget", "60%")
     assert result.exit_code == 130
     ended = result.stderr.splitlines()[-1]
     stage = result.stderr.splitlines()[-2].split(" s  ")[1]
-    assert ended == f"ebbflow: stopped by Ctrl-C at this: {stage}; there is no result yet"
+    assert ended == f"ebbtide: stopped by Ctrl-C at this: {stage}; there is no result yet"
 
 
 def test_a_search_for_a_batch_that_is_interrupted_gives_one_that_fits(
@@ -326,7 +326,7 @@ def test_a_search_for_a_batch_that_is_interrupted_gives_one_that_fits(
             if progress.best_overhead is not None and not self.interrupt.interrupted:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(sys.modules["ebbflow.cli.max_batch"], "KeepBest", Impatient)
+    monkeypatch.setattr(sys.modules["ebbtide.cli.max_batch"], "KeepBest", Impatient)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a case's folder is added to it
     result = run("max-batch", f"{cases}:chain", "--budget", "400KiB", "--effort", "50", "--json")
     data = last_json(result)
@@ -349,7 +349,7 @@ def test_the_batch_of_an_interrupted_search_is_the_largest_that_was_told_to_fit(
                 if not self.interrupt.interrupted:
                     os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(sys.modules["ebbflow.cli.max_batch"], "KeepBest", Impatient)
+    monkeypatch.setattr(sys.modules["ebbtide.cli.max_batch"], "KeepBest", Impatient)
     monkeypatch.setattr(sys, "path", [*sys.path])
     result = run("max-batch", f"{cases}:chain", "--budget", "400KiB", "--effort", "50", "--json")
     data = last_json(result)

@@ -16,22 +16,22 @@ from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 
-import ebbflow
-from ebbflow.cli import app
-from ebbflow.errors import CaptureError
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.bounds.floor_parts import floor_parts
-from ebbflow.planning.alternatives import Alternative
-from ebbflow.report.records.advice import Advice
-from ebbflow.report.records.diagnosis import Break, Findings, break_of, find, place_of
-from ebbflow.report.records.rewriting import rewritings
-from ebbflow.report.text.doctor import write_findings
-from ebbflow.step.occupancy import moment_at
-from ebbflow.step.plan import Plan, Status
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.rewrite import Rewrite
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+import ebbtide
+from ebbtide.cli import app
+from ebbtide.errors import CaptureError
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.bounds.floor_parts import floor_parts
+from ebbtide.planning.alternatives import Alternative
+from ebbtide.report.records.advice import Advice
+from ebbtide.report.records.diagnosis import Break, Findings, break_of, find, place_of
+from ebbtide.report.records.rewriting import rewritings
+from ebbtide.report.text.doctor import write_findings
+from ebbtide.step.occupancy import moment_at
+from ebbtide.step.plan import Plan, Status
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.rewrite import Rewrite
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from random_schedule import random_schedule
 from strategies import programs
 
@@ -282,7 +282,7 @@ class Deep(nn.Module):
 
 
 def advice_for(model: nn.Module, *args: torch.Tensor) -> dict[str, Advice]:
-    plan = ebbflow.plan(model, args, budget=2**40, planner="keep_all", machine="t4-16gb")
+    plan = ebbtide.plan(model, args, budget=2**40, planner="keep_all", machine="t4-16gb")
     return {advice.rule: advice for advice in find(plan).advice}
 
 
@@ -377,7 +377,7 @@ def test_a_capture_error_is_a_finding(error: CaptureError, text: str, expected: 
 
 CASES = """
     import torch
-    import ebbflow
+    import ebbtide
     from torch import nn
 
     class Model(nn.Module):
@@ -393,10 +393,10 @@ CASES = """
             return x.square().mean()
 
     def good(batch: int = 4):
-        return ebbflow.Case(Model(False), (torch.randn(batch, 8),))
+        return ebbtide.Case(Model(False), (torch.randn(batch, 8),))
 
     def broken(batch: int = 4):
-        return ebbflow.Case(Model(True), (torch.randn(batch, 8),))
+        return ebbtide.Case(Model(True), (torch.randn(batch, 8),))
 """
 
 
@@ -472,7 +472,7 @@ def test_bad_input_is_one_message_and_exit_code_2() -> None:
     for arguments in (["zoo:nobody"], ["zoo:gpt", "--machine", "abacus"], ["missing.json"]):
         result = run(*arguments)
         assert result.exit_code == 2
-        assert result.stderr.splitlines()[-1].startswith("ebbflow: ")
+        assert result.stderr.splitlines()[-1].startswith("ebbtide: ")
         assert not result.stdout
 
 
@@ -497,7 +497,7 @@ def test_what_is_resident_is_told_by_kind() -> None:
     model, x = Rows(), torch.randn(50, 8)
     adam = torch.optim.Adam(model.parameters())
     weights = sum(p.nbytes for p in model.parameters())
-    found = ebbflow.doctor(model, (x,), optimizer=adam, progress=None)
+    found = ebbtide.doctor(model, (x,), optimizer=adam, progress=None)
     resident = {kind.name: kind.bytes for kind in found.kinds if kind.resident}
     steps = 4 * len(list(model.parameters()))
     assert resident == {
@@ -510,12 +510,12 @@ def test_what_is_resident_is_told_by_kind() -> None:
     assert sum(resident.values()) == found.resident_bytes
     assert sum(kind.bytes for kind in found.kinds) == found.baseline_peak_bytes
     model(x).backward()
-    kinds = {kind.name: kind.bytes for kind in ebbflow.doctor(model, (x,), progress=None).kinds}
+    kinds = {kind.name: kind.bytes for kind in ebbtide.doctor(model, (x,), progress=None).kinds}
     assert kinds["gradients of earlier steps"] == weights
 
 
 def test_layers_are_told_by_their_class() -> None:
-    found = ebbflow.doctor(Rows(), (torch.randn(50, 8),), machine="t4-16gb", progress=None)
+    found = ebbtide.doctor(Rows(), (torch.randn(50, 8),), machine="t4-16gb", progress=None)
     layers = {layer.name: layer for layer in found.layers}
     assert {name: layer.layers for name, layer in layers.items()} == {"Rows": 1, "Linear": 2, "LayerNorm": 1}
     assert all(layer.forward_seconds > 0 and layer.backward_seconds > 0 for layer in layers.values())

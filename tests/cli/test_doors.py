@@ -12,16 +12,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import ebbflow
-from ebbflow.case import Case
-from ebbflow.cli import app
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide.case import Case
+from ebbtide.cli import app
+from ebbtide.zoo import mlp_chain
 from head_models import FORMS, arguments
 
 CASE = """
 import sys
 sys.path.insert(0, {tests!r})
-from ebbflow.case import Case
+from ebbtide.case import Case
 from head_models import FORMS, arguments
 
 
@@ -46,10 +46,10 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 DOORS: dict[str, Callable[..., Any]] = {
-    "plan": lambda case, **asked: ebbflow.plan(case.model, case.args, budget="100%", optimizer=adamw, **asked),
-    "sweep": lambda case, **asked: ebbflow.sweep(case.model, case.args, budgets=["100%"], optimizer=adamw, **asked)[0],
+    "plan": lambda case, **asked: ebbtide.plan(case.model, case.args, budget="100%", optimizer=adamw, **asked),
+    "sweep": lambda case, **asked: ebbtide.sweep(case.model, case.args, budgets=["100%"], optimizer=adamw, **asked)[0],
     "max_batch": lambda case, **asked: (
-        ebbflow.max_batch(functools.partial(mlp_chain, layers=2), budget=FEW, optimizer=adamw, **asked).plan
+        ebbtide.max_batch(functools.partial(mlp_chain, layers=2), budget=FEW, optimizer=adamw, **asked).plan
     ),
 }
 
@@ -69,7 +69,7 @@ def test_findings_and_cases_take_them_too() -> None:
     scaler = torch.amp.GradScaler("cpu")
     asked: dict[str, Any] = {"step": "inside", "effort": 50, "progress": None}
     plain, scaled = (
-        ebbflow.doctor(case.model, case.args, optimizer=adamw, **asked, **more) for more in ({}, {"scaler": scaler})
+        ebbtide.doctor(case.model, case.args, optimizer=adamw, **asked, **more) for more in ({}, {"scaler": scaler})
     )
     assert scaled.floor_bytes >= plain.floor_bytes
 
@@ -77,7 +77,7 @@ def test_findings_and_cases_take_them_too() -> None:
         made = mlp_chain(batch, layers=2)
         return Case(made.model, made.args, optimizer=adamw(made.model), step="inside", scaler=scaler)
 
-    found = ebbflow.max_batch(make, budget=FEW, effort=50, progress=None)
+    found = ebbtide.max_batch(make, budget=FEW, effort=50, progress=None)
     assert any("settle" in op.name for op in found.plan.program.ops)
 
 
@@ -111,7 +111,7 @@ def test_reordered_sums_come_through_every_door(tower: str) -> None:
     assert rows[0]["predicted_peak_bytes"] <= rows[0]["budget_bytes"]
     assert "summed" in run("doctor", tower, *rewrites).stdout
     run("max-batch", tower, "--budget", "600KiB", *rewrites)
-    plans = ebbflow.sweep(
+    plans = ebbtide.sweep(
         FORMS["plain"](), arguments(), budgets=["40%", "70%"], rewrites="reordered", effort=50, progress=None
     )
     assert plans[0].overhead >= plans[1].overhead

@@ -1,4 +1,4 @@
-"""``ebbflow report`` and ``ebbflow show``: from a plan file to a page or to text, or a refusal that says what to do."""
+"""``ebbtide report`` and ``ebbtide show``: from a plan file to a page or to text, or a refusal that says what to do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbflow.cli import app
-from ebbflow.step.plan import Plan
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.provenance import Provenance
-from ebbflow.step.status import Status
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.cli import app
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.provenance import Provenance
+from ebbtide.step.status import Status
+from ebbtide.step.unplanned import unplanned_schedule
 
 OPS = 12
 
@@ -113,8 +113,8 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obje
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "older schema": (changed(lambda data: data.update(schema="ebbflow-plan/1")), "plan anew"),
-    "newer schema": (changed(lambda data: data.update(schema="ebbflow-plan/99")), "plan anew"),
+    "older schema": (changed(lambda data: data.update(schema="ebbtide-plan/0")), "make it anew"),
+    "newer schema": (changed(lambda data: data.update(schema="ebbtide-plan/99")), "make it anew"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:500]), "not a whole plan file"),
     "empty": (lambda path: path.write_text(""), "not a whole plan file"),
     "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "not a whole plan file"),
@@ -140,17 +140,6 @@ def test_a_damaged_file_is_refused_in_a_line(name: str, command: str, saved: Pat
     assert str(saved) in result.stderr
     assert "Traceback" not in result.stderr
     assert not out.exists()
-
-
-def test_earlier_schemas_have_a_page(saved: Path, tmp_path: Path) -> None:
-    for schema, missing in (("ebbflow-plan/3", ("tiers",)), ("ebbflow-plan/2", ("tiers", "machine"))):
-        data = json.loads(saved.read_text())
-        data["schema"] = schema
-        for key in missing:
-            del data[key]
-        earlier = tmp_path / "earlier.json"
-        earlier.write_text(json.dumps(data))
-        assert run("report", earlier, "--out", tmp_path / "page.html").exit_code == 0
 
 
 def test_a_page_that_cannot_be_written_is_refused_first(saved: Path, tmp_path: Path) -> None:

@@ -18,17 +18,17 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-import ebbflow
-from ebbflow._api.estimate import AheadStep
-from ebbflow.case import Case
-from ebbflow.cli import app
-from ebbflow.cli.arguments import several_tiers
-from ebbflow.cli.imports import import_large
-from ebbflow.cli.refusals import told
-from ebbflow.errors import BudgetError, UsageError
-from ebbflow.planners import Progress
-from ebbflow.report.text.progress import ProgressDisplay
-from ebbflow.zoo import build, mlp_chain, sizes_of
+import ebbtide
+from ebbtide._api.estimate import AheadStep
+from ebbtide.case import Case
+from ebbtide.cli import app
+from ebbtide.cli.arguments import several_tiers
+from ebbtide.cli.imports import import_large
+from ebbtide.cli.refusals import told
+from ebbtide.errors import BudgetError, UsageError
+from ebbtide.planners import Progress
+from ebbtide.report.text.progress import ProgressDisplay
+from ebbtide.zoo import build, mlp_chain, sizes_of
 
 
 class Tokens(torch.nn.Module):
@@ -81,15 +81,15 @@ def test_a_file_is_what_its_name_says(option: str, name: str, graph: Path, tmp_p
 def test_a_small_whole_number_may_be_meant_as_a_share() -> None:
     case = mlp_chain(2, layers=1)
     with pytest.raises(BudgetError, match="'60%'"):
-        ebbflow.plan(case.model, case.args, budget=60, progress=None)
+        ebbtide.plan(case.model, case.args, budget=60, progress=None)
     with pytest.raises(UsageError, match=r"Plan\.load"):
-        ebbflow.fit(case.model, "chain.json")
+        ebbtide.fit(case.model, "chain.json")
 
 
 def test_what_is_told_of_another_program_is_over_the_captured_step() -> None:
     said: list[Progress] = []
     tokens = torch.arange(512).remainder(2048)[None]
-    plan = ebbflow.plan(Tokens(), (tokens,), budget="45%", effort=20, progress=said.append)
+    plan = ebbtide.plan(Tokens(), (tokens,), budget="45%", effort=20, progress=said.append)
     assert plan.rewritten is not None
     of_others = [each for each in said if "linear-cross-entropy" in each.stage and each.stage.startswith("planned")]
     assert any(each.best_overhead == pytest.approx(plan.overhead) for each in of_others)
@@ -103,9 +103,9 @@ def test_a_refused_budget_suggests_a_command_that_works(form: list[str], graph: 
     refused = run("plan", graph, *form, "--effort", "50")
     assert refused.exit_code == 2
     lines = refused.stderr.splitlines()
-    assert len([line for line in lines if line.startswith("ebbflow:")]) == 1
+    assert len([line for line in lines if line.startswith("ebbtide:")]) == 1
     program, *words = shlex.split(lines[-1].removeprefix("  try: "))
-    assert program == "ebbflow"
+    assert program == "ebbtide"
     assert words[:2] == ["plan", str(graph)]
     assert run(*words).exit_code == 0
 
@@ -117,16 +117,16 @@ resident, pinned by gelu (aten.gelu.default) at gpt.py:61. Ask for 2048 bytes"
         text, budget_bytes=1536, floor_bytes=0, smallest_bytes=2048, resident_bytes=0, pinned_by="nothing"
     )
     assert told(error, ["doctor", "zoo:gpt"]).splitlines() == [
-        "ebbflow: a budget of 1.50 KiB (1536 bytes) is too small: it needs 2.00 KiB (2048 bytes, 41.74 %).",
+        "ebbtide: a budget of 1.50 KiB (1536 bytes) is too small: it needs 2.00 KiB (2048 bytes, 41.74 %).",
         "  59.19 MiB are resident, pinned by gelu (aten.gelu.default) at gpt.py:61.",
         "  Ask for 2048 bytes",
-        "  try: ebbflow doctor zoo:gpt --budget 2048B",
+        "  try: ebbtide doctor zoo:gpt --budget 2048B",
     ]
     assert told(error, ["compare", "a b.json", "--budgets", "80%,60%"]).endswith("compare 'a b.json' --budgets 2048B")
-    assert told(UsageError("no. Never"), ["plan"]) == "ebbflow: no. Never"
+    assert told(UsageError("no. Never"), ["plan"]) == "ebbtide: no. Never"
 
 
-@pytest.mark.parametrize(("name", "command"), [("sweep", "ebbflow compare"), ("fit", "ebbflow plan")])
+@pytest.mark.parametrize(("name", "command"), [("sweep", "ebbtide compare"), ("fit", "ebbtide plan")])
 def test_functions_that_are_no_commands_say_which_one_does_that(name: str, command: str) -> None:
     done = CliRunner().invoke(app, [name, "zoo:gpt"])
     assert done.exit_code == 2
@@ -187,7 +187,7 @@ def test_a_size_that_cannot_be_made_keeps_the_smaller_ones(limit: int) -> None:
             raise ValueError(f"no more than {limit} rows")
         return tiny(batch)
 
-    found = ebbflow.max_batch(make, budget="1MiB", effort=50, progress=None)
+    found = ebbtide.max_batch(make, budget="1MiB", effort=50, progress=None)
     assert found.batch == limit
     assert found.unplanned_batch <= limit
     assert dict(found.captured)[limit]
@@ -201,12 +201,12 @@ def test_what_cannot_be_made_at_all_is_the_callers_error() -> None:
         raise ValueError("never")
 
     with pytest.raises(ValueError, match="never"):
-        ebbflow.max_batch(make, budget="1MiB", effort=50, progress=None)
+        ebbtide.max_batch(make, budget="1MiB", effort=50, progress=None)
 
 
 def test_each_size_that_was_tried_is_told(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from ebbflow.zoo import mlp_chain\n"
+        "from ebbtide.zoo import mlp_chain\n"
         "def case(batch: int):\n"
         "    if batch > 20:\n"
         "        raise ValueError('no more rows')\n"
@@ -277,7 +277,7 @@ def test_elapsed_time_ticks_while_nothing_is_told(monkeypatch: pytest.MonkeyPatc
 )
 def test_refusals_are_in_the_words_of_commands(words: str, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ebbflow.cli", *words.split()], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ebbtide.cli", *words.split()], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert said in done.stderr
@@ -287,7 +287,7 @@ def test_refusals_are_in_the_words_of_commands(words: str, said: str) -> None:
 
 def test_no_share_is_advised_where_none_is_taken() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ebbflow.cli", "max-batch", "zoo:gpt", "--budget", "60"],
+        [sys.executable, "-m", "ebbtide.cli", "max-batch", "zoo:gpt", "--budget", "60"],
         capture_output=True,
         text=True,
         check=False,

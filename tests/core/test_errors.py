@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from ebbflow import errors
-from ebbflow.errors import (
+from ebbtide import errors
+from ebbtide.errors import (
     BudgetError,
     BudgetExceeded,
     CaptureError,
-    EbbflowError,
+    EbbtideError,
     InternalError,
     PlanFileError,
     PlanMismatch,
@@ -22,16 +22,16 @@ from ebbflow.errors import (
     UsageError,
     VerificationError,
 )
-from ebbflow.lower.proof import ProofError
-from ebbflow.planners import planner_named
-from ebbflow.step.machine import machine_named
-from ebbflow.zoo import build
+from ebbtide.lower.proof import ProofError
+from ebbtide.planners import planner_named
+from ebbtide.step.machine import machine_named
+from ebbtide.zoo import build
 
 
 @pytest.mark.parametrize("name", errors.__all__)
 def test_every_error_has_the_common_base_and_a_docstring(name: str) -> None:
     kind = getattr(errors, name)
-    assert issubclass(kind, EbbflowError)
+    assert issubclass(kind, EbbtideError)
     assert kind.__doc__
 
 
@@ -79,7 +79,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_comes_whole_from_another_process(error: EbbflowError) -> None:
+def test_an_error_comes_whole_from_another_process(error: EbbtideError) -> None:
     assert vars(error), "what it says is in attributes too"
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
@@ -88,7 +88,7 @@ def test_an_error_comes_whole_from_another_process(error: EbbflowError) -> None:
 
 
 def test_every_error_is_listed_above() -> None:
-    assert {type(error) for error in ERRORS} == {getattr(errors, name) for name in errors.__all__} - {EbbflowError}
+    assert {type(error) for error in ERRORS} == {getattr(errors, name) for name in errors.__all__} - {EbbtideError}
 
 
 def test_a_capture_error_says_reason_and_remedy() -> None:
@@ -99,7 +99,7 @@ def test_a_capture_error_says_reason_and_remedy() -> None:
 
 def test_a_fault_of_ours_says_so_and_what_to_report() -> None:
     error = InternalError("a node claims nothing", op="mm at net.py:3")
-    for words in ("a node claims nothing", "mm at net.py:3", "fault in Ebbflow", "report", "python", "torch"):
+    for words in ("a node claims nothing", "mm at net.py:3", "fault in Ebbtide", "report", "python", "torch"):
         assert words in str(error)
     assert issubclass(ProofError, InternalError)
 

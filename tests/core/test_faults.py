@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from ebbflow.errors import BudgetError, InternalError
-from ebbflow.faults import in_own_frames, internal, is_own, own_faults
-from ebbflow.planners.base import Progress, changes_to
-from ebbflow.step.schedule import Schedule
-from ebbflow.units import format_bytes
+from ebbtide.errors import BudgetError, InternalError
+from ebbtide.faults import in_own_frames, internal, is_own, own_faults
+from ebbtide.planners.base import Progress, changes_to
+from ebbtide.step.schedule import Schedule
+from ebbtide.units import format_bytes
 
 
 def caught(function: object, *arguments: object) -> Exception:
@@ -37,10 +37,10 @@ def test_what_the_users_code_raises_is_theirs_also_below_ours() -> None:
 
 def test_a_fault_says_what_to_report() -> None:
     cause = caught(format_bytes, "a text")
-    with pytest.raises(InternalError, match=r"TypeError.*fault in Ebbflow.*report") as raised, own_faults():
+    with pytest.raises(InternalError, match=r"TypeError.*fault in Ebbtide.*report") as raised, own_faults():
         raise cause
     assert raised.value.__cause__ is cause
-    assert set(raised.value.versions) == {"python", "ebbflow", "torch"}
+    assert set(raised.value.versions) == {"python", "ebbtide", "torch"}
     for name, version in raised.value.versions.items():
         assert f"{name} {version}" in str(raised.value)
     assert "forward" not in str(raised.value), "never the advice to change the model"
@@ -67,7 +67,7 @@ def test_own_frames_alone_are_left_of_a_traceback() -> None:
         files.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
     assert files
-    assert all("/ebbflow/" in file and "test_" not in file for file in files)
+    assert all("/ebbtide/" in file and "test_" not in file for file in files)
     assert internal(error).what.startswith(type(error).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Files that Ebbflow writes: whole or not at all, and readable for whom the user's umask says."""
+"""Files that Ebbtide writes: whole or not at all, and readable for whom the user's umask says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.files import write_json
+from ebbtide.files import write_json
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002, 0o027])

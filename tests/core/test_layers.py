@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import ebbflow
+import ebbtide
 
-ROOT = Path(ebbflow.__file__).parent
+ROOT = Path(ebbtide.__file__).parent
 
 LAYERS = [
     {"errors", "faults", "signals", "turns", "units", "names", "files", "case", "tiers", "clipping"},
@@ -53,16 +53,16 @@ NO_TORCH = {
 """A program is plain data: it is planned, judged and fuzzed without torch."""
 
 LATE = {
-    ("step/plan.py", "ebbflow.report.text.explain"): "a plan's text belongs to the renderers; it is asked for by name",
-    ("step/plan.py", "ebbflow.report.text.plan"): "likewise",
-    ("planning/frontier.py", "ebbflow.report.text.compare"): "likewise, of several plans",
-    ("step/plan.py", "ebbflow.report.html.plan"): "likewise",
-    ("step/plan.py", "ebbflow.report.html.page"): "likewise",
-    ("step/plan.py", "ebbflow.report.records.page"): "likewise",
-    ("step/plan.py", "ebbflow.report.records.points"): "likewise",
-    ("step/plan.py", "ebbflow.report.traces.chrome"): "likewise",
-    ("step/plan.py", "ebbflow.report.traces.snapshot"): "likewise",
-    ("step/plan.py", "ebbflow.report.plots.plan"): "likewise",
+    ("step/plan.py", "ebbtide.report.text.explain"): "a plan's text belongs to the renderers; it is asked for by name",
+    ("step/plan.py", "ebbtide.report.text.plan"): "likewise",
+    ("planning/frontier.py", "ebbtide.report.text.compare"): "likewise, of several plans",
+    ("step/plan.py", "ebbtide.report.html.plan"): "likewise",
+    ("step/plan.py", "ebbtide.report.html.page"): "likewise",
+    ("step/plan.py", "ebbtide.report.records.page"): "likewise",
+    ("step/plan.py", "ebbtide.report.records.points"): "likewise",
+    ("step/plan.py", "ebbtide.report.traces.chrome"): "likewise",
+    ("step/plan.py", "ebbtide.report.traces.snapshot"): "likewise",
+    ("step/plan.py", "ebbtide.report.plots.plan"): "likewise",
 }
 """Imports inside functions that go up on purpose."""
 
@@ -103,6 +103,6 @@ def test_a_module_imports_its_own_layer_and_lower_ones(path: Path) -> None:
         head, _, rest = module.partition(".")
         if own in NO_TORCH:
             assert head != "torch", f"{name} imports {module}"
-        if head == "ebbflow" and rest and (name, module) not in LATE:
+        if head == "ebbtide" and rest and (name, module) not in LATE:
             other = rest.partition(".")[0]
             assert _rank(other) <= _rank(own), f"{name} imports {module}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ebbflow.step.legality import check
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Action, Boundary, Compute, Free, Offload, Reload, Schedule
+from ebbtide.step.legality import check
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Action, Boundary, Compute, Free, Offload, Reload, Schedule
 
 OPS = (
     Op("a", "t", (), (0,), state_bytes=1, seconds=1.0),

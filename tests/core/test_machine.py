@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from ebbflow.errors import UsageError
-from ebbflow.step.machine import Machine, catalogue, machine_named
+from ebbtide.errors import UsageError
+from ebbtide.step.machine import Machine, catalogue, machine_named
 
 NAMES = [
     "cpu",

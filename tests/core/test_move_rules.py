@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Action, Boundary, Compute, Free, Hold, Offload, Reload, Schedule
-from ebbflow.step.simulate import overhead_of, simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Action, Boundary, Compute, Free, Hold, Offload, Reload, Schedule
+from ebbtide.step.simulate import overhead_of, simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from strategies import examples, programs
 
 HOST = Link("host", 100, 2.0, 4.0, latency_seconds=0.5, least_bytes=2)

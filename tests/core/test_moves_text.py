@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from test_move_rules import MACHINE, MOVED, PROGRAM
 
-from ebbflow.report.text.plan import moves_of
-from ebbflow.step.plan import Plan, Status
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.report.text.plan import moves_of
+from ebbtide.step.plan import Plan, Status
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.unplanned import unplanned_schedule
 
 PLAN = Plan(
     program=PROGRAM,

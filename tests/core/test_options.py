@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 
-from ebbflow.case import Case
-from ebbflow.errors import UsageError
-from ebbflow.options import DEFAULT_EFFORT, Options
-from ebbflow.planners import Interrupt
-from ebbflow.step.machine import machine_named
+from ebbtide.case import Case
+from ebbtide.errors import UsageError
+from ebbtide.options import DEFAULT_EFFORT, Options
+from ebbtide.planners import Interrupt
+from ebbtide.step.machine import machine_named
 
 ABSURD: list[tuple[str, object]] = [
     ("planner", "atuo"),
@@ -110,8 +110,8 @@ def test_a_case_says_what_the_call_leaves_open() -> None:
 
 def test_options_are_checked_without_torch() -> None:
     code = (
-        "import sys; from ebbflow.options import Options; Options(planner='greedy', machine='a100-80gb', effort=3); "
-        "print(sorted({'torch', 'numpy', 'numba', 'ebbflow'}.intersection(sys.modules)))"
+        "import sys; from ebbtide.options import Options; Options(planner='greedy', machine='a100-80gb', effort=3); "
+        "print(sorted({'torch', 'numpy', 'numba', 'ebbtide'}.intersection(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "['ebbflow']\n"
+    assert done.stdout == "['ebbtide']\n"

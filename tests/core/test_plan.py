@@ -1,4 +1,4 @@
-"""A plan is plain data: it survives its file bit for bit, and no file makes Ebbflow do anything but refuse it."""
+"""A plan is plain data: it survives its file bit for bit, and no file makes Ebbtide do anything but refuse it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.errors import EbbflowError, PlanFileError, PlanMismatch, UsageError
-from ebbflow.step import legality
-from ebbflow.step.machine import Link, Machine, machine_named
-from ebbflow.step.occupancy import moment_at
-from ebbflow.step.plan import Plan, Status
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.provenance import Costs, Planned, Provenance
-from ebbflow.step.schedule import Compute, Free, Offload, Reload, Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.errors import EbbtideError, PlanFileError, PlanMismatch, UsageError
+from ebbtide.step import legality
+from ebbtide.step.machine import Link, Machine, machine_named
+from ebbtide.step.occupancy import moment_at
+from ebbtide.step.plan import Plan, Status
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.provenance import Costs, Provenance
+from ebbtide.step.schedule import Compute, Free, Offload, Reload, Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from random_schedule import random_schedule
 from strategies import chain, examples, programs
 
@@ -242,19 +242,6 @@ def test_a_file_that_moves_buffers_and_names_no_machine_is_refused(tmp_path: Pat
         load_data(tmp_path, {**moving_plan().to_json(), "machine": None})
 
 
-def test_a_file_of_the_schema_before_has_no_machine(tmp_path: Path) -> None:
-    data = a_plan().to_json()
-    del data["machine"]
-    data["schema"] = "ebbflow-plan/2"
-    data["provenance"] |= {"threads": "2", "planned": "before, kept in the plan cache", "moves": "12"}
-    plan = load_data(tmp_path, data)
-    assert plan.machine is None
-    assert plan.provenance == Provenance(
-        device="cpu", torch="x", threads=2, planned=Planned.CACHED, notes={"moves": "12"}
-    )
-    assert plan.to_json()["schema"] == "ebbflow-plan/4"
-
-
 EXPLAINED = """\
 the plan has its peak at lb (aten.mean_backward)
 a: 100 B, made by a (aten.mm) at m.py:1 in one
@@ -365,10 +352,18 @@ def test_json_that_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         Plan.load(target)
 
 
-@pytest.mark.parametrize("schema", ["ebbflow-plan/1", "", None, 1, ["ebbflow-plan/3"]])
-def test_another_schema_is_a_mismatch(tmp_path: Path, schema: object) -> None:
-    with pytest.raises(PlanMismatch, match="'ebbflow-plan/3' and 'ebbflow-plan/2'"):
-        load_data(tmp_path, {**a_plan().to_json(), "schema": schema})
+@pytest.mark.parametrize("schema", ["ebbtide-plan/0", "ebbtide-plan/2", "", None, 1, ["ebbtide-plan/1"]])
+def test_another_schema_names_its_writer_and_the_way_out(tmp_path: Path, schema: object) -> None:
+    with pytest.raises(PlanMismatch, match=r"written by ebbtide 0\.0\.9 .* make it anew with `ebbtide plan"):
+        load_data(tmp_path, {**a_plan().to_json(), "schema": schema, "written_by": "ebbtide 0.0.9"})
+
+
+def test_a_plan_file_of_the_former_name_is_not_read_and_stays(tmp_path: Path) -> None:
+    data = {**a_plan().to_json(), "schema": "ebbflow-plan/4"}
+    del data["written_by"]
+    with pytest.raises(PlanMismatch, match=r"'ebbflow-plan/4'; .* make it anew"):
+        load_data(tmp_path, data)
+    assert list(tmp_path.iterdir())
 
 
 def test_a_tampered_peak_is_refused(tmp_path: Path) -> None:
@@ -405,7 +400,7 @@ def test_a_schedule_that_moves_buffers_is_refused_or_carried(tmp_path: Path) -> 
     data = a_plan().to_json()
     position = data["schedule"].index(["b"])
     data["schedule"][position:position] = [["o", 0, "host"]]
-    with pytest.raises(EbbflowError):
+    with pytest.raises(EbbtideError):
         load_data(tmp_path, data)
 
 
@@ -456,7 +451,7 @@ def test_any_mutation_is_refused_or_is_a_legal_plan(
         holder[place[-1]] = value
     try:
         plan = load_data(tmp_path, data)
-    except EbbflowError:
+    except EbbtideError:
         return
     assert legality.check(plan.program, plan.schedule) == []
     assert plan.predicted_peak_bytes == data["predicted_peak_bytes"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.step.program import Buffer, Op, Program
+from ebbtide.step.program import Buffer, Op, Program
 
 
 def tiny(**changes: Any) -> Program:

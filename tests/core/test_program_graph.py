@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.errors import UsageError
-from ebbflow.step.graph_file import program_from_graph
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.errors import UsageError
+from ebbtide.step.graph_file import program_from_graph
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 
 
 def network(**changes: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.step.provenance import Costs, LossPlace, Planned, Provenance
+from ebbtide.step.provenance import Costs, LossPlace, Planned, Provenance
 
 FULL = Provenance(
     device="cuda",
@@ -94,11 +94,6 @@ def test_it_reads_like_the_mapping_that_a_file_holds() -> None:
     assert "planned" not in Provenance()
     with pytest.raises(KeyError):
         Provenance()["device"]
-
-
-def test_earlier_words_are_understood() -> None:
-    assert Provenance.from_dict({"planned": "before, kept in the plan cache"}).planned is Planned.CACHED
-    assert Provenance.from_dict({"planned": "for another shape, fitted to this one"}).planned is Planned.ADAPTED
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import json
 import pytest
 from hypothesis import given
 
-from ebbflow.step.legality import check
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.step.legality import check
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
+from ebbtide.step.unplanned import unplanned_schedule
 from strategies import programs
 
 

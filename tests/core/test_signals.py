@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow import signals
-from ebbflow.cost.optimizer_step import step_bytes
-from ebbflow.engine.fitted_class import fitted_class
-from ebbflow.planners.search import jit
-from ebbflow.signals import signals_wait
+from ebbtide import signals
+from ebbtide.cost.optimizer_step import step_bytes
+from ebbtide.engine.fitted_class import fitted_class
+from ebbtide.planners.search import jit
+from ebbtide.signals import signals_wait
 
 NUMBER = signal.SIGUSR1
 OTHER = signal.SIGUSR2

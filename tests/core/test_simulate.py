@@ -7,13 +7,13 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.step.legality import check
-from ebbflow.step.machine import catalogue
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.step.legality import check
+from ebbtide.step.machine import catalogue
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from strategies import programs, reruns
 
 

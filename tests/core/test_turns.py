@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from at_once import at_once
-from ebbflow.turns import Turns
+from ebbtide.turns import Turns
 
 
 class _Object:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.errors import UsageError
-from ebbflow.planners import Progress
-from ebbflow.planners.search.greedy import PROVEN
-from ebbflow.units import (
+from ebbtide.errors import UsageError
+from ebbtide.planners import Progress
+from ebbtide.planners.search.greedy import PROVEN
+from ebbtide.units import (
     Budget,
     format_allowed,
     format_bytes,

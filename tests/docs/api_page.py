@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ebbflow
-from ebbflow.engine.calls import Calls
-from ebbflow.engine.step import Step
+import ebbtide
+from ebbtide.engine.calls import Calls
+from ebbtide.engine.step import Step
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 WIDTH = 110
@@ -40,14 +40,14 @@ WRITTEN = {
     "ModelT": "torch.nn.Module",
     "Rewrites": "Literal['exact', 'in-place', 'all', 'reordered', 'none']",
     "AnyOptimizer": "torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]",
-    "Interrupt": "ebbflow.planners.Interrupt",
+    "Interrupt": "ebbtide.planners.Interrupt",
 }
 """Types as users know them."""
 
 TOP = """# API
 
 Every public name, from its docstring; `python tests/docs/api_page.py` writes this page. All are attributes of \
-`ebbflow` and imported when they are first used. The command line has the same words: \
+`ebbtide` and imported when they are first used. The command line has the same words: \
 [planning before you rent](planning.md#the-command-line).
 """
 
@@ -95,7 +95,7 @@ def signature(name: str, function: Any) -> str:
         starred = starred or each.kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
         mark = "*" if each.kind is kinds.VAR_POSITIONAL else ""
         words.append(f"{mark}{each.name}" + ("" if each.default is kinds.empty else f"={default_of(each.default)}"))
-    text = f"ebbflow.{name}({', '.join(words)})"
+    text = f"ebbtide.{name}({', '.join(words)})"
     return "\n".join(textwrap.wrap(text, WIDTH, subsequent_indent=" " * (len(name) + 9), break_long_words=False))
 
 
@@ -163,16 +163,16 @@ def _documented(value: object) -> bool:
 
 def page() -> str:
     """All of it."""
-    assert {*TRAINING, *AHEAD, *RECORDS, "errors"} == set(ebbflow.__all__), "a public name has no place here"
+    assert {*TRAINING, *AHEAD, *RECORDS, "errors"} == set(ebbtide.__all__), "a public name has no place here"
     parts = [TOP, "## Training within a budget\n"]
     for name in TRAINING:
-        parts += function_lines(name, getattr(ebbflow, name))
+        parts += function_lines(name, getattr(ebbtide, name))
     parts.append("## Ahead of time\n")
     for name in AHEAD:
-        parts += function_lines(name, getattr(ebbflow, name))
+        parts += function_lines(name, getattr(ebbtide, name))
     parts.append("## What these take and return\n")
     for name in RECORDS:
-        parts += class_lines(name, getattr(ebbflow, name))
+        parts += class_lines(name, getattr(ebbtide, name))
     for name, kind in RETURNED.items():
         parts += class_lines(name, kind)
     parts.append("## errors\n\nThe module of all exceptions: [errors by name](errors.md).\n")

@@ -9,12 +9,12 @@ import sys
 import api_page
 from pages import read
 
-import ebbflow
+import ebbtide
 
 
 def test_every_public_name_stands_on_the_page() -> None:
     headings = re.findall(r"^##+ (\w+)$", read(api_page.PAGE), re.MULTILINE)
-    assert set(headings) >= set(ebbflow.__all__)
+    assert set(headings) >= set(ebbtide.__all__)
 
 
 def test_every_argument_is_told() -> None:
@@ -35,16 +35,16 @@ def test_the_page_is_what_the_docstrings_say() -> None:
 
 def test_marks_become_markdown() -> None:
     assert (
-        api_page.marked(":func:`ebbflow.plan` of a\n ``Plan``, :attr:`~a.b.C.size`")
-        == "`ebbflow.plan` of a `Plan`, `size`"
+        api_page.marked(":func:`ebbtide.plan` of a\n ``Plan``, :attr:`~a.b.C.size`")
+        == "`ebbtide.plan` of a `Plan`, `size`"
     )
 
 
 def test_dir_shows_public_names_before_any_is_used() -> None:
     code = (
-        "import ebbflow; shown = {each for each in dir(ebbflow) if not each.startswith('_')}; "
-        "modules = {name for name in shown if isinstance(vars(ebbflow).get(name), type(ebbflow))}; "
-        "print(sorted(shown - modules) == sorted(set(ebbflow.__all__) - {'errors'}), 'errors' in modules)"
+        "import ebbtide; shown = {each for each in dir(ebbtide) if not each.startswith('_')}; "
+        "modules = {name for name in shown if isinstance(vars(ebbtide).get(name), type(ebbtide))}; "
+        "print(sorted(shown - modules) == sorted(set(ebbtide.__all__) - {'errors'}), 'errors' in modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True True\n"

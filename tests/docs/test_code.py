@@ -2,7 +2,7 @@
 
 1. A python block is a file, named by its first line, and is run by itself in one folder that all blocks share: a script
    in a process of its own, forked from one that has imported torch (``reader.py``).
-2. A console block is ``$ ebbflow ...`` with its output. An sh block holds ``make`` targets, which must exist, and
+2. A console block is ``$ ebbtide ...`` with its output. An sh block holds ``make`` targets, which must exist, and
    commands that a console block shows with their output.
 3. The text block after a python block is its output. Every word has to be there.
 4. Bytes that follow from the step alone are the same on every machine: budget, resident bytes, the unplanned peak, the
@@ -29,9 +29,9 @@ import pytest
 from pages import ROOT, Block, all_blocks, prose, read
 from typer.testing import CliRunner
 
-import ebbflow
-from ebbflow.cli import app
-from ebbflow.planners.search.smallest import smallest_of
+import ebbtide
+from ebbtide.cli import app
+from ebbtide.planners.search.smallest import smallest_of
 
 BLOCKS = all_blocks()
 PYTHON = [block for block in BLOCKS if block.language == "python"]
@@ -79,7 +79,7 @@ def figures(text: str) -> list[str]:
 
 
 def _without_clock(line: str) -> str:
-    """A row of ``ebbflow compare`` without its last column, how long planning took."""
+    """A row of ``ebbtide compare`` without its last column, how long planning took."""
     return re.sub(r"\s[\d.]+ (?:ms|us|s)$", "", line)
 
 
@@ -179,7 +179,7 @@ def test_console_block_prints_what_the_page_shows(
     for command in commands:
         line, _, output = command.partition("\n")
         program, *arguments = shlex.split(line)
-        assert program == "ebbflow"
+        assert program == "ebbtide"
         _make_what_it_reads(arguments, script)
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
@@ -194,7 +194,7 @@ def _make_what_it_reads(arguments: list[str], script: Callable[[Block, int], str
         for block in PYTHON:
             if f'save("{name}")' in block.text:
                 script(block, SHORT)
-        for line in re.findall(rf"^\$ ebbflow (.*--out {re.escape(name)}.*)$", CONSOLE_TEXT, flags=re.MULTILINE):
+        for line in re.findall(rf"^\$ ebbtide (.*--out {re.escape(name)}.*)$", CONSOLE_TEXT, flags=re.MULTILINE):
             if (others := shlex.split(line)) != arguments:
                 assert CliRunner().invoke(app, others).exit_code == 0
 
@@ -225,7 +225,7 @@ def test_an_output_that_differs_is_seen(change: tuple[str, str], everywhere: boo
 
 
 def test_the_command_line_runs_as_a_module(tmp_path: Path) -> None:
-    assert run([sys.executable, "-m", "ebbflow.cli", "--version"], tmp_path) == f"ebbflow {ebbflow.__version__}\n"
+    assert run([sys.executable, "-m", "ebbtide.cli", "--version"], tmp_path) == f"ebbtide {ebbtide.__version__}\n"
 
 
 def test_commands_of_sh_blocks_are_tested_elsewhere() -> None:
@@ -235,7 +235,7 @@ def test_commands_of_sh_blocks_are_tested_elsewhere() -> None:
         if block.language == "sh":
             for line in block.text.splitlines():
                 program, target = line.split()[:2]
-                if program == "ebbflow":
+                if program == "ebbtide":
                     assert line in shown, f"no console block shows {line}"
                 else:
                     assert program == "make"
@@ -245,8 +245,8 @@ def test_commands_of_sh_blocks_are_tested_elsewhere() -> None:
 @pytest.mark.parametrize("command", ["demo", "plan", "compare", "max-batch", "doctor"])
 def test_a_documented_command_has_the_options_that_are_named(command: str) -> None:
     [row] = [
-        line for line in prose(ROOT / "docs" / "planning.md").splitlines() if line.startswith(f"| `ebbflow {command}")
+        line for line in prose(ROOT / "docs" / "planning.md").splitlines() if line.startswith(f"| `ebbtide {command}")
     ]
     shown = CliRunner().invoke(app, [command, "--help"]).stdout
     for option in re.findall(r"--[a-z-]+", row):
-        assert option in shown, f"ebbflow {command} has no {option}"
+        assert option in shown, f"ebbtide {command} has no {option}"

@@ -48,7 +48,7 @@ def test_every_requirement_has_its_exact_version_in_the_constraints() -> None:
     extras = PROJECT["optional-dependencies"]
     needed = [*PROJECT["dependencies"], *(each for requirements in extras.values() for each in requirements)]
     missing = {_name(each).replace("-", "_") for each in needed} - {each.replace("-", "_") for each in pinned}
-    assert missing <= {"ebbflow"}, f"constraints.txt lacks {missing}"
+    assert missing <= {"ebbtide"}, f"constraints.txt lacks {missing}"
 
 
 def test_the_site_is_built_with_what_its_extra_names() -> None:
@@ -59,5 +59,5 @@ def test_the_site_is_built_with_what_its_extra_names() -> None:
 def test_what_is_imported_is_declared() -> None:
     extras = PROJECT["optional-dependencies"]
     declared = {_name(each) for each in [*PROJECT["dependencies"], *(r for rs in extras.values() for r in rs)]}
-    known = {"ebbflow", "", *sys.stdlib_module_names}
+    known = {"ebbtide", "", *sys.stdlib_module_names}
     assert _imported() - known - COME_ALONG <= declared

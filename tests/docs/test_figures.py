@@ -11,7 +11,7 @@ from typing import Any
 
 from pages import ROOT, blocks, prose, read
 
-import ebbflow
+import ebbtide
 
 README = ROOT / "README.md"
 MIB, GIB = 2**20, 2**30
@@ -63,9 +63,9 @@ def test_the_readmes_table_has_the_measured_figures() -> None:
     of_gpt = {row["method"]: row for row in measured if row["case"] == "gpt-24L-d128-b8"}
     named = {
         "eager": "eager",
-        "Ebbflow at 50 %": "ebbflow 50%",
+        "Ebbtide at 50 %": "ebbtide 50%",
         "`torch.utils.checkpoint` around every block": "checkpoint per block",
-        "Ebbflow at 9 %": "ebbflow 9%",
+        "Ebbtide at 9 %": "ebbtide 9%",
     }
     table = re.findall(r"^\| (.+?) \| ([\d.]+) MiB \| ([\d.]+) \|$", prose(README), re.MULTILINE)
     assert [name for name, *_ in table] == list(named)
@@ -93,10 +93,10 @@ def test_what_the_tutorial_of_adapters_says_of_the_card_is_in_its_plans(tmp_path
     assert [way for way, _ in table] == ["as captured", "rewritten"]
     for way, told in table:
         name = f"lora-7b-{way.removeprefix('as ')}.json"
-        [command] = re.findall(rf"^ebbflow plan (.+) --out {name}$", read(page), re.MULTILINE)
+        [command] = re.findall(rf"^ebbtide plan (.+) --out {name}$", read(page), re.MULTILINE)
         file = tmp_path / name
         file.write_bytes(lzma.decompress((ROOT / "docs" / "plans" / f"{name}.xz").read_bytes()))
-        plan = ebbflow.Plan.load(file)
+        plan = ebbtide.Plan.load(file)
         sizes = (plan.floor_bytes, plan.budget_bytes, plan.baseline_peak_bytes)
         figures = [
             f"{math.ceil(100 * plan.smallest_bytes / GIB) / 100:.2f} GiB",  # to be asked for, so it is rounded up

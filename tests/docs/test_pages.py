@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pages import NOTES, PAGES, RECORDS, ROOT, all_blocks, name_of, prose, read
 
-import ebbflow
-from ebbflow.planners import planner_names
+import ebbtide
+from ebbtide.planners import planner_names
 
 README_WORDS = 1200
-SOURCE = ROOT / "src" / "ebbflow"
+SOURCE = ROOT / "src" / "ebbtide"
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 # A path in backticks: one word that ends as a source file does. ``FILE.py`` and the like stand for the reader's own.
@@ -106,4 +106,4 @@ def test_every_planner_has_a_row() -> None:
 
 def test_every_error_has_a_row() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", prose(ROOT / "docs" / "errors.md"), re.MULTILINE)
-    assert {*rows, "EbbflowError"} >= set(ebbflow.errors.__all__)
+    assert {*rows, "EbbtideError"} >= set(ebbtide.errors.__all__)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import ebbflow
+import ebbtide
 
 
 class Net(nn.Module):
@@ -26,7 +26,7 @@ def fitted(**options: Any) -> Pair:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None, **options)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None, **options)
     return model, optimizer
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import ebbflow
+import ebbtide
 
 
 class Net(nn.Module):
@@ -23,7 +23,7 @@ def averaged(*, fitted: bool) -> tuple[nn.Module, AveragedModel, list[torch.Tens
     model = Net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     if fitted:
-        ebbflow.fit(model, "1GiB", optimizer=sgd, progress=None)
+        ebbtide.fit(model, "1GiB", optimizer=sgd, progress=None)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     told = []
     for _ in range(3):
@@ -45,5 +45,5 @@ def test_an_average_of_a_fitted_model_is_eagers() -> None:
     state = theirs.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in average.state_dict().items())
     assert type(average.module) is Net
-    counted = ebbflow.calls_of(model)
+    counted = ebbtide.calls_of(model)
     assert (counted.planned, counted.unplanned) == (3, {})

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine.calls import Calls
-from ebbflow.errors import UsageError
-from ebbflow.torch_seams.patches import open_patches
+import ebbtide
+from ebbtide.engine.calls import Calls
+from ebbtide.errors import UsageError
+from ebbtide.torch_seams.patches import open_patches
 
 
 class Net(nn.Module):
@@ -143,19 +143,19 @@ def test_every_call_is_planned(change: str, fit_first: bool) -> None:
     plain = copy.deepcopy(model)
     expected = _losses(plain, CHANGES[change](plain))
     if fit_first:
-        ebbflow.fit(model, "100%", effort=10)
+        ebbtide.fit(model, "100%", effort=10)
         call = CHANGES[change](model)
     else:
         call = CHANGES[change](model)
-        ebbflow.fit(model, "100%", effort=10)
+        ebbtide.fit(model, "100%", effort=10)
     assert all(torch.equal(a, b) for a, b in zip(_losses(model, call), expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert ebbflow.calls_of(model).planned == 3
-    assert not ebbflow.calls_of(model).unplanned
+    assert ebbtide.calls_of(model).planned == 3
+    assert not ebbtide.calls_of(model).unplanned
 
 
 def test_a_forward_that_is_put_on_later_or_taken_off_is_heeded() -> None:
-    model = ebbflow.fit(Net().eval(), "100%", effort=10)
+    model = ebbtide.fit(Net().eval(), "100%", effort=10)
     first = model(X).detach()
     original = model.forward
     model.forward = types.MethodType(lambda self, x: original(x) * 2, model)
@@ -166,36 +166,36 @@ def test_a_forward_that_is_put_on_later_or_taken_off_is_heeded() -> None:
     assert torch.equal(model(X).detach(), first)
     with pytest.raises(AttributeError):
         del model.forward
-    assert ebbflow.calls_of(model).planned == 4
+    assert ebbtide.calls_of(model).planned == 4
     model.forward = types.MethodType(lambda self, x: original(x) * 2, model)
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
     assert torch.equal(model(X).detach(), first * 2)
     with torch.no_grad():
         assert torch.equal(model(X), first * 2)
 
 
 def test_calls_that_train_nothing_are_counted_apart() -> None:
-    model = ebbflow.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", effort=10)
     with torch.no_grad():
         model(X)
     model(X).backward()
-    calls = ebbflow.calls_of(model)
+    calls = ebbtide.calls_of(model)
     assert calls.planned == 1
     assert list(calls.unplanned.values()) == [1]
     assert "no gradients" in next(iter(calls.unplanned))
     with pytest.raises(UsageError, match="not fitted"):
-        ebbflow.calls_of(Net())
+        ebbtide.calls_of(Net())
 
 
 def test_a_compiled_function_in_one_graph_says_what_stands_in_the_way() -> None:
-    model = ebbflow.fit(Net(), "100%", effort=10)
-    with pytest.raises(Exception, match="Ebbflow plans this model's training calls"):
+    model = ebbtide.fit(Net(), "100%", effort=10)
+    with pytest.raises(Exception, match="Ebbtide plans this model's training calls"):
         torch.compile(lambda x: model(x) * 2, backend="aot_eager", fullgraph=True)(X)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_is_the_model_as_it_is_written(strict: bool) -> None:
-    model = ebbflow.fit(Net().eval(), "100%", effort=10)
+    model = ebbtide.fit(Net().eval(), "100%", effort=10)
     exported = torch.export.export(model, (X,), strict=strict)
     torch.testing.assert_close(exported.module()(X), model(X))
 
@@ -208,20 +208,20 @@ def test_a_trainer_that_goes_past_the_model_is_refused_before_its_backward() -> 
         def other_step(self, batch: torch.Tensor) -> torch.Tensor:
             return self(batch)
 
-    model = ebbflow.fit(Module(), "100%", effort=10)
+    model = ebbtide.fit(Module(), "100%", effort=10)
     with pytest.raises(UsageError, match="training_step has called parts of the model"):
         model.training_step(X)
     with torch.no_grad():
         model.training_step(X)
-    ebbflow.unfit(model)
-    ebbflow.fit(model.rest, "100%", effort=10)
+    ebbtide.unfit(model)
+    ebbtide.fit(model.rest, "100%", effort=10)
     model.training_step(X).backward()
-    assert ebbflow.calls_of(model.rest).planned == 1
+    assert ebbtide.calls_of(model.rest).planned == 1
 
 
 @pytest.mark.parametrize("by_closure", [False, True])
 def test_weights_are_not_changed_by_gradients_of_no_planned_call(by_closure: bool) -> None:
-    model = ebbflow.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", effort=10)
     before = [each.detach().clone() for each in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -250,14 +250,14 @@ def test_weights_are_not_changed_by_gradients_of_no_planned_call(by_closure: boo
     with pytest.raises(UsageError, match="no planned call"):
         step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-    assert ebbflow.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 3}
+    assert ebbtide.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 3}
 
 
 def test_gradients_from_before_fit_are_the_users() -> None:
     model = Net()
     model(X).backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbflow.fit(model, "100%", effort=10)
+    ebbtide.fit(model, "100%", effort=10)
     optimizer.step()
     optimizer.zero_grad()
     model.rest(model.first(X)).mean().backward()
@@ -270,20 +270,20 @@ def test_a_model_that_is_fitted_again_is_counted_anew(recwarn: pytest.WarningsRe
     model, x = Net(), X
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        ebbflow.fit(model, "100%", optimizer=optimizer)
+        ebbtide.fit(model, "100%", optimizer=optimizer)
         model(x).backward()
         optimizer.step()
-        assert ebbflow.calls_of(model) == Calls(planned=1)
-        ebbflow.unfit(model)
+        assert ebbtide.calls_of(model) == Calls(planned=1)
+        ebbtide.unfit(model)
         optimizer.zero_grad()
         model(x).backward()
-    ebbflow.fit(model, "100%", optimizer=optimizer)
+    ebbtide.fit(model, "100%", optimizer=optimizer)
     optimizer.step()  # gradients from before
     assert not recwarn.list
 
 
 def test_ordinary_optimizer_loops_are_left_alone(recwarn: pytest.WarningsRecorder) -> None:
-    first, second = (ebbflow.fit(Net(), "100%", effort=10) for _ in range(2))
+    first, second = (ebbtide.fit(Net(), "100%", effort=10) for _ in range(2))
     other = nn.Linear(16, 1)
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     per_layer = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first.first, first.rest)]
@@ -306,15 +306,15 @@ def test_ordinary_optimizer_loops_are_left_alone(recwarn: pytest.WarningsRecorde
 
     lbfgs.step(closure)
     assert not [each for each in recwarn.list if "planned call" in str(each.message)]
-    assert not ebbflow.calls_of(first).unplanned
-    assert not ebbflow.calls_of(second).unplanned
+    assert not ebbtide.calls_of(first).unplanned
+    assert not ebbtide.calls_of(second).unplanned
 
 
 def test_somebody_elses_compilations_are_theirs() -> None:
     """Another thread compiles while this one trains: neither disturbs the other."""
     import threading
 
-    model = ebbflow.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", effort=10)
     model(X).backward()
     failed: list[BaseException] = []
     done = threading.Event()
@@ -337,16 +337,16 @@ def test_somebody_elses_compilations_are_theirs() -> None:
         steps += 1
     thread.join()
     assert not failed
-    assert ebbflow.calls_of(model).planned == steps
-    assert not ebbflow.calls_of(model).unplanned
+    assert ebbtide.calls_of(model).planned == steps
+    assert not ebbtide.calls_of(model).unplanned
 
 
 def test_a_users_stance_is_for_the_users_own() -> None:
     with torch.compiler.set_stance("force_eager"):
-        model = ebbflow.fit(Net(), "100%", effort=10)
+        model = ebbtide.fit(Net(), "100%", effort=10)
         for _ in range(2):
             model(X).backward()
-    assert ebbflow.calls_of(model).planned == 2
+    assert ebbtide.calls_of(model).planned == 2
     compiled = torch.compile(lambda x: x.sin(), backend="aot_eager")
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="fail_on_recompile"):
         compiled(X)
@@ -357,7 +357,7 @@ def test_nothing_is_left_of_models_that_are_gone() -> None:
 
     before = None
     for _ in range(2):  # what is there for all fitted models, such as a look at batches, may stay until it next looks
-        model = ebbflow.fit(Net(), "100%", effort=10)
+        model = ebbtide.fit(Net(), "100%", effort=10)
         model(X).backward()
         del model
         gc.collect()
@@ -367,14 +367,14 @@ def test_nothing_is_left_of_models_that_are_gone() -> None:
 
 
 def test_a_fitted_part_of_a_fitted_model_is_planned_with_it() -> None:
-    inner = ebbflow.fit(nn.Sequential(nn.Linear(4, 4), nn.GELU()), "1MiB", progress=None)
-    outer = ebbflow.fit(nn.Sequential(inner, nn.Linear(4, 1)), "1MiB", progress=None)
+    inner = ebbtide.fit(nn.Sequential(nn.Linear(4, 4), nn.GELU()), "1MiB", progress=None)
+    outer = ebbtide.fit(nn.Sequential(inner, nn.Linear(4, 1)), "1MiB", progress=None)
     optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
     for _ in range(2):
         outer(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not ebbflow.calls_of(inner).unplanned
+    assert not ebbtide.calls_of(inner).unplanned
     torch.nn.Sequential.forward(inner, torch.randn(3, 4)).sum().backward()
     with pytest.raises(UsageError, match="no planned call"):
         optimizer.step()

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.measurement import card_peaks
-from ebbflow.measurement.between import BetweenGauge
-from ebbflow.measurement.card_peaks import give_back_peak, peaks_kept, reset_peak
-from ebbflow.measurement.peak import StepGauge
-from ebbflow.measurement.reserved import Reserved
+from ebbtide.measurement import card_peaks
+from ebbtide.measurement.between import BetweenGauge
+from ebbtide.measurement.card_peaks import give_back_peak, peaks_kept, reset_peak
+from ebbtide.measurement.peak import StepGauge
+from ebbtide.measurement.reserved import Reserved
 
 MIB = 2**20
 
@@ -169,7 +169,7 @@ def test_a_first_step_is_read_whole(card: Card) -> None:
     del earlier
     gauge = StepGauge("cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ebbflow.measurement.peak.reserved_at_peak", lambda: Reserved(card.peak, card.peak, 0))
+        patch.setattr("ebbtide.measurement.peak.reserved_at_peak", lambda: Reserved(card.peak, card.peak, 0))
         for _ in range(2):
             gauge.begin()
             part = _Held(card, 100 * MIB)

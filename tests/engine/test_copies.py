@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import UsageError
+import ebbtide
+from ebbtide.errors import UsageError
 
 X = torch.ones(2, 4)
 
@@ -101,32 +101,32 @@ KINDS = [Plain, Reduced, ReducedEx, DeepCopied, WithState, WithArguments]
 def test_a_copy_is_what_it_would_be_of_a_plain_model(kind: type[Plain], way: str) -> None:
     model = kind(4)
     expected = WAYS[way](model)
-    found = WAYS[way](ebbflow.fit(model, "1GiB"))
+    found = WAYS[way](ebbtide.fit(model, "1GiB"))
     assert type(found) is kind
     assert vars(found).keys() == vars(expected).keys()
     assert found.tag == expected.tag
     assert torch.equal(found(X), expected(X))
     with pytest.raises(UsageError, match="a copy of a fitted model"):
-        ebbflow.plan_of(found)
-    ebbflow.fit(found, "1GiB")
-    assert isinstance(ebbflow.unfit(found), kind)
+        ebbtide.plan_of(found)
+    ebbtide.fit(found, "1GiB")
+    assert isinstance(ebbtide.unfit(found), kind)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_class_that_makes_itself_anew(way: str) -> None:
-    found = WAYS[way](ebbflow.fit(ReducedByClass(), "1GiB"))
+    found = WAYS[way](ebbtide.fit(ReducedByClass(), "1GiB"))
     assert type(found) is ReducedByClass
 
 
 def test_who_hands_itself_out_stays_fitted() -> None:
-    model = ebbflow.fit(Kept(), "1GiB")
+    model = ebbtide.fit(Kept(), "1GiB")
     assert copy.deepcopy(model) is model
-    assert ebbflow.unfit(model) is model
+    assert ebbtide.unfit(model) is model
     assert type(model) is Kept
 
 
 def test_a_model_inside_of_another_is_copied_plain() -> None:
-    outer = nn.Sequential(ebbflow.fit(Reduced(), "1GiB"))
+    outer = nn.Sequential(ebbtide.fit(Reduced(), "1GiB"))
     for way in WAYS.values():
         inner = way(outer)[0]
         assert inner is outer[0] or type(inner) is Reduced

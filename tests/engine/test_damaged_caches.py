@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow import files
-from ebbflow.cost import attach
-from ebbflow.cost.cache import CostCache, device_context
-from ebbflow.planning import cache as plan_cache
+import ebbtide
+from ebbtide import files
+from ebbtide.cost import attach
+from ebbtide.cost.cache import CostCache, device_context
+from ebbtide.planning import cache as plan_cache
 
 HUGE = 10**400
 
@@ -94,7 +94,7 @@ DEFECTS: dict[str, Callable[[Path], None]] = {
     "no seal": lambda path: path.write_text(json.dumps({**(files.kept(path) or {})})),
     "a flipped digit": a_flipped_digit,
     "a list": lambda path: seal(path, {}) or path.write_text("[]"),
-    "without keys": lambda path: seal(path, {"schema": "ebbflow-costs/4"}),
+    "without keys": lambda path: seal(path, {"schema": "ebbtide-costs/4"}),
     "a directory": a_directory,
     "a loop of links": a_loop,
     "unreadable": lambda path: path.chmod(0),
@@ -113,7 +113,7 @@ def gradients(budget: str | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(256, 16)
     if budget is not None:
-        ebbflow.fit(model, budget, effort=50)
+        ebbtide.fit(model, budget, effort=50)
     model(x).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -213,9 +213,9 @@ def test_a_write_that_fails_leaves_no_draft_and_the_old_file(
             plain(descriptor).close()
             return open("/dev/full", "wb") if getattr(why, "errno", 0) == errno.ENOSPC else fail()
 
-        monkeypatch.setattr("ebbflow.files.os.fdopen", opened)
+        monkeypatch.setattr("ebbtide.files.os.fdopen", opened)
     else:
-        monkeypatch.setattr(f"ebbflow.files.os.{fails}", fail)
+        monkeypatch.setattr(f"ebbtide.files.os.{fails}", fail)
     try:
         assert not files.keep(path, lock, lambda: {"a": 2})
     except KeyboardInterrupt:
@@ -238,7 +238,7 @@ def test_drafts_of_killed_processes_go(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from ebbflow import files
+from ebbtide import files
 path = Path(sys.argv[1])
 print("on", flush=True)
 for n in range(int(sys.argv[2])):

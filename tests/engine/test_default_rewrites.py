@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow._api.estimate import capture_program
-from ebbflow.errors import BudgetError
-from ebbflow.planning.alternatives import Alternative, Alternatives, Costed, Hints, best_of
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.rewrites import choices
-from ebbflow.step.program import Program
-from ebbflow.step.rewrite import Rewrite, Rewritten
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget
+import ebbtide
+from ebbtide._api.estimate import capture_program
+from ebbtide.errors import BudgetError
+from ebbtide.planning.alternatives import Alternative, Alternatives, Costed, Hints, best_of
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.rewrites import choices
+from ebbtide.step.program import Program
+from ebbtide.step.rewrite import Rewrite, Rewritten
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.units import Budget
 
 
 class Wide(nn.Module):
@@ -79,7 +79,7 @@ def data(seed: int = 1) -> torch.Tensor:
 
 def smallest(model: nn.Module, **settings: str) -> int:
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(model, (data(),), budget=1, progress=None, **settings)  # type: ignore[arg-type]
+        ebbtide.plan(model, (data(),), budget=1, progress=None, **settings)  # type: ignore[arg-type]
     assert refused.value.smallest_bytes is not None
     return refused.value.smallest_bytes
 
@@ -101,10 +101,10 @@ def test_below_what_the_captured_step_needs_it_is_rewritten_unasked(rule: str) -
     model = MODELS[rule]()
     expected = history(copy.deepcopy(model))
     budget = int(SHARE[rule] * smallest(MODELS[rule](), rewrites="none"))
-    ebbflow.plan(MODELS[rule](), (data(),), budget=budget, progress=None)  # finds out where there is room
-    ebbflow.fit(model, budget, progress=None)
+    ebbtide.plan(MODELS[rule](), (data(),), budget=budget, progress=None)  # finds out where there is room
+    ebbtide.fit(model, budget, progress=None)
     assert all(map(torch.equal, history(model), expected))
-    plan, step = ebbflow.plan_of(model), ebbflow.step_of(model)
+    plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
     assert plan is not None
     assert plan.rewritten is not None
     assert rule in {each.rule for each in plan.rewritten.rewrites}
@@ -118,8 +118,8 @@ def test_a_refusal_tells_the_least_budget_of_all_rewrites(rule: str) -> None:
     least = smallest(MODELS[rule]())
     assert least <= smallest(MODELS[rule](), rewrites="all")
     assert least < smallest(MODELS[rule](), rewrites="none")
-    ebbflow.fit(model := MODELS[rule](), least, progress=None)(data()).backward()
-    assert ebbflow.calls_of(model).planned == 1
+    ebbtide.fit(model := MODELS[rule](), least, progress=None)(data()).backward()
+    assert ebbtide.calls_of(model).planned == 1
 
 
 @pytest.mark.parametrize("budget", ["200%", "100%"])
@@ -131,15 +131,15 @@ def test_nobody_looks_at_them_where_the_step_fits(budget: str, monkeypatch: pyte
     for rule in choices.RULES:
         if rule.name != "second-pass":
             monkeypatch.setattr(type(rule), "ways", asked)
-    model = ebbflow.fit(Wide(), int(1.5 * smallest_that_fits()) if budget == "100%" else budget, progress=None)
+    model = ebbtide.fit(Wide(), int(1.5 * smallest_that_fits()) if budget == "100%" else budget, progress=None)
     model(data()).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.rewritten is None
 
 
 def smallest_that_fits() -> int:
-    return ebbflow.plan(Wide(), (data(),), budget="200%", rewrites="none", progress=None).baseline_peak_bytes
+    return ebbtide.plan(Wide(), (data(),), budget="200%", rewrites="none", progress=None).baseline_peak_bytes
 
 
 # -- which are looked at ------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def program_of(model: nn.Module) -> Program:
     return capture_program(model, (data(),), {})[1]
 
 
-def planned(program: Program, budget: int, alternatives: Alternatives, hints: Hints | None = None) -> ebbflow.Plan:
-    def one(candidate: Program, rewritten: Rewritten | None) -> ebbflow.Plan:
+def planned(program: Program, budget: int, alternatives: Alternatives, hints: Hints | None = None) -> ebbtide.Plan:
+    def one(candidate: Program, rewritten: Rewritten | None) -> ebbtide.Plan:
         options = PlanningOptions(effort=50, rewritten=rewritten)
         return make_plan(candidate, Budget(bytes=budget), resident_bytes=0, options=options)
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-import ebbflow
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.errors import CaptureError
 
 X, V = torch.randn(3, 4), torch.randn(3, 4)
 
 
 def fitted() -> nn.Module:
-    return ebbflow.fit(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "1GiB")
+    return ebbtide.fit(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "1GiB")
 
 
 def functional(model: nn.Module) -> Callable[..., torch.Tensor]:
@@ -71,7 +71,7 @@ def test_a_graph_of_gradients_that_nobody_uses_does_no_harm() -> None:
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         expected = torch.autograd.grad(torch.tanh(model[0](x)).sum(), x)[0]  # type: ignore[operator]
         assert torch.equal(gradient, expected)
-    assert ebbflow.plan_of(model) is not None
+    assert ebbtide.plan_of(model) is not None
 
 
 def test_parameters_that_somebody_computed_give_no_warning() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import ebbflow
+import ebbtide
 from device_steps import Way, case_of, compared, deterministic
 
 
@@ -23,7 +23,7 @@ def test_training_is_eagers(name: str, way: Way) -> None:
     with deterministic():
         eager, fitted, budget = compared(case, way)
     assert fitted.same_as(eager)
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert plan.predicted_peak_bytes <= budget
     assert plan.overhead > 0, "nothing is recomputed: the budget tests nothing"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
+import ebbtide
 from docs.api_page import AHEAD, TRAINING
-from ebbflow.errors import UnknownArgument, UsageError
-from ebbflow.torch_seams.fake_tensors import FakeTensor, FakeTensorMode
-from ebbflow.zoo import mlp_chain
+from ebbtide.errors import UnknownArgument, UsageError
+from ebbtide.torch_seams.fake_tensors import FakeTensor, FakeTensorMode
+from ebbtide.zoo import mlp_chain
 
 ANY = 2**40
 
@@ -33,16 +33,16 @@ class Untouchable(nn.Module):
 X = (torch.ones(2, 2),)
 
 
-def untouchable_case(batch: int) -> ebbflow.Case:
+def untouchable_case(batch: int) -> ebbtide.Case:
     raise AssertionError("a case was made")
 
 
 ENTRIES: dict[str, Callable[..., object]] = {
-    "plan": lambda **options: ebbflow.plan(Untouchable(), X, budget=ANY, **options),
-    "sweep": lambda **options: ebbflow.sweep(Untouchable(), X, budgets=[ANY], **options),
-    "doctor": lambda **options: ebbflow.doctor(Untouchable(), X, **options),
-    "max_batch": lambda **options: ebbflow.max_batch(untouchable_case, budget=ANY, **options),
-    "fit": lambda **options: ebbflow.fit(Untouchable(), ANY, **options),
+    "plan": lambda **options: ebbtide.plan(Untouchable(), X, budget=ANY, **options),
+    "sweep": lambda **options: ebbtide.sweep(Untouchable(), X, budgets=[ANY], **options),
+    "doctor": lambda **options: ebbtide.doctor(Untouchable(), X, **options),
+    "max_batch": lambda **options: ebbtide.max_batch(untouchable_case, budget=ANY, **options),
+    "fit": lambda **options: ebbtide.fit(Untouchable(), ANY, **options),
 }
 ABSURD: dict[str, Any] = {
     "planner": "atuo",
@@ -57,7 +57,7 @@ ABSURD: dict[str, Any] = {
 }
 
 
-PUBLIC = {name: getattr(ebbflow, name) for name in (*TRAINING, *AHEAD) if inspect.isfunction(getattr(ebbflow, name))}
+PUBLIC = {name: getattr(ebbtide, name) for name in (*TRAINING, *AHEAD) if inspect.isfunction(getattr(ebbtide, name))}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -81,7 +81,7 @@ def test_a_keyword_that_there_is_not_is_answered_with_the_nearest(name: str) -> 
 def test_what_is_given_by_place_and_goes_by_name_is_told() -> None:
     said = r"max_batch takes make_case by place, and 2 .* by name it takes budget, vary"
     with pytest.raises(UnknownArgument, match=said):
-        ebbflow.max_batch(Untouchable(), mlp_chain, budget="1MiB")  # type: ignore[misc, arg-type]
+        ebbtide.max_batch(Untouchable(), mlp_chain, budget="1MiB")  # type: ignore[misc, arg-type]
 
 
 PAIRS = [(entry, option) for entry in ENTRIES for option in ABSURD if (entry, option) != ("fit", "machine")]
@@ -100,10 +100,10 @@ def test_an_absurd_value_is_refused_everywhere(entry: str, option: str) -> None:
 @pytest.mark.parametrize("budget", ["lots", 0, -3, True, None, 1.5, "2000%"])
 def test_an_absurd_budget_is_refused_everywhere(entry: str, budget: Any) -> None:
     calls: dict[str, Callable[[], object]] = {
-        "plan": lambda: ebbflow.plan(Untouchable(), X, budget=budget),
-        "doctor": lambda: ebbflow.doctor(Untouchable(), X, budget=budget if budget is not None else 0),
-        "max_batch": lambda: ebbflow.max_batch(untouchable_case, budget=budget),
-        "fit": lambda: ebbflow.fit(Untouchable(), budget),
+        "plan": lambda: ebbtide.plan(Untouchable(), X, budget=budget),
+        "doctor": lambda: ebbtide.doctor(Untouchable(), X, budget=budget if budget is not None else 0),
+        "max_batch": lambda: ebbtide.max_batch(untouchable_case, budget=budget),
+        "fit": lambda: ebbtide.fit(Untouchable(), budget),
     }
     with pytest.raises(UsageError) as raised:
         calls[entry]()
@@ -114,17 +114,17 @@ def test_an_absurd_budget_is_refused_everywhere(entry: str, budget: Any) -> None
 def test_a_sweep_takes_several_and_says_so(option: str) -> None:
     given = {"budgets": [ANY], "planners": ["auto"], option: "60%"}
     with pytest.raises(UsageError, match="takes a sequence"):
-        ebbflow.sweep(Untouchable(), X, **given)  # type: ignore[arg-type]
+        ebbtide.sweep(Untouchable(), X, **given)  # type: ignore[arg-type]
 
 
 def test_verify_checks_what_it_is_given() -> None:
-    model, plan = Untouchable(), ebbflow.plan(nn.Sequential(nn.Linear(2, 2)), X, budget=ANY)
+    model, plan = Untouchable(), ebbtide.plan(nn.Sequential(nn.Linear(2, 2)), X, budget=ANY)
     wrong: list[tuple[str, Callable[[], object]]] = [
-        ("plan", lambda: ebbflow.verify(model, X, None, "plan.json")),  # type: ignore[arg-type]
-        ("gradients", lambda: ebbflow.verify(model, X, None, plan, gradients="most")),  # type: ignore[arg-type]
-        ("args", lambda: ebbflow.verify(model, X[0], None, plan)),  # type: ignore[arg-type]
-        ("kwargs", lambda: ebbflow.verify(model, X, ["x"], plan)),  # type: ignore[arg-type]
-        ("model", lambda: ebbflow.verify("model", X, None, plan)),  # type: ignore[arg-type]
+        ("plan", lambda: ebbtide.verify(model, X, None, "plan.json")),  # type: ignore[arg-type]
+        ("gradients", lambda: ebbtide.verify(model, X, None, plan, gradients="most")),  # type: ignore[arg-type]
+        ("args", lambda: ebbtide.verify(model, X[0], None, plan)),  # type: ignore[arg-type]
+        ("kwargs", lambda: ebbtide.verify(model, X, ["x"], plan)),  # type: ignore[arg-type]
+        ("model", lambda: ebbtide.verify("model", X, None, plan)),  # type: ignore[arg-type]
     ]
     for argument, call in wrong:
         with pytest.raises(UsageError) as raised:
@@ -137,7 +137,7 @@ NAMED = {name: call for name, call in ENTRIES.items() if name not in ("max_batch
 
 @pytest.mark.parametrize("entry", [*NAMED, "fit", "verify"])
 def test_gradients_have_to_be_said_where_no_case_says_them(entry: str) -> None:
-    calls = {**ENTRIES, "verify": lambda **options: ebbflow.verify(Untouchable(), X, **options)}
+    calls = {**ENTRIES, "verify": lambda **options: ebbtide.verify(Untouchable(), X, **options)}
     with pytest.raises(UsageError, match="gradients=None is not accepted"):
         calls[entry](gradients=None)
 
@@ -152,16 +152,16 @@ def test_a_name_is_text(entry: str) -> None:
 def test_a_sweep_of_nothing_is_refused(option: str) -> None:
     given = {"budgets": [ANY], "planners": ["auto"], option: []}
     with pytest.raises(UsageError, match=f"{option} is empty"):
-        ebbflow.sweep(Untouchable(), X, **given)  # type: ignore[arg-type]
+        ebbtide.sweep(Untouchable(), X, **given)  # type: ignore[arg-type]
 
 
 def test_a_sweep_takes_what_can_be_gone_through_once() -> None:
     case = mlp_chain(16, layers=2, width=8)
-    plans = ebbflow.sweep(case.model, case.args, budgets=iter([ANY]), planners=iter(["keep_all", "greedy"]))  # type: ignore[arg-type]
+    plans = ebbtide.sweep(case.model, case.args, budgets=iter([ANY]), planners=iter(["keep_all", "greedy"]))  # type: ignore[arg-type]
     assert [plan.planner for plan in plans] == ["keep_all", "greedy"]
 
 
-@pytest.mark.parametrize("call", [ebbflow.unfit, ebbflow.plan_of, ebbflow.step_of, lambda x: ebbflow.set_budget(x, 1)])
+@pytest.mark.parametrize("call", [ebbtide.unfit, ebbtide.plan_of, ebbtide.step_of, lambda x: ebbtide.set_budget(x, 1)])
 @pytest.mark.parametrize("thing", [3, None, "model", nn.Linear, [nn.Linear(1, 1)]])
 def test_what_is_not_a_module_is_refused_after_fitting_too(call: Callable[[Any], object], thing: object) -> None:
     with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module"):
@@ -169,8 +169,8 @@ def test_what_is_not_a_module_is_refused_after_fitting_too(call: Callable[[Any],
 
 
 def test_what_is_not_a_path_or_a_name_is_refused() -> None:
-    plan = ebbflow.plan(nn.Sequential(nn.Linear(2, 2)), X, budget=ANY)
-    for call in (ebbflow.Plan.load, plan.save, plan.explain):
+    plan = ebbtide.plan(nn.Sequential(nn.Linear(2, 2)), X, budget=ANY)
+    for call in (ebbtide.Plan.load, plan.save, plan.explain):
         for thing in (5, None, ["plan.json"]):
             with pytest.raises(UsageError, match=r"not (int|NoneType|list)"):
                 call(thing)  # type: ignore[arg-type]
@@ -178,33 +178,33 @@ def test_what_is_not_a_path_or_a_name_is_refused() -> None:
 
 def test_verify_takes_its_plan_by_name() -> None:
     case = mlp_chain(16, layers=2, width=8)
-    plan = ebbflow.plan(case.model, case.args, budget=ANY)
-    assert ebbflow.verify(case.model, case.args, plan=plan) == ebbflow.verify(case.model, case.args, None, plan)
+    plan = ebbtide.plan(case.model, case.args, budget=ANY)
+    assert ebbtide.verify(case.model, case.args, plan=plan) == ebbtide.verify(case.model, case.args, None, plan)
     with pytest.raises(UsageError, match=r"verify\(model, args, plan=plan\)"):
-        ebbflow.verify(case.model, case.args)
+        ebbtide.verify(case.model, case.args)
 
 
 def test_classes_where_objects_are_meant_are_named() -> None:
     with pytest.raises(UsageError, match=r"AdamW\(model\.parameters\(\)\)"):
-        ebbflow.plan(Untouchable(), X, budget=ANY, optimizer=torch.optim.AdamW)
+        ebbtide.plan(Untouchable(), X, budget=ANY, optimizer=torch.optim.AdamW)
     with pytest.raises(UsageError, match=r"Untouchable\(\.\.\.\)"):
-        ebbflow.fit(Untouchable, ANY)  # type: ignore[type-var]
+        ebbtide.fit(Untouchable, ANY)  # type: ignore[type-var]
 
 
 def test_fit_says_where_a_loss_goes_and_takes_no_function_that_makes_an_optimizer() -> None:
     with pytest.raises(UsageError, match="model's forward"):
-        ebbflow.fit(Untouchable(), ANY, loss=torch.mean)  # type: ignore[arg-type]
+        ebbtide.fit(Untouchable(), ANY, loss=torch.mean)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="make it first"):
-        ebbflow.fit(Untouchable(), ANY, optimizer=lambda model: torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+        ebbtide.fit(Untouchable(), ANY, optimizer=lambda model: torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"the one optimizer that trains the model .* and not list"):
-        ebbflow.fit(Untouchable(), ANY, optimizer=[])  # type: ignore[arg-type]
+        ebbtide.fit(Untouchable(), ANY, optimizer=[])  # type: ignore[arg-type]
 
 
 def test_fit_takes_seed_and_time_limit() -> None:
     case = mlp_chain(64, layers=6, width=32)
-    ebbflow.fit(case.model, "80%", seed=5, time_limit=60, effort=50)
+    ebbtide.fit(case.model, "80%", seed=5, time_limit=60, effort=50)
     case.model(*case.args).backward()
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert (plan.provenance["seed"], plan.provenance["effort"]) == ("5", "50")
 
@@ -223,29 +223,29 @@ def state_bytes(model: nn.Module) -> int:
 
 @pytest.mark.long
 def test_an_optimizer_counts_in_every_estimate() -> None:
-    def make(batch: int, **more: Any) -> ebbflow.Case:
+    def make(batch: int, **more: Any) -> ebbtide.Case:
         case = mlp_chain(batch, layers=2, width=64)
-        return ebbflow.Case(case.model, case.args, name="chain", **more)
+        return ebbtide.Case(case.model, case.args, name="chain", **more)
 
     case = make(4)
     size = state_bytes(case.model)
-    plain = ebbflow.plan(case.model, case.args, budget=ANY)
+    plain = ebbtide.plan(case.model, case.args, budget=ANY)
     for optimizer in (adam, adam(case.model)):
-        made = ebbflow.plan(case.model, case.args, budget=ANY, optimizer=optimizer)
+        made = ebbtide.plan(case.model, case.args, budget=ANY, optimizer=optimizer)
         assert made.resident_bytes - plain.resident_bytes == size
-        found = ebbflow.doctor(case.model, case.args, optimizer=optimizer)
+        found = ebbtide.doctor(case.model, case.args, optimizer=optimizer)
         assert found.resident_bytes - plain.resident_bytes == size
-    budget = ebbflow.plan(case.model, case.args, budget=ANY, planner="keep_all").predicted_peak_bytes + size + 2**17
+    budget = ebbtide.plan(case.model, case.args, budget=ANY, planner="keep_all").predicted_peak_bytes + size + 2**17
     asked: dict[str, Any] = {"budget": budget, "planner": "keep_all", "effort": 1}
-    without = ebbflow.max_batch(make, **asked)
-    given = ebbflow.max_batch(make, optimizer=adam, **asked)
-    of_case = ebbflow.max_batch(lambda batch: _with_adam(make(batch)), **asked)
-    overridden = ebbflow.max_batch(lambda batch: _with_adam(make(batch)), optimizer=_no_state, **asked)
+    without = ebbtide.max_batch(make, **asked)
+    given = ebbtide.max_batch(make, optimizer=adam, **asked)
+    of_case = ebbtide.max_batch(lambda batch: _with_adam(make(batch)), **asked)
+    overridden = ebbtide.max_batch(lambda batch: _with_adam(make(batch)), optimizer=_no_state, **asked)
     assert given.batch == of_case.batch < without.batch == overridden.batch
 
 
-def _with_adam(case: ebbflow.Case) -> ebbflow.Case:
-    return ebbflow.Case(case.model, case.args, name=case.name, optimizer=adam(case.model))
+def _with_adam(case: ebbtide.Case) -> ebbtide.Case:
+    return ebbtide.Case(case.model, case.args, name=case.name, optimizer=adam(case.model))
 
 
 def _no_state(model: nn.Module) -> torch.optim.Optimizer:
@@ -255,14 +255,14 @@ def _no_state(model: nn.Module) -> torch.optim.Optimizer:
 def test_what_makes_an_optimizer_has_to_make_one() -> None:
     case = mlp_chain(4, layers=2, width=8)
     with pytest.raises(UsageError, match=r"returned list"):
-        ebbflow.plan(case.model, case.args, budget=ANY, optimizer=lambda model: list(model.parameters()))  # type: ignore[arg-type,return-value]
+        ebbtide.plan(case.model, case.args, budget=ANY, optimizer=lambda model: list(model.parameters()))  # type: ignore[arg-type,return-value]
     with pytest.raises(TypeError) as raised:
-        ebbflow.plan(case.model, case.args, budget=ANY, optimizer=lambda params: torch.optim.AdamW(params))  # type: ignore[arg-type]
+        ebbtide.plan(case.model, case.args, budget=ANY, optimizer=lambda params: torch.optim.AdamW(params))  # type: ignore[arg-type]
     assert "lambda model: torch.optim.AdamW(model.parameters())" in raised.value.__notes__[0]
     with pytest.raises(UsageError, match="cannot be foreseen"):
-        ebbflow.plan(case.model, case.args, budget=ANY, optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+        ebbtide.plan(case.model, case.args, budget=ANY, optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
     with pytest.raises(UsageError, match="optimizer=lambda model"):
-        ebbflow.max_batch(untouchable_case, budget=ANY, optimizer=adam(case.model))  # type: ignore[arg-type]
+        ebbtide.max_batch(untouchable_case, budget=ANY, optimizer=adam(case.model))  # type: ignore[arg-type]
 
 
 class Scores(nn.Module):
@@ -275,14 +275,14 @@ class Scores(nn.Module):
 
 
 def test_a_case_says_its_loss_and_gradients() -> None:
-    def make(batch: int) -> ebbflow.Case:
-        return ebbflow.Case(Scores(), (torch.zeros(batch, 16),), name="scores", loss=lambda y: y.square().mean())
+    def make(batch: int) -> ebbtide.Case:
+        return ebbtide.Case(Scores(), (torch.zeros(batch, 16),), name="scores", loss=lambda y: y.square().mean())
 
     case = make(32)
-    inside = ebbflow.doctor(case.model, case.args, loss=case.loss)
-    outside = ebbflow.doctor(case.model, case.args)
+    inside = ebbtide.doctor(case.model, case.args, loss=case.loss)
+    outside = ebbtide.doctor(case.model, case.args)
     assert (inside.loss_outside, outside.loss_outside) == (False, True)
-    found = ebbflow.max_batch(make, budget="4MiB", planner="keep_all", effort=1)
+    found = ebbtide.max_batch(make, budget="4MiB", planner="keep_all", effort=1)
     assert found.plan is not None
     assert found.plan.program.tangents
     assert sum(found.plan.program.buffers[b].bytes for b in found.plan.program.tangents) == 4
@@ -290,24 +290,24 @@ def test_a_case_says_its_loss_and_gradients() -> None:
 
 def test_the_doctor_judges_a_budget() -> None:
     case = mlp_chain(256, layers=8, width=32)
-    plain = ebbflow.doctor(case.model, case.args, top=3, name="chain")
+    plain = ebbtide.doctor(case.model, case.args, top=3, name="chain")
     assert (plain.case, plain.budget_bytes, plain.overhead, len(plain.largest)) == ("chain", None, None, 3)
-    deep = ebbflow.doctor(case.model, case.args, budget="60%", effort=100)
+    deep = ebbtide.doctor(case.model, case.args, budget="60%", effort=100)
     assert deep.budget_bytes == int(0.6 * plain.baseline_peak_bytes)
     assert deep.overhead is not None
     assert deep.overhead > 0
-    small = ebbflow.doctor(case.model, case.args, budget=plain.floor_bytes - 1)
+    small = ebbtide.doctor(case.model, case.args, budget=plain.floor_bytes - 1)
     assert (small.budget_bytes, small.overhead) == (plain.floor_bytes - 1, None)
     with pytest.raises(UsageError, match="top"):
-        ebbflow.doctor(case.model, case.args, top=0)
+        ebbtide.doctor(case.model, case.args, top=0)
 
 
 def test_tracing_and_fake_tensors_train_nothing() -> None:
     """``torch.fx`` and a user's ``FakeTensorMode`` get the model as it is written, and no call is planned."""
-    model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1GiB", effort=50)
+    model = ebbtide.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1GiB", effort=50)
     assert len(torch.fx.symbolic_trace(model).graph.nodes) == 4
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert isinstance(model(torch.randn(2, 4)), FakeTensor)
-    assert ebbflow.calls_of(model).planned == 0
+    assert ebbtide.calls_of(model).planned == 0
     model(torch.randn(2, 4)).sum().backward()
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1

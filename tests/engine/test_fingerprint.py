@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import VerificationError
-from ebbflow.lower import fingerprints as module
-from ebbflow.lower.fingerprints import Fingerprints, _fingerprint_on_device, fingerprint, fingerprint_of_values
-from ebbflow.zoo import MLPChain
+import ebbtide
+from ebbtide.errors import VerificationError
+from ebbtide.lower import fingerprints as module
+from ebbtide.lower.fingerprints import Fingerprints, _fingerprint_on_device, fingerprint, fingerprint_of_values
+from ebbtide.zoo import MLPChain
 from random_schedule import random_schedule, with_schedule
 
 
@@ -108,8 +108,8 @@ class Unsteady(nn.Module):
 @pytest.fixture
 def tight() -> nn.Module:
     model = Unsteady()
-    smallest = ebbflow.plan(model, (torch.randn(64, 16),), budget="1000%").smallest_bytes
-    return ebbflow.fit(model, smallest + 1024)
+    smallest = ebbtide.plan(model, (torch.randn(64, 16),), budget="1000%").smallest_bytes
+    return ebbtide.fit(model, smallest + 1024)
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def test_other_bits_stop_the_step_and_leave_no_trace(tight: nn.Module, faulty: d
 def test_gradients_of_earlier_steps_survive_a_stopped_one(tight: nn.Module, faulty: dict[str, bool]) -> None:
     for parameter in tight.parameters():
         parameter.grad = torch.ones_like(parameter)
-    ebbflow.unfit(tight)
-    smallest = ebbflow.plan(tight, (torch.randn(64, 16),), budget="1000%").smallest_bytes
-    ebbflow.fit(tight, smallest + 1024)
+    ebbtide.unfit(tight)
+    smallest = ebbtide.plan(tight, (torch.randn(64, 16),), budget="1000%").smallest_bytes
+    ebbtide.fit(tight, smallest + 1024)
     loss = tight(torch.randn(64, 16))
     with pytest.raises(VerificationError):
         loss.backward()
@@ -165,7 +165,7 @@ def test_the_model_trains_on_once_the_fault_is_gone(tight: nn.Module, faulty: di
         torch.manual_seed(3)
         model(x).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(tight.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
-    step = ebbflow.step_of(tight)
+    step = ebbtide.step_of(tight)
     assert step is not None
     assert step.verified_buffers > 0
 
@@ -173,7 +173,7 @@ def test_the_model_trains_on_once_the_fault_is_gone(tight: nn.Module, faulty: di
 def test_an_op_with_other_bits_on_its_second_run_is_found() -> None:
     runs = 0
 
-    @torch.library.custom_op("ebbflow_tests::drifting", mutates_args=())
+    @torch.library.custom_op("ebbtide_tests::drifting", mutates_args=())
     def drifting(x: torch.Tensor) -> torch.Tensor:
         nonlocal runs
         runs += 1
@@ -197,11 +197,11 @@ def test_an_op_with_other_bits_on_its_second_run_is_found() -> None:
 
     model = Drifting()
     x = torch.randn(64, 16)
-    plan = ebbflow.plan(model, (x,), budget="1000%")
+    plan = ebbtide.plan(model, (x,), budget="1000%")
     target = next(i for i, op in enumerate(plan.program.ops) if "drifting" in op.target)
     schedules = (random_schedule(plan.program, seed, drop=0.2) for seed in range(100))
     schedule = next(s for s in schedules if s.computes.count(target) > 1)
-    ebbflow.fit(model, with_schedule(plan, schedule))
+    ebbtide.fit(model, with_schedule(plan, schedule))
     loss = model(x)
     with pytest.raises(VerificationError, match="drifting"):
         loss.backward()
@@ -223,14 +223,14 @@ def test_every_step_may_be_proven() -> None:
     """Memory of an input that NumPy rewrites behind torch's back is seen at any step, before a gradient leaves."""
     memory = torch.randn(256, 32).numpy()
     x = torch.from_numpy(memory)
-    plan = ebbflow.plan(Chain(), (x,), budget="1000%", effort=10)
+    plan = ebbtide.plan(Chain(), (x,), budget="1000%", effort=10)
     seen = {}
     for verify in (True, "always"):
-        model = ebbflow.fit(Chain(), plan.smallest_bytes + 40_000, effort=100, verify=verify)
+        model = ebbtide.fit(Chain(), plan.smallest_bytes + 40_000, effort=100, verify=verify)
         for _ in range(4):
             model.zero_grad()
             model(x).backward()
-        step = ebbflow.step_of(model)
+        step = ebbtide.step_of(model)
         assert step is not None
         assert step.measured_above_bytes is not None
         model.zero_grad()

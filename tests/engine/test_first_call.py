@@ -20,11 +20,11 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.cost import profile, room
-from ebbflow.cost.call import Call, TensorSpec
-from ebbflow.cost.profile import profile_calls
-from ebbflow.cost.room import Room, within
+import ebbtide
+from ebbtide.cost import profile, room
+from ebbtide.cost.call import Call, TensorSpec
+from ebbtide.cost.profile import profile_calls
+from ebbtide.cost.room import Room, within
 
 TESTS = Path(__file__).resolve().parents[1]
 NOISE = 128 * 2**10
@@ -85,10 +85,10 @@ def first_call(name: str) -> dict[str, int]:
     tensors = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in (*model.parameters(), x)}
     tensors.update({each.untyped_storage().data_ptr(): each.untyped_storage() for each in model.buffers()})
     before = counter.allocation_level() - sum(each.nbytes() for each in tensors.values())
-    ebbflow.fit(model, "100%", optimizer=optimizer, effort=100)
+    ebbtide.fit(model, "100%", optimizer=optimizer, effort=100)
     counter.allocation_restart()
     model(x).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     return {"budget": plan.budget_bytes, "peak": counter.allocation_peak() - before}
 
@@ -106,7 +106,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
         "import json, torch; torch.set_num_threads(1); from engine.test_first_call import CASES, first_call; "
         "print(json.dumps({name: first_call(name) for name in CASES}))"
     )
-    path = os.pathsep.join([str(TESTS), str(Path(ebbflow.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(TESTS), str(Path(ebbtide.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": path}
     environment["XDG_CACHE_HOME"] = str(folder)  # costs are measured there and then
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
@@ -128,14 +128,14 @@ PRODUCT = Call(torch.ops.aten.mm.default, (SQUARE, SQUARE), {}, (SQUARE,), "mm")
 
 
 def taken(call: Call, there: Room) -> int:
-    with ebbflow.measure() as nothing:  # the window of a measurement is the profiler's, of which there is one
+    with ebbtide.measure() as nothing:  # the window of a measurement is the profiler's, of which there is one
         pass
     assert nothing.above_bytes == 0
     made: list[int] = []
     with within(there), pytest.MonkeyPatch.context() as patch:
 
         def counted(made_for: Call) -> Any:
-            with ebbflow.measure() as arguments:
+            with ebbtide.measure() as arguments:
                 result = room.arguments_for(made_for)
             made.append(arguments.above_bytes)
             return result

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import BudgetError, PlanMismatch, UsageError
-from ebbflow.planners import Problem, Progress, planner_named
-from ebbflow.planners.base import Answer
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning import pipeline
-from ebbflow.step.machine import machine_named
-from ebbflow.step.plan import Plan
-from ebbflow.step.provenance import Costs
-from ebbflow.zoo import MLPChain, mlp_chain
+import ebbtide
+from ebbtide.errors import BudgetError, PlanMismatch, UsageError
+from ebbtide.planners import Problem, Progress, planner_named
+from ebbtide.planners.base import Answer
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning import pipeline
+from ebbtide.step.machine import machine_named
+from ebbtide.step.plan import Plan
+from ebbtide.step.provenance import Costs
+from ebbtide.zoo import MLPChain, mlp_chain
 
 
 class Tracked(nn.Module):
@@ -47,7 +47,7 @@ def model() -> Tracked:
 
 @pytest.mark.parametrize("budget", ["", "much", "12", "12 G", "12gigs", "-3GiB", "0B", "0%", "-5%", "nan%", "1001%"])
 def test_text_that_is_no_budget_lists_the_accepted_forms(model: Tracked, budget: str) -> None:
-    for call in (lambda: ebbflow.fit(model, budget), lambda: ebbflow.plan(model, (X,), budget=budget)):
+    for call in (lambda: ebbtide.fit(model, budget), lambda: ebbtide.plan(model, (X,), budget=budget)):
         with pytest.raises(UsageError, match="12GiB"):
             call()
     assert type(model) is Tracked
@@ -56,8 +56,8 @@ def test_text_that_is_no_budget_lists_the_accepted_forms(model: Tracked, budget:
 @pytest.mark.parametrize("budget", [0, -1, 1.5, None, True, b"1GiB", [1], float("nan")])
 def test_values_that_are_no_budget_list_the_accepted_forms(model: Tracked, budget: object) -> None:
     for call in (
-        lambda: ebbflow.fit(model, budget),  # type: ignore[arg-type]
-        lambda: ebbflow.plan(model, (X,), budget=budget),  # type: ignore[arg-type]
+        lambda: ebbtide.fit(model, budget),  # type: ignore[arg-type]
+        lambda: ebbtide.plan(model, (X,), budget=budget),  # type: ignore[arg-type]
     ):
         with pytest.raises(UsageError, match="12GiB"):
             call()
@@ -65,23 +65,23 @@ def test_values_that_are_no_budget_list_the_accepted_forms(model: Tracked, budge
 
 def test_an_unknown_planner_lists_the_known_ones(model: Tracked) -> None:
     with pytest.raises(UsageError, match="keep_all"):
-        ebbflow.fit(model, "1MiB", planner="best")
+        ebbtide.fit(model, "1MiB", planner="best")
     with pytest.raises(UsageError, match="keep_all"):
-        ebbflow.plan(model, (X,), budget="1MiB", planner="best")
+        ebbtide.plan(model, (X,), budget="1MiB", planner="best")
 
 
 @pytest.mark.parametrize("machine", ["gpu", "", 3])
 def test_an_unknown_machine_is_refused(model: Tracked, machine: object) -> None:
     with pytest.raises(UsageError):
-        ebbflow.plan(model, (X,), budget="1MiB", machine=machine)  # type: ignore[arg-type]
+        ebbtide.plan(model, (X,), budget="1MiB", machine=machine)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("thing", [None, 3, lambda x: x, Tracked])
 def test_what_is_no_module_is_refused(thing: object) -> None:
     with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
-        ebbflow.fit(thing, "1MiB")  # type: ignore[type-var]
+        ebbtide.fit(thing, "1MiB")  # type: ignore[type-var]
     with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
-        ebbflow.plan(thing, (X,), budget="1MiB")  # type: ignore[arg-type]
+        ebbtide.plan(thing, (X,), budget="1MiB")  # type: ignore[arg-type]
 
 
 # -- too small ------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_what_is_no_module_is_refused(thing: object) -> None:
 def test_a_budget_that_is_too_small_is_refused_before_any_training(model: Tracked) -> None:
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    ebbflow.fit(model, "5KiB")
+    ebbtide.fit(model, "5KiB")
     with pytest.raises(BudgetError) as caught:
         model(X)
     assert torch.equal(torch.get_rng_state(), state)
@@ -107,11 +107,11 @@ def test_a_budget_that_is_too_small_is_refused_before_any_training(model: Tracke
 
 def test_the_smallest_budget_that_is_named_works(model: Tracked) -> None:
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "5KiB")
+    ebbtide.fit(model, "5KiB")
     with pytest.raises(BudgetError) as caught:
         model(X)
-    ebbflow.unfit(model)
-    ebbflow.fit(model, caught.value.smallest_bytes)
+    ebbtide.unfit(model)
+    ebbtide.fit(model, caught.value.smallest_bytes)
     for each in (model, plain):
         torch.manual_seed(4)
         each(X).backward()
@@ -119,36 +119,36 @@ def test_the_smallest_budget_that_is_named_works(model: Tracked) -> None:
 
 
 def test_a_call_that_was_refused_has_no_plan(model: Tracked) -> None:
-    ebbflow.fit(model, 1, progress=None)
-    assert ebbflow.plan_of(model) is None
+    ebbtide.fit(model, 1, progress=None)
+    assert ebbtide.plan_of(model) is None
     with pytest.raises(BudgetError) as caught:
         model(X)
-    assert ebbflow.plan_of(model) is None, "its error says what would do"
-    ebbflow.set_budget(model, caught.value.smallest_bytes)
+    assert ebbtide.plan_of(model) is None, "its error says what would do"
+    ebbtide.set_budget(model, caught.value.smallest_bytes)
     model(X).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.budget_bytes == caught.value.smallest_bytes
 
 
 def test_one_byte_less_than_the_floor_never_works(model: Tracked) -> None:
-    plan = ebbflow.plan(model, (X,), budget="1MiB")
+    plan = ebbtide.plan(model, (X,), budget="1MiB")
     with pytest.raises(BudgetError):
-        ebbflow.plan(model, (X,), budget=plan.floor_bytes - 1)
+        ebbtide.plan(model, (X,), budget=plan.floor_bytes - 1)
 
 
 def test_smallest_is_that_of_these_costs() -> None:
     case = mlp_chain(64, layers=4, width=16)
-    program = ebbflow.plan(case.model, case.args, budget="1MiB").program
+    program = ebbtide.plan(case.model, case.args, budget="1MiB").program
     light, _ = smallest_of(program)
     heavy, _ = smallest_of(program.with_costs([1.0] * len(program.ops), [10**6] * len(program.ops)))
     assert heavy >= light + 10**6
 
 
 def test_a_planner_that_finds_nothing_says_so_and_names_one_that_does(model: Tracked) -> None:
-    smallest = ebbflow.plan(model, (X,), budget="1MiB").smallest_bytes
+    smallest = ebbtide.plan(model, (X,), budget="1MiB").smallest_bytes
     with pytest.raises(BudgetError, match="keep_all") as caught:
-        ebbflow.plan(model, (X,), budget=smallest, planner="keep_all")
+        ebbtide.plan(model, (X,), budget=smallest, planner="keep_all")
     assert caught.value.smallest_bytes <= smallest
 
 
@@ -157,9 +157,9 @@ def test_a_planner_that_finds_nothing_says_so_and_names_one_that_does(model: Tra
 
 def test_a_first_call_tells_what_it_does_and_what_it_planned(model: Tracked) -> None:
     told: list[Progress] = []
-    ebbflow.fit(model, "80%", progress=told.append)
+    ebbtide.fit(model, "80%", progress=told.append)
     model(X).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert told[0] == Progress("capturing the step of Tracked")
     assert told[-2:] == [
@@ -174,33 +174,33 @@ def test_a_first_call_tells_what_it_does_and_what_it_planned(model: Tracked) -> 
 
 
 def test_a_given_plan_is_what_runs(model: Tracked, tmp_path: Path) -> None:
-    tight = ebbflow.plan(model, (X,), budget=ebbflow.plan(model, (X,), budget="1MiB").smallest_bytes)
+    tight = ebbtide.plan(model, (X,), budget=ebbtide.plan(model, (X,), budget="1MiB").smallest_bytes)
     for plan in (tight, Plan.load(tight.save(tmp_path / "plan.json"))):
-        ebbflow.fit(model, plan)
+        ebbtide.fit(model, plan)
         model(X).backward()
-        ran = ebbflow.plan_of(model)
+        ran = ebbtide.plan_of(model)
         assert ran is not None
         assert ran.schedule == tight.schedule
         model.zero_grad()
-        ebbflow.unfit(model)
+        ebbtide.unfit(model)
 
 
 def test_a_plan_for_another_machine_is_a_start_and_never_run(model: Tracked) -> None:
-    here = ebbflow.plan(model, (X,), budget="70%", effort=200)
+    here = ebbtide.plan(model, (X,), budget="70%", effort=200)
     elsewhere = replace(here, machine=machine_named("t4-16gb"), provenance=replace(here.provenance, machine="t4-16gb"))
-    ebbflow.fit(model, elsewhere)
+    ebbtide.fit(model, elsewhere)
     with pytest.raises(PlanMismatch, match=r"machine: plan 't4-16gb', here 'cpu'.*start=plan") as caught:
         model(X)
     assert caught.value.differences == ("machine: plan 't4-16gb', here 'cpu'",)
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
     named = replace(here, provenance=replace(here.provenance, name="another kind of CPU"))
-    ebbflow.fit(model, named)
+    ebbtide.fit(model, named)
     with pytest.raises(PlanMismatch, match="name: plan 'another kind of CPU'"):
         model(X)
-    ebbflow.unfit(model)
-    ebbflow.fit(model, here.budget_bytes, start=elsewhere, effort=1, planner="greedy")
+    ebbtide.unfit(model)
+    ebbtide.fit(model, here.budget_bytes, start=elsewhere, effort=1, planner="greedy")
     model(X).backward()
-    ran = ebbflow.plan_of(model)
+    ran = ebbtide.plan_of(model)
     assert ran is not None
     assert ran.machine is None
     assert ran.provenance.costs is Costs.MEASURED
@@ -217,9 +217,9 @@ def test_a_start_is_where_the_search_starts(model: Tracked, monkeypatch: pytest.
 
         return plan
 
-    start = ebbflow.plan(model, (X,), budget="80%", rewrites="none")
+    start = ebbtide.plan(model, (X,), budget="80%", rewrites="none")
     monkeypatch.setattr(pipeline, "planner_named", listening)
-    ebbflow.fit(model, "90%", start=start, rewrites="none")
+    ebbtide.fit(model, "90%", start=start, rewrites="none")
     model(X).backward()
     assert asked
     assert all(start.schedule in problem.seeds for problem in asked)
@@ -227,7 +227,7 @@ def test_a_start_is_where_the_search_starts(model: Tracked, monkeypatch: pytest.
 
 def test_a_start_of_another_step_is_said_not_to_be_used(model: Tracked) -> None:
     other = mlp_chain(32, layers=2, width=16)
-    ebbflow.fit(model, "80%", start=ebbflow.plan(other.model, other.args, budget="1MiB"), effort=50)
+    ebbtide.fit(model, "80%", start=ebbtide.plan(other.model, other.args, budget="1MiB"), effort=50)
     with pytest.warns(UserWarning, match="is of another step than the one captured here"):
         model(X).backward()
 
@@ -235,23 +235,23 @@ def test_a_start_of_another_step_is_said_not_to_be_used(model: Tracked) -> None:
 @pytest.mark.parametrize("start", ["plan.json", 3, True])
 def test_a_start_that_is_no_plan_is_refused(model: Tracked, start: object) -> None:
     with pytest.raises(UsageError, match="start takes"):
-        ebbflow.fit(model, "80%", start=start)  # type: ignore[arg-type]
-    plan = ebbflow.plan(model, (X,), budget="1MiB")
+        ebbtide.fit(model, "80%", start=start)  # type: ignore[arg-type]
+    plan = ebbtide.plan(model, (X,), budget="1MiB")
     with pytest.raises(UsageError, match="not both"):
-        ebbflow.fit(model, plan, start=plan)
+        ebbtide.fit(model, plan, start=plan)
 
 
 def test_a_plan_of_another_program_is_refused_with_the_difference(model: Tracked) -> None:
     other = mlp_chain(32, layers=2, width=16)
-    plan = ebbflow.plan(other.model, other.args, budget="1MiB")
-    ebbflow.fit(model, plan)
+    plan = ebbtide.plan(other.model, other.args, budget="1MiB")
+    ebbtide.fit(model, plan)
     with pytest.raises(PlanMismatch, match=r"the plan's has \d+ ops, this one \d+"):
         model(X)
     assert model.steps.item() == 0.0
 
 
 def test_a_plan_of_another_shape_is_refused(model: Tracked) -> None:
-    ebbflow.fit(model, ebbflow.plan(model, (X,), budget="1MiB"))
+    ebbtide.fit(model, ebbtide.plan(model, (X,), budget="1MiB"))
     model(X).backward()
     with pytest.raises(PlanMismatch, match="where this one has"):
         model(X[:8])
@@ -259,16 +259,16 @@ def test_a_plan_of_another_shape_is_refused(model: Tracked) -> None:
 
 @pytest.mark.parametrize(("fact", "value"), [("torch", "1.0"), ("device", "cuda")])
 def test_a_plan_of_another_build_or_device_is_refused(model: Tracked, fact: str, value: str) -> None:
-    plan = ebbflow.plan(model, (X,), budget="1MiB")
-    ebbflow.fit(model, replace(plan, provenance=replace(plan.provenance, **{fact: value})))
+    plan = ebbtide.plan(model, (X,), budget="1MiB")
+    ebbtide.fit(model, replace(plan, provenance=replace(plan.provenance, **{fact: value})))
     with pytest.raises(PlanMismatch, match=f"{fact}: plan '{value}', here '"):
         model(X)
 
 
 def test_a_plan_that_no_longer_fits_is_refused(model: Tracked) -> None:
-    plan = ebbflow.plan(model, (X,), budget="1MiB")
-    tight = ebbflow.plan(model, (X,), budget=plan.smallest_bytes)
-    ebbflow.fit(
+    plan = ebbtide.plan(model, (X,), budget="1MiB")
+    tight = ebbtide.plan(model, (X,), budget=plan.smallest_bytes)
+    ebbtide.fit(
         model, replace(tight, reserve_bytes=0, budget_bytes=tight.budget_bytes - tight.reserve_bytes), verify=False
     )
     model(X).backward()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
+import ebbtide
 from eager_steps import assert_trains_as_eager, history
-from ebbflow.errors import UsageError
+from ebbtide.errors import UsageError
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
@@ -45,49 +45,49 @@ def as_eager(model: nn.Module, plain: nn.Module, steps: int = 2) -> bool:
 def test_a_model_that_is_given_another_class_is_planned_as_one_of_it(called_before: bool) -> None:
     model = Mean()
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
     if called_before:
         assert as_eager(model, plain)
     for kind in (Sum, Mean):
         model.__class__ = plain.__class__ = kind
         assert isinstance(model, kind)
         assert as_eager(model, plain)
-    assert not ebbflow.calls_of(model).unplanned
-    assert ebbflow.calls_of(model).planned == 4 + 2 * called_before
+    assert not ebbtide.calls_of(model).unplanned
+    assert ebbtide.calls_of(model).planned == 4 + 2 * called_before
     model.__class__ = Sum
     assert type(copy.deepcopy(model)) is Sum
-    assert type(ebbflow.unfit(model)) is Sum
+    assert type(ebbtide.unfit(model)) is Sum
 
 
 def test_a_part_that_is_given_another_class_makes_another_step() -> None:
     model = Mean()
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
     assert as_eager(model, plain)
     model.one.__class__ = plain.one.__class__ = Fast
     assert as_eager(model, plain)
-    assert ebbflow.calls_of(model).planned == 4
+    assert ebbtide.calls_of(model).planned == 4
 
 
 def test_a_class_that_does_not_fit_changes_nothing() -> None:
-    model = ebbflow.fit(Mean(), "1GiB")
+    model = ebbtide.fit(Mean(), "1GiB")
     with pytest.raises(TypeError):
         model.__class__ = 3  # type: ignore[assignment]
     model(X).backward()
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def test_parametrizations_come_and_go() -> None:
     model = Mean()
     plain = copy.deepcopy(model)
-    ebbflow.fit(model.one, "1GiB")
+    ebbtide.fit(model.one, "1GiB")
     for each in (model, plain):
         torch.nn.utils.parametrizations.weight_norm(each.one)
     assert as_eager(model, plain, 1)
     for each in (model, plain):
         torch.nn.utils.parametrize.remove_parametrizations(each.one, "weight")
     assert as_eager(model, plain, 1)
-    assert ebbflow.calls_of(model.one).planned == 2
+    assert ebbtide.calls_of(model.one).planned == 2
 
 
 def traced() -> torch.fx.GraphModule:
@@ -99,15 +99,15 @@ def test_a_graph_module_is_planned() -> None:
     kind = type(model)
     assert_trains_as_eager(model, lambda: (X,))
     made = copy.deepcopy(model)
-    assert not hasattr(type(made), "_ebbflow_plain")
+    assert not hasattr(type(made), "_ebbtide_plain")
     assert torch.equal(made(X), model(X))
-    assert type(ebbflow.unfit(model)) is kind
+    assert type(ebbtide.unfit(model)) is kind
 
 
 def test_a_graph_module_may_be_recompiled() -> None:
     model = traced()
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
     assert as_eager(model, plain, 1)
     for each in (model, plain):
         output = each.graph.output_node()
@@ -115,16 +115,16 @@ def test_a_graph_module_may_be_recompiled() -> None:
             output.args = (each.graph.call_function(torch.exp, output.args),)
         each.recompile()
     assert as_eager(model, plain, 1)
-    assert ebbflow.calls_of(model).planned == 2
+    assert ebbtide.calls_of(model).planned == 2
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_graph_modules_are_parts_of_what_others_compile() -> None:
     model = nn.Sequential(traced(), nn.Identity())
     plain = copy.deepcopy(model)
-    ebbflow.fit(model[0], "1GiB")
+    ebbtide.fit(model[0], "1GiB")
     assert as_eager(torch.compile(model, backend="eager"), plain, 1)  # type: ignore[arg-type]
-    assert ebbflow.calls_of(model[0]).planned == 1
+    assert ebbtide.calls_of(model[0]).planned == 1
 
 
 # -- what goes past the forward ------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def trained(model: nn.Module) -> None:
 
 def test_a_call_of_its_own_without_a_forward_is_refused_by_fit() -> None:
     with pytest.raises(UsageError, match="CallOnly has a __call__ of its own and no forward"):
-        ebbflow.fit(CallOnly(), "1GiB")
+        ebbtide.fit(CallOnly(), "1GiB")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_call_of_its_own_without_a_forward_is_refused_by_fit() -> None:
     ],
 )
 def test_what_goes_past_the_plan_is_refused_before_a_weight_changes(model: type[nn.Module], advice: str) -> None:
-    fitted = ebbflow.fit(model(), "1GiB")
+    fitted = ebbtide.fit(model(), "1GiB")
     before = [each.clone() for each in fitted.parameters()]
     with pytest.raises(UsageError, match=advice):
         trained(fitted)
@@ -188,9 +188,9 @@ def test_what_goes_past_the_plan_is_refused_before_a_weight_changes(model: type[
 
 
 def test_a_call_around_the_forward_is_planned() -> None:
-    model = ebbflow.fit(AroundForward(), "1GiB")
+    model = ebbtide.fit(AroundForward(), "1GiB")
     trained(model)
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def test_gradients_that_a_forward_switches_on_are_planned_where_they_are_on() -> None:
@@ -201,5 +201,5 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     model = Mean()
     foreign = torch.optim.AdamW(Mean().parameters())
     with pytest.raises(UsageError, match="holds no parameter of this Mean"):
-        ebbflow.fit(model, "1GiB", optimizer=foreign)
-    ebbflow.fit(model.requires_grad_(False), "1GiB", optimizer=torch.optim.SGD([X.clone().requires_grad_()], 0.1))
+        ebbtide.fit(model, "1GiB", optimizer=foreign)
+    ebbtide.fit(model.requires_grad_(False), "1GiB", optimizer=torch.optim.SGD([X.clone().requires_grad_()], 0.1))

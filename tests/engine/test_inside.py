@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ebbflow
-from ebbflow.errors import CaptureError, PlanMismatch, UpdateError, UsageError
+import ebbtide
+from ebbtide.errors import CaptureError, PlanMismatch, UpdateError, UsageError
 from engine.pairs import Net, Pair, batch, eager, equal, fitted, step, weights
 
 
@@ -90,7 +90,7 @@ def test_clearing_between_forward_and_backward_is_as_good(pair: Pair) -> None:
         loss.backward()
         optimizer.step()
     assert equal(weights(model), weights(eager(3)[0]))
-    assert ebbflow.calls_of(model).planned == 3
+    assert ebbtide.calls_of(model).planned == 3
 
 
 def test_gradients_that_are_never_cleared_are_refused(pair: Pair) -> None:
@@ -108,7 +108,7 @@ def test_a_backward_without_a_step_between_is_refused(pair: Pair) -> None:
     model, _ = pair
     model(batch()).backward()
     before = weights(model)
-    with pytest.raises(UsageError, match=r"ebbflow\.no_update\(model\)"):
+    with pytest.raises(UsageError, match=r"ebbtide\.no_update\(model\)"):
         model(batch()).backward()
     assert equal(weights(model), before)
 
@@ -183,7 +183,7 @@ def test_gradients_are_accumulated_where_that_is_said(pair: Pair) -> None:
     model, optimizer = pair
     twin, plain = eager()
     for seed in range(4):
-        for net, stepping, within in ((model, optimizer, ebbflow.no_update), (twin, plain, None)):
+        for net, stepping, within in ((model, optimizer, ebbtide.no_update), (twin, plain, None)):
             stepping.zero_grad()
             for micro in range(3):
                 if micro < 2 and within is not None:
@@ -199,12 +199,12 @@ def test_gradients_are_accumulated_where_that_is_said(pair: Pair) -> None:
 
 def test_no_update_is_nothing_where_the_optimizer_is_outside() -> None:
     model = Net()
-    ebbflow.fit(model, "100%", progress=None)
-    with ebbflow.no_update(model):
+    ebbtide.fit(model, "100%", progress=None)
+    with ebbtide.no_update(model):
         model(batch()).backward()
     assert model.first.weight.grad is not None
     with pytest.raises(UsageError, match="not fitted"):
-        ebbflow.no_update(Net())
+        ebbtide.no_update(Net())
 
 
 class _Own(torch.optim.Optimizer):
@@ -247,13 +247,13 @@ def test_options_that_couple_parameters_are_found_wherever_they_are(option: str,
             setattr(optimizer, option, True)
 
     if later:
-        ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
         model(batch()).backward()
         optimizer.step()
         optimizer.zero_grad()
     change()
     before = weights(model)
-    inside = functools.partial(ebbflow.fit, model, "100%", optimizer=optimizer, step="inside", progress=None)
+    inside = functools.partial(ebbtide.fit, model, "100%", optimizer=optimizer, step="inside", progress=None)
     with pytest.raises(UsageError, match=r"on stand-ins one by one gives other bits|keeps in its groups"):
         model(batch()) if later else inside()
     assert equal(weights(model), before)
@@ -265,7 +265,7 @@ def test_what_needs_gradients_or_weights_as_they_are_is_refused(pair: Pair) -> N
     loss = model(batch())
     with pytest.raises(CaptureError, match="retain_graph"):
         loss.backward(retain_graph=True)
-    with pytest.raises(CaptureError, match="its forward ran outside of it"), ebbflow.no_update(model):
+    with pytest.raises(CaptureError, match="its forward ran outside of it"), ebbtide.no_update(model):
         loss.backward()
     del loss
     one = model(batch(1))
@@ -301,14 +301,14 @@ def test_a_backward_for_some_inputs_updates_those(pair: Pair) -> None:
 def test_options_that_do_not_go_together_are_refused() -> None:
     model = Net()
     with pytest.raises(UsageError, match="no optimizer is given"):
-        ebbflow.fit(model, "100%", step="inside")
+        ebbtide.fit(model, "100%", step="inside")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="not accepted together"):
-        ebbflow.fit(
+        ebbtide.fit(
             model, "100%", optimizer=optimizer, step="inside", offload_optimizer=True, tiers="disk", progress=None
         )
     with pytest.raises(UsageError, match="did you mean 'inside'"):
-        ebbflow.fit(model, "100%", optimizer=optimizer, step="insid")  # type: ignore[arg-type]
+        ebbtide.fit(model, "100%", optimizer=optimizer, step="insid")  # type: ignore[arg-type]
 
 
 class _Explodes(torch.autograd.Function):
@@ -323,7 +323,7 @@ def test_a_failure_says_what_has_been_updated(pair: Pair, monkeypatch: pytest.Mo
     optimizer.zero_grad()
     before = dict(zip((name for name, _ in model.named_parameters()), weights(model), strict=True))
     done: list[int] = []
-    from ebbflow.engine import updating
+    from ebbtide.engine import updating
 
     original = updating.step_alone
 
@@ -346,7 +346,7 @@ def test_a_failure_says_what_has_been_updated(pair: Pair, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_says_it_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbflow.engine import updating
+    from ebbtide.engine import updating
 
     model, _ = pair
     done: list[int] = []
@@ -366,8 +366,8 @@ def test_ctrl_c_says_it_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_verification_comes_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer that comes back with other bits is found in the rehearsal."""
-    from ebbflow.errors import VerificationError
-    from ebbflow.lower.fingerprints import Fingerprints
+    from ebbtide.errors import VerificationError
+    from ebbtide.lower.fingerprints import Fingerprints
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
@@ -382,8 +382,8 @@ def test_verification_comes_before_the_first_update(monkeypatch: pytest.MonkeyPa
 
     loss, x = Loss(), torch.randn(256, 32)
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
-    smallest = ebbflow.plan(loss, (x,), budget="100%", optimizer=optimizer, step="inside", progress=None).smallest_bytes
-    ebbflow.fit(loss, int(1.02 * smallest), optimizer=optimizer, step="inside", progress=None)
+    smallest = ebbtide.plan(loss, (x,), budget="100%", optimizer=optimizer, step="inside", progress=None).smallest_bytes
+    ebbtide.fit(loss, int(1.02 * smallest), optimizer=optimizer, step="inside", progress=None)
     before, random = weights(loss), torch.get_rng_state()
 
     def wrong(self: Fingerprints, buffer: int, tensor: Tensor) -> None:
@@ -400,14 +400,14 @@ def test_a_plan_is_saved_read_and_run(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    plan = ebbflow.plan(model, (batch(),), budget="100%", optimizer=optimizer, step="inside", progress=None)
+    plan = ebbtide.plan(model, (batch(),), budget="100%", optimizer=optimizer, step="inside", progress=None)
     plan.save(tmp_path / "plan.json")
-    again = ebbflow.Plan.load(tmp_path / "plan.json")
+    again = ebbtide.Plan.load(tmp_path / "plan.json")
     assert again.program == plan.program
     with pytest.raises(PlanMismatch, match='step="inside"'):
-        ebbflow.fit(model, again, optimizer=optimizer, progress=None)(batch())
-    ebbflow.unfit(model)
-    ebbflow.fit(model, again, optimizer=optimizer, step="inside", progress=None)
+        ebbtide.fit(model, again, optimizer=optimizer, progress=None)(batch())
+    ebbtide.unfit(model)
+    ebbtide.fit(model, again, optimizer=optimizer, step="inside", progress=None)
     for seed in range(3):
         step((model, optimizer), seed)
     assert equal(weights(model), weights(eager(3)[0]))
@@ -418,7 +418,7 @@ def test_another_optimizer_takes_over(pair: Pair) -> None:
     step(pair)
     model.zero_grad()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbflow.set_optimizer(model, other)
+    ebbtide.set_optimizer(model, other)
     twin, _ = eager(1)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
     for seed in range(2):
@@ -430,7 +430,7 @@ def test_another_optimizer_takes_over(pair: Pair) -> None:
 def test_unfit_ends_it(pair: Pair) -> None:
     model, optimizer = pair
     model(batch()).backward()
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
     assert all(type(each) is nn.Parameter for each in model.parameters())
     step((model, optimizer), 1)
     assert model.first.weight.grad is not None
@@ -458,11 +458,11 @@ def test_a_rehearsal_frees_what_the_forward_has_saved_after_its_last_reader(monk
     def update(self: object, position: int, gradient: Tensor) -> None:
         alive.append(sum(type(each) is Tensor and each.shape == (16, width) for each in gc.get_objects()))
 
-    monkeypatch.setattr("ebbflow.engine.executor._Dropping.update", update)
+    monkeypatch.setattr("ebbtide.engine.executor._Dropping.update", update)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, width), nn.Sigmoid(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", gradients="all", progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", gradients="all", progress=None)
     model(batch())
     assert len(alive) == 6
     assert alive[0] > 0
@@ -476,18 +476,18 @@ def test_gradients_of_a_round_that_only_sums_are_clipped(kind: float) -> None:
     model = Net()
     twin = copy.deepcopy(model)
     optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin))
-    clipping = ebbflow.Clipping(0.01, norm_type=kind)
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=clipping, progress=None)
+    clipping = ebbtide.Clipping(0.01, norm_type=kind)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=clipping, progress=None)
     for rounds in ((True, False), (True, True), (False,)):
         for seed, only_sums in enumerate(rounds):
-            with ebbflow.no_update(model) if only_sums else contextlib.nullcontext():
+            with ebbtide.no_update(model) if only_sums else contextlib.nullcontext():
                 model(batch(seed)).backward()
             twin(batch(seed)).backward()
         total = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.01, norm_type=kind)
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-        assert torch.equal(ebbflow.total_norm(model), total)
+        assert torch.equal(ebbtide.total_norm(model), total)
         assert equal(weights(model), weights(twin))
 
 
@@ -498,16 +498,16 @@ def test_a_closure_makes_its_gradients_before_they_are_clipped(sums_all: bool) -
     model = Net()
     twin = copy.deepcopy(model)
     optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=0.01, progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=0.01, progress=None)
 
     def closure() -> Tensor:
-        with ebbflow.no_update(model) if sums_all else contextlib.nullcontext():
+        with ebbtide.no_update(model) if sums_all else contextlib.nullcontext():
             loss = model(batch(1))
         loss.backward()
         return loss.detach()
 
     for _ in range(3):
-        with ebbflow.no_update(model):
+        with ebbtide.no_update(model):
             model(batch(0)).backward()
         optimizer.step(closure)
         for seed in (0, 1):

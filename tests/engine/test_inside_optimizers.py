@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ebbflow
-from ebbflow.errors import BudgetError, UsageError
-from ebbflow.inside.one_by_one import step_alone
-from ebbflow.torch_seams.optimizers import gradient_of
+import ebbtide
+from ebbtide.errors import BudgetError, UsageError
+from ebbtide.inside.one_by_one import step_alone
+from ebbtide.torch_seams.optimizers import gradient_of
 from engine.pairs import Descent, Net, Pair, batch, eager, equal, fitted, step, weights
 
 
@@ -30,7 +30,7 @@ def test_state_that_comes_later_stands_behind_the_rest_in_order() -> None:
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if planned:
-            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
         model.first.requires_grad_(False)
         for seed in range(3):
             step((model, optimizer), seed)
@@ -49,7 +49,7 @@ class Own(torch.optim.SGD):
 def test_a_hook_before_the_step_is_never_shown_none(kind: type[torch.optim.SGD]) -> None:
     model = Net()
     optimizer = kind(model.parameters(), lr=0.1)
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
 
     def clamp(stepping: torch.optim.Optimizer, *_: object) -> None:
         for each in stepping.param_groups[0]["params"]:
@@ -135,16 +135,16 @@ class Wants(torch.optim.SGD):
 def test_an_optimizer_that_is_not_of_single_parameters_is_refused(make: Callable[[Any], Any], why: str) -> None:
     model = Net()
     with pytest.raises(UsageError, match=why) as caught:
-        ebbflow.fit(model, "100%", optimizer=make(model.parameters()), step="inside")
+        ebbtide.fit(model, "100%", optimizer=make(model.parameters()), step="inside")
     assert "fit(model, budget, optimizer=optimizer)" in str(caught.value)
     with pytest.raises(UsageError, match=why):
-        ebbflow.plan(model, (batch(),), budget="100%", optimizer=make(model.parameters()), step="inside")
+        ebbtide.plan(model, (batch(),), budget="100%", optimizer=make(model.parameters()), step="inside")
 
 
 def test_options_in_attributes_are_those_of_the_updates() -> None:
     (model, clips), (twin, plain) = ((net, Clips(net.parameters())) for net in (Net(), Net()))
     twin.load_state_dict(model.state_dict())
-    ebbflow.fit(model, "100%", optimizer=clips, step="inside", progress=None)
+    ebbtide.fit(model, "100%", optimizer=clips, step="inside", progress=None)
     for seed in range(2):
         step((model, clips), seed)
         step((twin, plain), seed)
@@ -164,8 +164,8 @@ def test_state_stands_in_order_where_some_gradients_only_came_while_summing() ->
         model = Parts()
         optimizer = torch.optim.AdamW(model.parameters())
         if planned:
-            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
-        with ebbflow.no_update(model) if planned else contextlib.nullcontext():
+            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        with ebbtide.no_update(model) if planned else contextlib.nullcontext():
             model(batch(), (0, 1, 2)).backward()
         model(batch(), (0, 2)).backward()
         optimizer.step()
@@ -189,7 +189,7 @@ def test_options_that_take_more_are_planned_for(make: Callable[[Any], Any], chan
     model = Net()
     eager = copy.deepcopy(model)
     optimizer, other = make(model.parameters()), make(eager.parameters())
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
     plans: list[object] = []
     for number in range(4):
         for each in (optimizer, other):
@@ -200,7 +200,7 @@ def test_options_that_take_more_are_planned_for(make: Callable[[Any], Any], chan
             trained(batch(number)).backward()
             each.step()
             each.zero_grad()
-        plans.append(ebbflow.plan_of(model))
+        plans.append(ebbtide.plan_of(model))
         assert all(map(torch.equal, weights(model), weights(eager)))
     assert plans[0] is plans[1]
     assert plans[2] is not plans[1]
@@ -237,7 +237,7 @@ class _Counting(torch.optim.SGD):
 def test_what_one_by_one_is_not_is_found_out(kind: type[torch.optim.SGD], why: str) -> None:
     model = Net()
     with pytest.raises(UsageError, match=why):
-        ebbflow.fit(model, "100%", optimizer=kind(model.parameters(), lr=0.1), step="inside")
+        ebbtide.fit(model, "100%", optimizer=kind(model.parameters(), lr=0.1), step="inside")
 
 
 def test_parameters_in_the_same_memory_are_refused_and_parts_of_one_are_not() -> None:
@@ -245,11 +245,11 @@ def test_parameters_in_the_same_memory_are_refused_and_parts_of_one_are_not() ->
     whole = torch.zeros(64)
     model.first.weight.data = whole[:48].view(8, 6)
     model.last.weight.data = whole[48:].view(2, 8)
-    ebbflow.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside", progress=None)
-    ebbflow.unfit(model)
+    ebbtide.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside", progress=None)
+    ebbtide.unfit(model)
     model.last.weight.data = whole[40:56].view(2, 8)
     with pytest.raises(UsageError, match="two parameters lie in the same memory"):
-        ebbflow.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside")
+        ebbtide.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside")
 
 
 @pytest.mark.parametrize("where", ["outside", "inside"])
@@ -259,15 +259,15 @@ def test_state_to_come_is_in_the_budget_of_every_micro_batch(where: Any) -> None
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     before = weights(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    ebbflow.fit(model, 10_000, optimizer=optimizer, step=where, progress=None)
+    ebbtide.fit(model, 10_000, optimizer=optimizer, step=where, progress=None)
     x = torch.randn(8, 256)
     with pytest.raises(BudgetError) as refused:
         model(x).square().mean().backward()
     assert refused.value.smallest_bytes is not None
-    ebbflow.set_budget(model, refused.value.smallest_bytes + 2**12)
+    ebbtide.set_budget(model, refused.value.smallest_bytes + 2**12)
 
     def micro_batches() -> None:
-        with ebbflow.no_update(model):
+        with ebbtide.no_update(model):
             for _ in range(3):
                 model(x).square().mean().backward()
 
@@ -278,9 +278,9 @@ def test_state_to_come_is_in_the_budget_of_every_micro_batch(where: Any) -> None
     if where == "inside":
         return  # the step that updates is another one, and is refused for itself, before it does
     model.zero_grad()
-    ebbflow.set_budget(model, later.value.smallest_bytes + 2**12)
+    ebbtide.set_budget(model, later.value.smallest_bytes + 2**12)
     for _ in range(2):
-        with ebbflow.no_update(model):
+        with ebbtide.no_update(model):
             model(x).square().mean().backward()
         model(x).square().mean().backward()
         optimizer.step()
@@ -331,7 +331,7 @@ def test_what_writes_to_gradients_writes_to_nobody_elses(kind: Any, make: Any, m
     twin = copy.deepcopy(model)
     optimizers = [make(each.parameters()) for each in (model, twin)]
     options = {} if max_norm is None else {"max_norm": max_norm}
-    ebbflow.fit(model, "100%", optimizer=optimizers[0], step="inside", progress=None, **options)
+    ebbtide.fit(model, "100%", optimizer=optimizers[0], step="inside", progress=None, **options)
     for seed in range(5):
         for each, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()
@@ -356,14 +356,14 @@ def test_norms_of_complex_and_real_gradients_are_added_up_in_torchs_order() -> N
     model = Mixed()
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
-    ebbflow.fit(model, "100%", optimizer=optimizers[0], step="inside", max_norm=0.01, progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizers[0], step="inside", max_norm=0.01, progress=None)
     for seed in range(6):
         for each, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()
             each(batch(seed)).backward()
             if each is twin:
                 total = torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01)
-                assert torch.equal(total, ebbflow.total_norm(model))  # type: ignore[arg-type]
+                assert torch.equal(total, ebbtide.total_norm(model))  # type: ignore[arg-type]
             optimizer.step()
     assert equal(weights(model), weights(twin))
 
@@ -431,7 +431,7 @@ class _ByTheBias(Descent):
 def test_what_is_done_without_a_gradient_or_by_anothers_is_refused(kind: type[Descent]) -> None:
     model = Net()
     with pytest.raises(UsageError, match='step="inside" is not accepted'):
-        ebbflow.fit(model, "100%", optimizer=kind(model.parameters()), step="inside", progress=None)
+        ebbtide.fit(model, "100%", optimizer=kind(model.parameters()), step="inside", progress=None)
 
 
 def test_a_trial_changes_nothing_of_the_users() -> None:
@@ -449,7 +449,7 @@ def test_a_trial_changes_nothing_of_the_users() -> None:
     optimizer = Draws(model.parameters(), lr=torch.tensor(0.1))
     states = random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state()  # type: ignore[union-attr]
     with pytest.raises(UsageError, match='step="inside" is not accepted'):
-        ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
     assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
     assert random.getstate() == states[0]
     assert numpy.random.get_state()[1].tobytes() == states[1]  # type: ignore[union-attr]
@@ -472,7 +472,7 @@ def test_draws_of_another_thread_are_not_the_optimizers() -> None:
         over.set()
         thread.join()
     assert drawn
-    assert ebbflow.calls_of(pair[0]).planned == 0, "it is fitted"
+    assert ebbtide.calls_of(pair[0]).planned == 0, "it is fitted"
 
 
 def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is_not() -> None:
@@ -481,8 +481,8 @@ def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert "step" in vars(optimizer), "schedulers count steps so"
     assert scheduler.get_last_lr() == [0.1]
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
-    ebbflow.unfit(model)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    ebbtide.unfit(model)
     inner = optimizer.step
 
     def centred(*args: Any, **named: Any) -> Any:
@@ -493,7 +493,7 @@ def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is
 
     optimizer.step = centred  # type: ignore[method-assign]
     with pytest.raises(UsageError, match="another step than that of its class"):
-        ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
 
 
 STEPPING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -522,13 +522,13 @@ def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: s
             found.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
 
         if planned:
-            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
         if way == "hooks":
             optimizer.register_step_pre_hook(look)
             optimizer.register_step_post_hook(look)
 
         def backward() -> Tensor:
-            with ebbflow.no_update(model) if planned else contextlib.nullcontext():
+            with ebbtide.no_update(model) if planned else contextlib.nullcontext():
                 loss = model(batch(len(found)))
             loss.backward()
             return loss
@@ -558,10 +558,10 @@ def test_a_round_that_only_sums_is_within_its_budget(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
     optimizer, x = STEPPING[name](model.parameters()), torch.randn(64, 128)
-    ebbflow.fit(model, 10_000, optimizer=optimizer, step="inside", progress=None)
+    ebbtide.fit(model, 10_000, optimizer=optimizer, step="inside", progress=None)
 
     def sums() -> None:
-        with ebbflow.no_update(model):
+        with ebbtide.no_update(model):
             loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -574,15 +574,15 @@ def test_a_round_that_only_sums_is_within_its_budget(name: str) -> None:
         except BudgetError as error:
             optimizer.zero_grad()
             budget = (error.smallest_bytes or 0) + 4096
-            ebbflow.set_budget(model, budget)
-    with ebbflow.measure(model, optimizer, x) as gauge:
+            ebbtide.set_budget(model, budget)
+    with ebbtide.measure(model, optimizer, x) as gauge:
         sums()
     assert gauge.peak_bytes <= budget
 
 
 def test_a_step_that_fails_while_it_steps_one_by_one_leaves_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = fitted()
-    with ebbflow.no_update(model):
+    with ebbtide.no_update(model):
         model(batch()).backward()
     kept = [each.grad for each in model.parameters()]
     made = iter(range(2))
@@ -592,7 +592,7 @@ def test_a_step_that_fails_while_it_steps_one_by_one_leaves_the_gradients(monkey
             raise KeyboardInterrupt
         step_alone(*args)
 
-    monkeypatch.setattr("ebbflow.engine.inside.step_alone", fails)
+    monkeypatch.setattr("ebbtide.engine.inside.step_alone", fails)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert [each.grad for each in model.parameters()] == kept
@@ -614,7 +614,7 @@ def test_a_step_that_is_interrupted_after_it_has_stepped_leaves_no_old_gradients
             return super()._init_group(*args)
 
     for seed in range(2):
-        with ebbflow.no_update(model):
+        with ebbtide.no_update(model):
             model(batch(seed)).backward()
         if not seed:
             optimizer.__class__ = Interrupted
@@ -640,7 +640,7 @@ def test_a_hook_that_leaves_a_step_out_is_no_step(*, sums: bool) -> None:
 
     optimizer.register_step_pre_hook(skip)
     before = weights(model)
-    with ebbflow.no_update(model) if sums else contextlib.nullcontext():
+    with ebbtide.no_update(model) if sums else contextlib.nullcontext():
         loss = model(batch())
     loss.backward()
     with pytest.raises(Skip):
@@ -666,4 +666,4 @@ def test_a_class_that_calls_the_step_of_its_base_is_refused_whatever_was_made_be
 
     model = Net()
     with pytest.raises(UsageError, match="calls its hooks from below its own step"):
-        ebbflow.fit(model, "100%", optimizer=Calling(model.parameters(), lr=0.1), step="inside", progress=None)
+        ebbtide.fit(model, "100%", optimizer=Calling(model.parameters(), lr=0.1), step="inside", progress=None)

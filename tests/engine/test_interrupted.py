@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.capture import trace
-from ebbflow.engine import flights
-from ebbflow.engine.compiled import Capture
-from ebbflow.engine.fitted_class import FITTED
-from ebbflow.engine.model import FittedModel
-from ebbflow.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
+import ebbtide
+from ebbtide.capture import trace
+from ebbtide.engine import flights
+from ebbtide.engine.compiled import Capture
+from ebbtide.engine.fitted_class import FITTED
+from ebbtide.engine.model import FittedModel
+from ebbtide.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return ebbflow.fit(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)), "4MiB", progress=None)
+    return ebbtide.fit(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)), "4MiB", progress=None)
 
 
 def test_no_captured_step_is_lost(model: nn.Module) -> None:
@@ -106,7 +106,7 @@ def test_an_interrupt_while_torch_traces_comes_once_it_has_traced(
 
     def captured(interrupts: Interrupts) -> nn.Module:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
-        fitted = ebbflow.fit(model, "4MiB", progress=None)
+        fitted = ebbtide.fit(model, "4MiB", progress=None)
         before = sys.getprofile()
         sys.setprofile(interrupts)
         try:
@@ -171,7 +171,7 @@ def test_an_interrupt_while_a_call_looks_at_its_guards_comes_before_its_forward(
     assert flights.aloft(FITTED[model].flights) == []
     model.zero_grad()
     model(x).sum().backward()
-    assert ebbflow.calls_of(model).planned == 2
+    assert ebbtide.calls_of(model).planned == 2
     for each, first in zip(model.parameters(), gradients, strict=True):
         assert each.grad is not None
         assert torch.equal(each.grad, first)
@@ -203,7 +203,7 @@ def test_what_was_captured_while_a_signal_waited_needs_no_second_capture(monkeyp
     monkeypatch.setattr(Capture, "partition", interrupted)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     plain, x = copy.deepcopy(model), torch.randn(4, 8)
-    fitted = ebbflow.fit(model, "1MiB", effort=10, progress=None)
+    fitted = ebbtide.fit(model, "1MiB", effort=10, progress=None)
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -214,7 +214,7 @@ def test_what_was_captured_while_a_signal_waited_needs_no_second_capture(monkeyp
         for each in (fitted, plain):
             each(x).sum().backward()
     assert len(captures) == 1
-    assert ebbflow.calls_of(fitted).planned == 2
+    assert ebbtide.calls_of(fitted).planned == 2
     for ours, theirs in zip(fitted.parameters(), plain.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None

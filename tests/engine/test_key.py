@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine import compiled
-from ebbflow.engine.key import key_of
+import ebbtide
+from ebbtide.engine import compiled
+from ebbtide.engine.key import key_of
 
 
 @dataclass
@@ -97,7 +97,7 @@ def test_objects_around_tensors_are_captured_once(kind: Any, monkeypatch: pytest
     monkeypatch.setattr(compiled.Capture, "partition", lambda *given: (made.append(1), captured(*given))[1])
     model, twin = Model(), Model()
     twin.load_state_dict(model.state_dict())
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
     for _ in range(4):
         x = rows()
         losses = [each(kind(x)) for each in (model, twin)]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import fx
 
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.offline import capture
-from ebbflow.lower.emit import MAKES
-from ebbflow.lower.lowering import Lowered, lower
-from ebbflow.lower.targets import read_state, replay
-from ebbflow.step.unplanned import unplanned_schedule
-from ebbflow.zoo import GPTConfig, gpt
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.offline import capture
+from ebbtide.lower.emit import MAKES
+from ebbtide.lower.lowering import Lowered, lower
+from ebbtide.lower.targets import read_state, replay
+from ebbtide.step.unplanned import unplanned_schedule
+from ebbtide.zoo import GPTConfig, gpt
 from random_schedule import random_schedule
 
 

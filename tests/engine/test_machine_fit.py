@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-import ebbflow
-from ebbflow._api.estimate import AheadStep, capture_ahead
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.cost.cuda_workspace import cublas_bytes
-from ebbflow.errors import BudgetError
-from ebbflow.planning.pipeline import PlanningOptions
-from ebbflow.report.text.plan import write_plan
-from ebbflow.step.machine import Machine, catalogue, machine_named
-from ebbflow.step.plan import Plan
-from ebbflow.units import Budget
-from ebbflow.zoo import GPTConfig, gpt
+import ebbtide
+from ebbtide._api.estimate import AheadStep, capture_ahead
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.cost.cuda_workspace import cublas_bytes
+from ebbtide.errors import BudgetError
+from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.report.text.plan import write_plan
+from ebbtide.step.machine import Machine, catalogue, machine_named
+from ebbtide.step.plan import Plan
+from ebbtide.units import Budget
+from ebbtide.zoo import GPTConfig, gpt
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,6 @@ def test_cublas_is_resident_where_a_step_has_products(step: AheadStep, tiny: Mac
 
 def test_a_step_for_this_machine_holds_no_cublas() -> None:
     case = gpt(2, GPTConfig(vocabulary=64, length=32, layers=1, width=32, heads=2))
-    here = ebbflow.plan(case.model, case.args, budget="1GiB", effort=1)
+    here = ebbtide.plan(case.model, case.args, budget="1GiB", effort=1)
     assert here.resident_bytes < 2**20
     assert not {"memory_bytes", "mapped", "workspace"} & set(here.provenance)

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ebbflow
-from ebbflow.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, profiler_active
-from ebbflow.measurement.peak import StepGauge, peak_above
+import ebbtide
+from ebbtide.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, profiler_active
+from ebbtide.measurement.peak import StepGauge, peak_above
 
 
 def test_peak_of_a_hand_computed_block() -> None:
-    with ebbflow.measure() as gauge:
+    with ebbtide.measure() as gauge:
         a = torch.empty(1000, dtype=torch.uint8)
         b = torch.empty(500, dtype=torch.uint8)
         del a
@@ -28,7 +28,7 @@ def test_peak_of_a_hand_computed_block() -> None:
 
 def test_roots_are_the_start_level() -> None:
     root = torch.zeros(256, dtype=torch.uint8)
-    with ebbflow.measure(root) as gauge:
+    with ebbtide.measure(root) as gauge:
         again = root + root
     assert (gauge.start_bytes, gauge.above_bytes, gauge.peak_bytes) == (256, 256, 512)
     del again
@@ -36,7 +36,7 @@ def test_roots_are_the_start_level() -> None:
 
 def test_release_of_what_was_there_before_does_not_count() -> None:
     old = torch.zeros(10_000, dtype=torch.uint8)
-    with ebbflow.measure() as gauge:
+    with ebbtide.measure() as gauge:
         del old
         new = torch.empty(300, dtype=torch.uint8)
     assert gauge.above_bytes == 300
@@ -48,19 +48,19 @@ def test_an_exception_inside_ends_the_measurement() -> None:
         torch.zeros(100, dtype=torch.uint8).sum()
         raise KeyError("mine")
 
-    gauge = ebbflow.measure()
+    gauge = ebbtide.measure()
     with pytest.raises(KeyError, match="mine"), gauge:
         fail()
     assert gauge.above_bytes >= 100
     assert not profiler_active()
-    with ebbflow.measure() as after:
+    with ebbtide.measure() as after:
         torch.zeros(64, dtype=torch.uint8)
     assert after.above_bytes == 64
 
 
 def test_measuring_inside_a_measurement_is_refused() -> None:
-    with ebbflow.measure() as outer:
-        with pytest.raises(RuntimeError, match="profiler is active"), ebbflow.measure():
+    with ebbtide.measure() as outer:
+        with pytest.raises(RuntimeError, match="profiler is active"), ebbtide.measure():
             pass
         torch.zeros(48, dtype=torch.uint8)
     assert outer.above_bytes == 48
@@ -68,7 +68,7 @@ def test_measuring_inside_a_measurement_is_refused() -> None:
 
 def test_measuring_under_a_profiler_is_refused_and_leaves_it_running() -> None:
     with torch.profiler.profile(profile_memory=True, acc_events=True) as theirs:
-        with pytest.raises(RuntimeError, match="profiler is active"), ebbflow.measure():
+        with pytest.raises(RuntimeError, match="profiler is active"), ebbtide.measure():
             pass
         torch.ones(3).sum()
     assert any("sum" in event.key for event in theirs.key_averages())
@@ -126,6 +126,6 @@ def test_an_interrupt_leaves_no_profiler_open(place: str, late: bool, monkeypatc
         del recorder
     gc.collect()
     assert not profiler_active()
-    with ebbflow.measure() as measured:
+    with ebbtide.measure() as measured:
         torch.empty(1024)
     assert measured.above_bytes == 4096

@@ -10,11 +10,11 @@ import torch
 from test_proof import Net, calls
 from torch import fx
 
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.offline import capture
-from ebbflow.lower.lowering import Lowered, lower
-from ebbflow.lower.proof import ProofError, prove
-from ebbflow.lower.targets import arrive, offload, reload, settle
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.offline import capture
+from ebbtide.lower.lowering import Lowered, lower
+from ebbtide.lower.proof import ProofError, prove
+from ebbtide.lower.targets import arrive, offload, reload, settle
 from random_schedule import random_schedule
 
 
@@ -128,7 +128,7 @@ def wait_for_what_nobody_sent(_: Captured, lowered: Lowered) -> None:
 def claim_another_buffer(_: Captured, lowered: Lowered) -> None:
     one, two = two_alike(lowered)
     a, b = next(iter(one.users)), next(iter(two.users))
-    a.meta["ebbflow_claim"], b.meta["ebbflow_claim"] = b.meta["ebbflow_claim"], a.meta["ebbflow_claim"]
+    a.meta["ebbtide_claim"], b.meta["ebbtide_claim"] = b.meta["ebbtide_claim"], a.meta["ebbtide_claim"]
 
 
 TAMPERINGS: list[Callable[[Captured, Lowered], None]] = [

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine import spine
-from ebbflow.engine.reasons import CHANGED, FIRST, OTHER_WAY
-from ebbflow.errors import BudgetError
-from ebbflow.planners import Progress, narration
-from ebbflow.units import format_bytes
+import ebbtide
+from ebbtide.engine import spine
+from ebbtide.engine.reasons import CHANGED, FIRST, OTHER_WAY
+from ebbtide.errors import BudgetError
+from ebbtide.planners import Progress, narration
+from ebbtide.units import format_bytes
 
 
 class Terminal(io.StringIO):
@@ -39,19 +39,19 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
 
 
-def plan(**options: object) -> ebbflow.Plan:
-    return ebbflow.plan(model(), (torch.randn(4, 8),), budget="1MiB", effort=10, **options)  # type: ignore[arg-type]
+def plan(**options: object) -> ebbtide.Plan:
+    return ebbtide.plan(model(), (torch.randn(4, 8),), budget="1MiB", effort=10, **options)  # type: ignore[arg-type]
 
 
 def fit(**options: object) -> None:
     # Nothing is measured: what a busy machine makes of that is another matter.
-    fitted = ebbflow.fit(model(), "1MiB", effort=10, verify=False, **options)  # type: ignore[arg-type]
+    fitted = ebbtide.fit(model(), "1MiB", effort=10, verify=False, **options)  # type: ignore[arg-type]
     for _ in range(3):
         fitted(torch.randn(4, 8)).sum().backward()
 
 
 def refused(**options: object) -> None:
-    fitted = ebbflow.fit(model(), "1KiB", effort=10, **options)  # type: ignore[arg-type]
+    fitted = ebbtide.fit(model(), "1KiB", effort=10, **options)  # type: ignore[arg-type]
     with pytest.raises(BudgetError):
         fitted(torch.randn(4, 8))
 
@@ -63,7 +63,7 @@ CALLS = pytest.mark.parametrize("call", [plan, fit, refused])
 @CALLS
 def test_one_line_of_the_log(call: Call, caplog: pytest.LogCaptureFixture) -> None:
     call()
-    records = [each for each in caplog.records if each.name == "ebbflow"]
+    records = [each for each in caplog.records if each.name == "ebbtide"]
     assert 1 <= len(records) <= 2  # a loss outside the model is planned for twice
     assert records[0].levelno == logging.WARNING
     assert "captur" in records[0].getMessage()
@@ -93,7 +93,7 @@ def test_nothing_else_is_said(
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     call(progress=progress)
-    assert not [each for each in caplog.records if each.name.startswith("ebbflow")]
+    assert not [each for each in caplog.records if each.name.startswith("ebbtide")]
     assert narration._CLEAR not in terminal.getvalue()
 
 
@@ -107,7 +107,7 @@ def test_a_quick_call_says_nothing_and_no_thread_is_left(
     refused()
     assert time.monotonic() - begin < 55.0, "nobody waits for it"
     assert not caplog.records
-    assert not [each for each in threading.enumerate() if each.name == "ebbflow-progress"]
+    assert not [each for each in threading.enumerate() if each.name == "ebbtide-progress"]
 
 
 def test_a_closed_standard_error_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_closed_standard_error_harms_nobody(monkeypatch: pytest.MonkeyPatch) -
         terminal.close()
         assert plan().predicted_peak_bytes <= 2**20
     assert not raised
-    assert not [each for each in threading.enumerate() if each.name == "ebbflow-progress"]
+    assert not [each for each in threading.enumerate() if each.name == "ebbtide-progress"]
 
 
 # -- why it takes so long ------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tower(budget: str, *, inside: bool = True) -> Tower:
-    return ebbflow.fit(Tower(inside=inside), budget, effort=10, verify=False, progress=None)
+    return ebbtide.fit(Tower(inside=inside), budget, effort=10, verify=False, progress=None)
 
 
 ROWS = torch.randn(32, 64)
@@ -190,7 +190,7 @@ def test_another_budget(reasons: list[str]) -> None:
     made = tower("100%")
     backward(made)
     clear(made)
-    ebbflow.set_budget(made, "1GiB")
+    ebbtide.set_budget(made, "1GiB")
     backward(made)
     assert reasons[1:] == ["planned again, since another budget was set"]
 
@@ -252,7 +252,7 @@ def test_values_of_inputs_go_another_way(reasons: list[str]) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).sum() * (2 if x.isnan().any() else 3)
 
-    made = ebbflow.fit(Asking(4, 4), "1GiB")
+    made = ebbtide.fit(Asking(4, 4), "1GiB")
     for x in (torch.ones(2, 4), torch.full((2, 4), torch.nan), torch.ones(2, 4)):
         made(x).backward()
         made.zero_grad()
@@ -275,7 +275,7 @@ def test_another_forward_in_flight(reasons: list[str]) -> None:
 
 def test_who_listens_hears_why(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[str] = []
-    made = ebbflow.fit(Tower(), "100%", effort=10, verify=False, progress=lambda each: heard.append(str(each)))
+    made = ebbtide.fit(Tower(), "100%", effort=10, verify=False, progress=lambda each: heard.append(str(each)))
     for _ in range(2):
         backward(made)
     assert any(each.startswith("the step of Tower is planned again, since ") for each in heard)
@@ -302,7 +302,7 @@ def test_a_refusal_says_that_its_smallest_is_for_cleared_gradients() -> None:
         backward(made)
     gradients = sum(each.nbytes for each in made.parameters())
     assert any(f"some {format_bytes(gradients)} of them are resident" in each for each in first.value.__notes__)
-    ebbflow.set_budget(made, first.value.smallest_bytes)
+    ebbtide.set_budget(made, first.value.smallest_bytes)
     backward(made)
     with pytest.raises(BudgetError) as second:
         backward(made)

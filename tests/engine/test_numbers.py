@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.planners import Progress
+import ebbtide
+from ebbtide.planners import Progress
 
 
 class Told(nn.Module):
@@ -52,7 +52,7 @@ def captures(kind: type[Told], calls: int) -> int:
     torch.manual_seed(0)
     said: list[Progress] = []
     plain = kind()
-    model = ebbflow.fit(copy.deepcopy(plain), "1MiB", effort=5, progress=said.append)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=5, progress=said.append)
     for i in range(calls):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
         for each in (plain, model):
@@ -65,7 +65,7 @@ def captures(kind: type[Told], calls: int) -> int:
         assert (number, plain.calls, plain.told[1:]) == (other, model.calls, model.told[1:])
         assert list(map(type, plain.told)) == list(map(type, model.told))
         assert torch.equal(plain.told[0], model.told[0])
-    assert ebbflow.calls_of(model).planned == calls
+    assert ebbtide.calls_of(model).planned == calls
     return sum(each.stage.startswith("capturing") for each in said)
 
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import ebbflow
-from ebbflow.cost.optimizer_step import step_bytes
-from ebbflow.engine.offloaded import Offloaded
-from ebbflow.errors import BudgetError, CaptureError, TierError, UsageError
-from ebbflow.measurement.optimizer_state import future_state_sizes
-from ebbflow.measurement.resident import tensors_in
-from ebbflow.torch_seams.away import is_away
-from ebbflow.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
-from ebbflow.transfers.disk import disk_tier
+import ebbtide
+from ebbtide.cost.optimizer_step import step_bytes
+from ebbtide.engine.offloaded import Offloaded
+from ebbtide.errors import BudgetError, CaptureError, TierError, UsageError
+from ebbtide.measurement.optimizer_state import future_state_sizes
+from ebbtide.measurement.resident import tensors_in
+from ebbtide.torch_seams.away import is_away
+from ebbtide.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
+from ebbtide.transfers.disk import disk_tier
 
 WIDTH = 256
 MADE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -113,7 +113,7 @@ def test_the_whole_iteration_is_within_the_budget_and_its_numbers_are_eagers(nam
     source = twins(MADE[name])
     (model, optimizer), (plain, reference), x = next(source), next(source), batch()
     losses = train(plain, reference, x, steps=4)
-    ebbflow.fit(
+    ebbtide.fit(
         model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200, verify=False
     )
     peaks: list[int] = []
@@ -129,26 +129,26 @@ def test_the_whole_iteration_is_within_the_budget_and_its_numbers_are_eagers(nam
             optimizer.step()
             optimizer.zero_grad()
         peaks += found
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert mine == losses
     assert same(reference, optimizer)
     assert max(peaks[2:]) <= plan.budget_bytes
-    seen = ebbflow.step_of(model)
+    seen = ebbtide.step_of(model)
     assert seen is not None
     assert seen.optimizer_traffic is not None
     assert (seen.optimizer_traffic.out_bytes > 0) == (name != "adafactor")
-    assert ebbflow.calls_of(model).planned == 4
+    assert ebbtide.calls_of(model).planned == 4
 
 
 def test_the_state_is_not_resident_and_the_plan_says_what_is_counted(tmp_path: Path) -> None:
     source, x = twins(), batch()
-    plans: list[ebbflow.Plan] = []
+    plans: list[ebbtide.Plan] = []
     for options in ({}, {"tiers": f"disk:{tmp_path}", "offload_optimizer": True}):
         model, optimizer = next(source)
-        ebbflow.fit(model, "12MiB", optimizer=optimizer, effort=200, **options)  # type: ignore[arg-type]
+        ebbtide.fit(model, "12MiB", optimizer=optimizer, effort=200, **options)  # type: ignore[arg-type]
         train(model, optimizer, x, steps=2)
-        plan = ebbflow.plan_of(model)
+        plan = ebbtide.plan_of(model)
         assert plan is not None
         plans.append(plan)
     state = 2 * 4 * WIDTH * WIDTH * 4  # two moments of four matrices
@@ -163,11 +163,11 @@ def test_a_budget_that_cannot_hold_at_the_optimizers_step_is_refused_with_the_le
     source, x = twins(), batch(64)
     model, optimizer = next(source)
     options: dict[str, Any] = {"tiers": f"disk:{tmp_path}", "offload_optimizer": True, "effort": 200}
-    ebbflow.fit(model, "1MiB", optimizer=optimizer, **options)
+    ebbtide.fit(model, "1MiB", optimizer=optimizer, **options)
     with pytest.raises(BudgetError, match=r"the state of AdamW, back from its tier, and what .* take") as refused:
         model(x)
     assert refused.value.smallest_bytes is not None
-    ebbflow.set_budget(model, refused.value.smallest_bytes)
+    ebbtide.set_budget(model, refused.value.smallest_bytes)
     train(model, optimizer, x, steps=1)
     peaks: list[int] = []
     for _ in range(3):
@@ -175,10 +175,10 @@ def test_a_budget_that_cannot_hold_at_the_optimizers_step_is_refused_with_the_le
             train(model, optimizer, x, steps=1)
         peaks += found
     assert max(peaks[1:]) <= refused.value.smallest_bytes <= max(peaks[1:]) + 128
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.smallest_bytes == refused.value.smallest_bytes
-    ebbflow.set_budget(model, refused.value.smallest_bytes - 1)
+    ebbtide.set_budget(model, refused.value.smallest_bytes - 1)
     with pytest.raises(BudgetError):
         model(x)
 
@@ -187,7 +187,7 @@ def test_accumulation_keeps_it_away_until_the_step(tmp_path: Path) -> None:
     source, x = twins(), batch(512)
     (model, optimizer), (plain, reference) = next(source), next(source)
     losses = train(plain, reference, x, micro=3)
-    ebbflow.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
     assert train(model, optimizer, x, micro=3) == losses
     assert same(reference, optimizer)
     model(x).backward()
@@ -199,14 +199,14 @@ def test_accumulation_keeps_it_away_until_the_step(tmp_path: Path) -> None:
     assert not any(map(is_away, state))
     model(x).backward()
     assert all(map(is_away, state))
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
     assert not any(map(is_away, state))
 
 
 def test_steps_with_a_closure_and_a_state_that_is_loaded(tmp_path: Path) -> None:
     source, x = twins(), batch(512)
     (model, optimizer), (plain, reference) = next(source), next(source)
-    ebbflow.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
     for own, stepping in ((plain, reference), (model, optimizer)):
         torch.manual_seed(2)
 
@@ -241,10 +241,10 @@ def test_state_from_a_file_leaves_too(load_first: bool, tmp_path: Path) -> None:
         return kept
 
     kept = load() if load_first else None
-    ebbflow.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
     kept = kept or load()
     assert train(model, optimizer, x, steps=1) == losses[:1]
-    seen = ebbflow.step_of(model)
+    seen = ebbtide.step_of(model)
     assert seen is not None
     assert seen.optimizer_traffic is not None
     assert seen.optimizer_traffic.out_bytes == seen.optimizer_traffic.in_bytes == 2 * 4 * WIDTH * WIDTH * 4
@@ -258,7 +258,7 @@ def test_state_that_numpy_holds_stays(tmp_path: Path) -> None:
     train(model, optimizer, x, steps=1)
     first = next(iter(optimizer.state.values()))["exp_avg"]
     array = first.numpy()
-    ebbflow.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
     model(x).backward()
     assert not is_away(first)
     assert array.ctypes.data == first.data_ptr()
@@ -269,7 +269,7 @@ def test_a_signal_handler_reads_it_while_a_call_looks_at_its_guards(
 ) -> None:
     """Torch would ask for nothing then: a handler had empty memory."""
     model, optimizer = next(twins())
-    ebbflow.fit(model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    ebbtide.fit(model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
     x, looked = batch(), _Watched.are_as_they_were
     train(model, optimizer, x, 2)
     kept = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
@@ -296,7 +296,7 @@ def test_another_optimizer_is_set_whole_where_the_state_of_the_first_is_lost(
 ) -> None:
     source = twins()
     model, first = next(source)
-    ebbflow.fit(model, "100%", optimizer=first, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    ebbtide.fit(model, "100%", optimizer=first, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
     train(model, first, batch(), 1)
     model(batch()).backward()
     second = MADE["momentum"](model.parameters())
@@ -307,7 +307,7 @@ def test_another_optimizer_is_set_whole_where_the_state_of_the_first_is_lost(
     with monkeypatch.context() as patched:
         patched.setattr(os, "preadv", failing)
         with pytest.raises(TierError):
-            ebbflow.set_optimizer(model, second)
+            ebbtide.set_optimizer(model, second)
     second.step()
     second.zero_grad()
     loss = model(batch())
@@ -315,7 +315,7 @@ def test_another_optimizer_is_set_whole_where_the_state_of_the_first_is_lost(
     assert all(is_away(each) for each in moments if each.nbytes >= 2**16)
     loss.backward()
     second.step()
-    found = ebbflow.step_of(model)
+    found = ebbtide.step_of(model)
     assert found is not None
     assert found.optimizer_traffic.out_bytes == sum(each.nbytes for each in moments if each.nbytes >= 2**16)
 
@@ -334,7 +334,7 @@ def test_a_forward_that_reads_it_is_refused_by_name(read: Callable[[torch.Tensor
     model = Reads()
     optimizer = MADE["adamw"](model.parameters())
     reads.weight = model.layers[0].weight
-    ebbflow.fit(model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    ebbtide.fit(model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
     train(model, optimizer, batch(), 1)
     reads.now = True
     before = {name: value.clone() for name, value in optimizer.state[reads.weight].items()}
@@ -360,12 +360,12 @@ def test_what_it_needs_is_said(tmp_path: Path) -> None:
         ({"offload_optimizer": "disk", "optimizer": optimizer, **disk}, "takes True or False"),
     ):
         with pytest.raises(UsageError, match=what) as refused:
-            ebbflow.fit(model, "1GiB", **options)  # type: ignore[arg-type]
+            ebbtide.fit(model, "1GiB", **options)  # type: ignore[arg-type]
         assert refused.value.argument == "offload_optimizer"
     recorded = torch.optim.AdamW(model.parameters(), capturable=True)
     with pytest.raises(UsageError, match="capturable=True"):
-        ebbflow.fit(model, "1GiB", optimizer=recorded, offload_optimizer=True, **disk)
-    ebbflow.fit(model, "1GiB", optimizer=optimizer, offload_optimizer=True, **disk)  # nothing was half done
+        ebbtide.fit(model, "1GiB", optimizer=recorded, offload_optimizer=True, **disk)
+    ebbtide.fit(model, "1GiB", optimizer=optimizer, offload_optimizer=True, **disk)  # nothing was half done
 
 
 def test_a_full_disk_is_an_error_before_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +377,7 @@ def test_a_full_disk_is_an_error_before_the_step(tmp_path: Path, monkeypatch: py
     source, x = twins(), batch(64)
     (model, optimizer), (plain, reference) = next(source), next(source)
     losses = train(plain, reference, x)
-    ebbflow.fit(model, "1GiB", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(model, "1GiB", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
     mine = train(model, optimizer, x, steps=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
@@ -415,10 +415,10 @@ def test_ahead_of_time_a_plan_says_what_fit_will(stepped: bool, tmp_path: Path) 
     if stepped:
         train(model, optimizer, batch(8), steps=1)
     given: dict[str, Any] = {"tiers": f"disk:{tmp_path}", "optimizer": optimizer, "offload_optimizer": True}
-    ahead = ebbflow.plan(model, (batch(),), budget="60%", effort=200, progress=None, **given)
-    ebbflow.fit(model, "60%", effort=200, progress=None, **given)
+    ahead = ebbtide.plan(model, (batch(),), budget="60%", effort=200, progress=None, **given)
+    ebbtide.fit(model, "60%", effort=200, progress=None, **given)
     train(model, optimizer, batch(), steps=1)
-    mine = ebbflow.plan_of(model)
+    mine = ebbtide.plan_of(model)
     assert mine is not None
     for told in (ahead, mine):
         assert told.provenance.offloaded.startswith("2.0")  # MiB: twice the four square weights
@@ -438,12 +438,12 @@ def test_a_card_that_is_not_at_hand_steps_all_parameters_at_once(tmp_path: Path)
 def test_the_largest_batch_is_larger_without_the_state() -> None:
     """Two MiB of state are back when activations are gone."""
 
-    def case(size: int) -> ebbflow.Case:
+    def case(size: int) -> ebbtide.Case:
         torch.manual_seed(0)
-        return ebbflow.Case(Net(), (batch(size),))
+        return ebbtide.Case(Net(), (batch(size),))
 
     found = [
-        ebbflow.max_batch(
+        ebbtide.max_batch(
             case,
             budget="32MiB",
             machine="v100-16gb",
@@ -463,9 +463,9 @@ def test_ahead_of_time_it_needs_the_same(tmp_path: Path) -> None:
     model, optimizer = next(twins())
     for given in ({"optimizer": optimizer}, {"tiers": f"disk:{tmp_path}"}):
         with pytest.raises(UsageError, match="offload_optimizer=True is not accepted"):
-            ebbflow.plan(model, (batch(8),), budget="1GiB", offload_optimizer=True, **given)  # type: ignore[arg-type]
+            ebbtide.plan(model, (batch(8),), budget="1GiB", offload_optimizer=True, **given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="offload_optimizer='yes'"):
-        ebbflow.plan(model, (batch(8),), budget="1GiB", offload_optimizer="yes")  # type: ignore[arg-type]
+        ebbtide.plan(model, (batch(8),), budget="1GiB", offload_optimizer="yes")  # type: ignore[arg-type]
 
 
 CHANGES: dict[str, Callable[[Net, torch.optim.Optimizer], object]] = {
@@ -533,11 +533,11 @@ def test_summed_gradients_are_not_counted_twice_at_the_optimizers_step(tmp_path:
     source, x = twins(), batch(64)
     (model, optimizer), (plain, reference) = next(source), next(source)
     losses = train(plain, reference, x, steps=3, micro=3)
-    ebbflow.fit(model, "1MiB", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(model, "1MiB", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
     with pytest.raises(BudgetError) as refused:
         model(x)
     assert refused.value.smallest_bytes is not None
-    ebbflow.set_budget(model, refused.value.smallest_bytes)
+    ebbtide.set_budget(model, refused.value.smallest_bytes)
     assert train(model, optimizer, x, steps=3, micro=3) == losses
     assert same(reference, optimizer)
     peaks: list[int] = []
@@ -551,7 +551,7 @@ def test_summed_gradients_are_not_counted_twice_at_the_optimizers_step(tmp_path:
 @pytest.mark.parametrize("rows", [8, 2048])
 def test_a_budget_that_is_too_small_for_the_state_says_how_to_move_it(rows: int) -> None:
     model, optimizer = next(twins())
-    ebbflow.fit(model, "1MiB", optimizer=optimizer, effort=20)
+    ebbtide.fit(model, "1MiB", optimizer=optimizer, effort=20)
     with pytest.raises(BudgetError) as refused:
         model(batch(rows))
     notes = [each for each in getattr(refused.value, "__notes__", []) if "offload_optimizer=True" in each]
@@ -564,10 +564,10 @@ def test_the_step_s_end_is_what_takes_most_whatever_that_is(tmp_path: Path) -> N
     model, optimizer = next(twins())
     x = batch(64)
     given: dict[str, Any] = {"optimizer": optimizer, "tiers": f"disk:{tmp_path}", "offload_optimizer": True}
-    smallest = ebbflow.plan(model, (x,), budget="100%", effort=20, progress=None, **given).smallest_bytes
+    smallest = ebbtide.plan(model, (x,), budget="100%", effort=20, progress=None, **given).smallest_bytes
     state = sum(each.nbytes for each in model.parameters()) * 2
     model.layers[2].weight.register_hook(lambda grad: grad + torch.zeros(int(state * 1.05) // 4)[0])  # type: ignore[operator]
-    ebbflow.fit(model, smallest, effort=20, progress=None, **given)
+    ebbtide.fit(model, smallest, effort=20, progress=None, **given)
     with pytest.raises(BudgetError, match="hooks on parameters"):
         train(model, optimizer, x, steps=4, micro=2)
 
@@ -576,10 +576,10 @@ def test_where_a_plan_needs_more_than_the_optimizers_step_the_floor_is_the_plans
     model, optimizer = next(twins())
     given: dict[str, Any] = {"optimizer": optimizer, "tiers": f"disk:{tmp_path}", "offload_optimizer": True}
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(model, (batch(8192),), budget="1MiB", effort=20, progress=None, **given)
+        ebbtide.plan(model, (batch(8192),), budget="1MiB", effort=20, progress=None, **given)
     assert "state of AdamW" not in refused.value.pinned_by
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(model, (batch(8),), budget="1MiB", effort=20, progress=None, **given)
+        ebbtide.plan(model, (batch(8),), budget="1MiB", effort=20, progress=None, **given)
     assert "state of AdamW" in refused.value.pinned_by
 
 
@@ -587,9 +587,9 @@ def test_doctors_smallest_is_that_of_plans_that_move(tmp_path: Path) -> None:
     model, optimizer = next(twins())
     given: dict[str, Any] = {"optimizer": optimizer, "tiers": f"disk:{tmp_path}", "offload_optimizer": True}
     given["rewrites"] = "none"  # which a refusal looks at, and a plan that has no need of them does not
-    plan = ebbflow.plan(model, (batch(),), budget="100%", effort=20, progress=None, **given)
-    found = ebbflow.doctor(model, (batch(),), progress=None, effort=20, **given)
+    plan = ebbtide.plan(model, (batch(),), budget="100%", effort=20, progress=None, **given)
+    found = ebbtide.doctor(model, (batch(),), progress=None, effort=20, **given)
     assert found.smallest_bytes == plan.smallest_bytes
     assert not any("offload_optimizer" in each.text for each in found.advice)
-    refused = ebbflow.doctor(model, (batch(),), budget="1MiB", progress=None, effort=20, **given)
+    refused = ebbtide.doctor(model, (batch(),), budget="1MiB", progress=None, effort=20, **given)
     assert refused.smallest_bytes == plan.smallest_bytes

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import CaptureError, UsageError
-from ebbflow.step.schedule import Compute
+import ebbtide
+from ebbtide.errors import CaptureError, UsageError
+from ebbtide.step.schedule import Compute
 
 RUNS: list[int] = []
 
@@ -71,7 +71,7 @@ def trained(model: nn.Module) -> list[Any]:
 
 def runs_of(model: nn.Module) -> list[int]:
     """Of each foreign op in the plan."""
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     ops = [i for i, op in enumerate(plan.program.ops) if op.target.startswith("foreign_lib.")]
     return [sum(isinstance(a, Compute) and a.op == i for a in plan.schedule.actions) for i in ops]
@@ -81,13 +81,13 @@ def runs_of(model: nn.Module) -> list[int]:
 def test_they_run_once_with_eagers_numbers(op: Callable[..., torch.Tensor]) -> None:
     model = Layers(op)
     eager = trained(Layers(op))
-    ebbflow.fit(model, "70%", progress=None)
+    ebbtide.fit(model, "70%", progress=None)
     planned = trained(model)
     if op is counted:  # timing it has counted too, so that its first step starts elsewhere
         eager, planned = (each[len(each) // 3 :] for each in (eager, planned))
     assert all(map(torch.equal, planned, eager))
     assert runs_of(model) == [1] * 6
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert any(runs > 1 for runs in plan.timeline.runs), "nothing was recomputed"
 
@@ -99,10 +99,10 @@ def test_one_that_is_declared_repeatable_runs_again() -> None:
 
     declared.register_fake(torch.empty_like)
     declared.register_autograd(lambda context, gradient: gradient * 0.5)
-    assert ebbflow.repeatable(declared) is declared
+    assert ebbtide.repeatable(declared) is declared
     model = Layers(declared)
     eager = trained(Layers(declared))
-    ebbflow.fit(model, ebbflow.plan(model, (torch.randn(256, 32),), budget="100%", progress=None).smallest_bytes + 9000)
+    ebbtide.fit(model, ebbtide.plan(model, (torch.randn(256, 32),), budget="100%", progress=None).smallest_bytes + 9000)
     assert all(map(torch.equal, trained(model), eager))
     assert max(runs_of(model)) > 1
 
@@ -111,13 +111,13 @@ def test_one_that_is_declared_repeatable_runs_again() -> None:
 def test_an_op_is_declared_by_any_of_its_names(given: str) -> None:
     op = torch.ops.foreign_lib.named
     for each in (given, op, op.default, named):
-        assert ebbflow.repeatable(each) is each
+        assert ebbtide.repeatable(each) is each
 
 
 @pytest.mark.parametrize("given", ["plain", "foreign_lib::missing", len, 3, ""])
 def test_what_is_no_op_is_refused(given: Any) -> None:
     with pytest.raises(UsageError, match="repeatable takes an op that is registered"):
-        ebbflow.repeatable(given)
+        ebbtide.repeatable(given)
 
 
 @torch.library.triton_op("foreign_lib::of_triton", mutates_args=())
@@ -131,7 +131,7 @@ of_triton.register_autograd(lambda context, gradient: of_triton(gradient))
 def test_an_op_of_tritons_is_planned_as_a_whole() -> None:
     """Torch would take it apart, into launches that return nothing."""
     eager = trained(Layers(of_triton))
-    model = ebbflow.fit(Layers(of_triton), "85%", progress=None)
+    model = ebbtide.fit(Layers(of_triton), "85%", progress=None)
     assert all(map(torch.equal, trained(model), eager))
     assert runs_of(model) == [1] * 12
 
@@ -158,10 +158,10 @@ for each in (in_a_circle, keeps):
 @pytest.mark.parametrize("op", [in_a_circle, keeps], ids=["in_a_circle", "keeps"])
 def test_one_that_keeps_memory_of_its_runs_is_refused_by_name(op: Callable[..., torch.Tensor]) -> None:
     """What nobody counts would exceed any budget."""
-    model = ebbflow.fit(Layers(op), "100%", progress=None)
+    model = ebbtide.fit(Layers(op), "100%", progress=None)
     with pytest.raises(CaptureError, match=r"32\.00 KiB of a run are in use when its result is not any more"):
         model(torch.randn(256, 32))
-    assert not ebbflow.calls_of(model).planned
+    assert not ebbtide.calls_of(model).planned
     KEPT.clear()
 
 
@@ -171,6 +171,6 @@ def of_values(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_kernel_that_needs_values_in_a_trace_is_refused_by_name() -> None:
-    model = ebbflow.fit(Layers(of_values), "100%", progress=None)
+    model = ebbtide.fit(Layers(of_values), "100%", progress=None)
     with pytest.raises(CaptureError, match=r"Register what launches it as an op"):
         model(torch.randn(256, 32))

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.cost.optimizer_step import step_bytes
-from ebbflow.errors import UsageError
-from ebbflow.measurement.optimizer_state import future_state_bytes
-from ebbflow.measurement.resident import resident_bytes
-from ebbflow.torch_seams.away import is_away
-from ebbflow.transfers.disk import disk_tier
-from ebbflow.transfers.parked import parking_of
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide.cost.optimizer_step import step_bytes
+from ebbtide.errors import UsageError
+from ebbtide.measurement.optimizer_state import future_state_bytes
+from ebbtide.measurement.resident import resident_bytes
+from ebbtide.torch_seams.away import is_away
+from ebbtide.transfers.disk import disk_tier
+from ebbtide.transfers.parked import parking_of
+from ebbtide.zoo import mlp_chain
 
 Make = Callable[[object], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -106,7 +106,7 @@ def test_adafactor_of_transformers() -> None:
 def test_foreseeing_takes_no_memory(name: str) -> None:
     parameter = nn.Parameter(torch.ones(512, 512))
     optimizer = OPTIMIZERS[name]([parameter])
-    with ebbflow.measure(parameter) as measured:
+    with ebbtide.measure(parameter) as measured:
         future_state_bytes(optimizer)
     assert measured.above_bytes < 4096 + torch.get_rng_state().nbytes  # which is kept
 
@@ -244,10 +244,10 @@ def test_an_optimizer_that_cannot_be_foreseen_is_refused_by_name() -> None:
 def test_plan_and_fit_reserve_the_same() -> None:
     case = mlp_chain(32, layers=2, width=8)
     optimizer = torch.optim.AdamW(case.model.parameters())
-    plan = ebbflow.plan(case.model, case.args, budget="1MiB", optimizer=optimizer)
-    ebbflow.fit(case.model, "1MiB", optimizer=optimizer)
+    plan = ebbtide.plan(case.model, case.args, budget="1MiB", optimizer=optimizer)
+    ebbtide.fit(case.model, "1MiB", optimizer=optimizer)
     case.model(*case.args).backward()
-    fitted = ebbflow.plan_of(case.model)
+    fitted = ebbtide.plan_of(case.model)
     assert fitted is not None
     assert fitted.reserve_bytes == plan.reserve_bytes
     assert fitted.resident_bytes == plan.resident_bytes
@@ -264,19 +264,19 @@ def test_an_optimizer_that_keeps_all_with_one_parameter_is_known_once_it_has_ste
         loss.backward()
         return loss
 
-    with pytest.raises(ebbflow.errors.UsageError, match="one optimizer step before fit"):
+    with pytest.raises(ebbtide.errors.UsageError, match="one optimizer step before fit"):
         future_state_bytes(optimizer)
     optimizer.step(closure)
     assert future_state_bytes(optimizer) == 0
 
 
 def test_a_second_step_on_the_same_gradients_is_no_training_past_the_model() -> None:
-    model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1GiB", effort=50)
+    model = ebbtide.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1GiB", effort=50)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     optimizer.step()
-    assert ebbflow.calls_of(model).unplanned == {}
+    assert ebbtide.calls_of(model).unplanned == {}
 
 
 def test_an_optimizer_that_accelerate_has_wrapped_is_the_one_behind_it(tmp_path: Path) -> None:

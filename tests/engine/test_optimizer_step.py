@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow.cost.optimizer_step import step_bytes
-from ebbflow.measurement.cpu_allocations import AllocationRecorder
-from ebbflow.measurement.peak import peak_above
+from ebbtide.cost.optimizer_step import step_bytes
+from ebbtide.measurement.cpu_allocations import AllocationRecorder
+from ebbtide.measurement.peak import peak_above
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 STEPS = 12
@@ -90,7 +90,7 @@ def test_torchs_muon_with_its_products_of_16_bits() -> None:
 
 
 def test_where_the_step_is_to_run_elsewhere_no_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.cost.optimizer_step.workspace_alone", lambda *_: pytest.fail("a kernel was run"))
+    monkeypatch.setattr("ebbtide.cost.optimizer_step.workspace_alone", lambda *_: pytest.fail("a kernel was run"))
     parameters = [nn.Parameter(torch.empty(64, 64, device="meta"))]
     assert step_bytes(torch.optim.AdamW(parameters), "cuda") is not None
     assert step_bytes(Preconditioned(parameters)) is not None

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.errors import CaptureError
 
 
 class Model(nn.Module):
@@ -31,7 +31,7 @@ class Model(nn.Module):
 def test_a_static_tensor(kind: str) -> None:
     model, twin = Model(kind), Model(kind)
     twin.load_state_dict(model.state_dict())
-    ebbflow.fit(model, "75%")
+    ebbtide.fit(model, "75%")
     static = torch.empty(1024, 16)
     for _ in range(3):
         fresh = torch.randn(1024, 16)

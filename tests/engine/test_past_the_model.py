@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine.fitted_class import FITTED
-from ebbflow.errors import UsageError
+import ebbtide
+from ebbtide.engine.fitted_class import FITTED
+from ebbtide.errors import UsageError
 
 X = torch.randn(8, 16)
 
@@ -109,7 +109,7 @@ BESIDES = [_after, _before, _penalty, _a_head_alone, _among_many, _other_thread_
 
 def _fitted() -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = ebbflow.fit(Net(), "100%", effort=10, progress=None)
+    model = ebbtide.fit(Net(), "100%", effort=10, progress=None)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -140,7 +140,7 @@ def test_a_phase_past_the_model_is_refused_whenever_it_comes(loop: Loop, planned
         _step(model, optimizer, _plain)
     _refused(model, optimizer, loop, "no planned call has made any")
     _step(model, optimizer, _plain)
-    assert ebbflow.calls_of(model).planned >= planned + 1
+    assert ebbtide.calls_of(model).planned >= planned + 1
 
 
 @pytest.mark.parametrize("loop", BESIDES, ids=lambda each: each.__name__)
@@ -148,7 +148,7 @@ def test_a_backward_besides_planned_ones_is_refused_in_the_first_step(loop: Loop
     model, optimizer = _fitted()
     _refused(model, optimizer, loop, r"two kinds.*penalty\)\.backward")
     _step(model, optimizer, _plain)
-    counted = ebbflow.calls_of(model)
+    counted = ebbtide.calls_of(model)
     assert counted.unplanned == {"optimizer steps on gradients of no planned call": 2}
 
 
@@ -266,7 +266,7 @@ def test_what_a_planned_call_has_made_is_left_alone(loop: Loop, recwarn: pytest.
         _step(model, optimizer, _plain)
         _step(plain, of_plain, _plain)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert not ebbflow.calls_of(model).unplanned.keys() - {"optimizer steps on gradients of no planned call"}
+    assert not ebbtide.calls_of(model).unplanned.keys() - {"optimizer steps on gradients of no planned call"}
     assert not [each for each in recwarn.list if "gradients" in str(each.message)]
 
 
@@ -278,7 +278,7 @@ def test_gradients_written_by_hand_are_counted(planned: int) -> None:
         _step(model, optimizer, _plain)
     _step(model, optimizer, _by_hand)
     _step(model, optimizer, _by_hand)
-    assert ebbflow.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 2}
+    assert ebbtide.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 2}
 
 
 def test_hooks_are_there_while_a_backward_was_not_planned_and_for_some_steps_more() -> None:
@@ -290,14 +290,14 @@ def test_hooks_are_there_while_a_backward_was_not_planned_and_for_some_steps_mor
             _step(model, optimizer, _plain)
         assert not arrivals.watches
         _step(model, optimizer, _another_model)
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
     assert not arrivals.watches
 
 
 def test_an_adversary_that_is_not_fitted_is_left_alone() -> None:
     """As in a GAN: the fitted generator's gradients come through the other, whose own backwards are not planned."""
     torch.manual_seed(0)
-    generator = ebbflow.fit(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 16)), "100%", effort=10)
+    generator = ebbtide.fit(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 16)), "100%", effort=10)
     critic = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 1))
     optimizers = [torch.optim.Adam(each.parameters()) for each in (generator, critic)]
     for _ in range(5):
@@ -310,8 +310,8 @@ def test_an_adversary_that_is_not_fitted_is_left_alone() -> None:
         optimizers[0].zero_grad()
         (-critic(generator(noise)).mean()).backward()
         optimizers[0].step()
-    assert ebbflow.calls_of(generator).planned == 5
-    assert list(ebbflow.calls_of(generator).unplanned) == ["no gradients (torch.no_grad or inference_mode)"]
+    assert ebbtide.calls_of(generator).planned == 5
+    assert list(ebbtide.calls_of(generator).unplanned) == ["no gradients (torch.no_grad or inference_mode)"]
 
 
 def test_both_of_two_optimizers_judge_their_own_gradients() -> None:
@@ -344,7 +344,7 @@ class Adversaries(nn.Module):
 @pytest.mark.parametrize("toggled", [False, True])
 def test_sides_that_are_frozen_in_turns_are_looked_at_all_the_same(toggled: bool) -> None:
     """As Lightning's ``toggle_optimizer`` and pix2pix's ``set_requires_grad`` do."""
-    model = ebbflow.fit(Adversaries(), "100%", effort=10, progress=None)
+    model = ebbtide.fit(Adversaries(), "100%", effort=10, progress=None)
     sides = model.one, model.other
     optimizers = [torch.optim.Adam(each.parameters()) for each in sides]
     for _ in range(3):
@@ -367,7 +367,7 @@ def test_sides_that_are_frozen_in_turns_are_looked_at_all_the_same(toggled: bool
 
 def test_parameters_that_an_optimizer_gets_later_are_looked_at() -> None:
     """As a callback that thaws layers does (``add_param_group``); what the optimizer keeps of them counts."""
-    model, other = ebbflow.fit(Net(), "100%", effort=10, progress=None), nn.Linear(2, 2)
+    model, other = ebbtide.fit(Net(), "100%", effort=10, progress=None), nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(other.parameters())
     other(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -391,7 +391,7 @@ def test_heads_of_a_shared_body_are_trained_in_turns(others: bool) -> None:
 
     torch.manual_seed(0)
     body, unrelated = nn.Sequential(nn.Linear(16, 32), nn.GELU()), nn.Linear(2, 2)
-    heads = [ebbflow.fit(Head(body), "100%", effort=10, progress=None) for _ in range(2)]
+    heads = [ebbtide.fit(Head(body), "100%", effort=10, progress=None) for _ in range(2)]
     optimizer = torch.optim.Adam({each for head in heads for each in head.parameters()})
     for _ in range(6):
         for head in heads:
@@ -400,13 +400,13 @@ def test_heads_of_a_shared_body_are_trained_in_turns(others: bool) -> None:
                 unrelated(torch.ones(1, 2)).sum().backward()
             head(X).backward()
             optimizer.step()
-    assert [ebbflow.calls_of(head).unplanned for head in heads] == [{}, {}]
+    assert [ebbtide.calls_of(head).unplanned for head in heads] == [{}, {}]
 
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_part_in_the_planned_backward_of_another_model_is_loss_outside(others: bool) -> None:
-    encoder = ebbflow.fit(nn.Sequential(nn.Linear(16, 16), nn.GELU()), "100%", effort=10, progress=None)
-    decoder, unrelated = ebbflow.fit(Net(), "100%", effort=10, progress=None), nn.Linear(2, 2)
+    encoder = ebbtide.fit(nn.Sequential(nn.Linear(16, 16), nn.GELU()), "100%", effort=10, progress=None)
+    decoder, unrelated = ebbtide.fit(Net(), "100%", effort=10, progress=None), nn.Linear(2, 2)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
     for _ in range(3):
         optimizer.zero_grad()
@@ -414,7 +414,7 @@ def test_a_part_in_the_planned_backward_of_another_model_is_loss_outside(others:
             unrelated(torch.ones(1, 2)).sum().backward()
         decoder.contrastive(encoder(X)).backward()
         optimizer.step()
-    assert [ebbflow.calls_of(each).unplanned for each in (encoder, decoder)] == [{}, {}]
+    assert [ebbtide.calls_of(each).unplanned for each in (encoder, decoder)] == [{}, {}]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -426,7 +426,7 @@ def test_a_penalty_beside_a_checkpointed_call_is_in_its_backward(reentrant: bool
         loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
         (loss + 1e-3 * model.body[0].weight.square().sum()).backward()
         optimizer.step()
-    assert "optimizer steps on gradients of no planned call" not in ebbflow.calls_of(model).unplanned
+    assert "optimizer steps on gradients of no planned call" not in ebbtide.calls_of(model).unplanned
 
 
 def test_new_shapes_are_no_backwards_of_others() -> None:
@@ -435,7 +435,7 @@ def test_new_shapes_are_no_backwards_of_others() -> None:
     for length in (8, 9, 10):
         model(torch.randn(length, 16)).item()
         _step(model, optimizer, _by_hand)
-    assert ebbflow.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 3}
+    assert ebbtide.calls_of(model).unplanned == {"optimizer steps on gradients of no planned call": 3}
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, lambda each: each.double().float()])
@@ -458,7 +458,7 @@ def test_what_was_dropped_is_not_held_against_the_next_gradient() -> None:
     for _ in range(10):
         _step(model, of_body, _plain)
     _step(model, optimizer, _unused_head)
-    assert ebbflow.calls_of(model).unplanned == {}
+    assert ebbtide.calls_of(model).unplanned == {}
 
 
 def test_no_graph_and_no_parameter_is_kept_by_hooks() -> None:
@@ -480,7 +480,7 @@ def test_no_graph_and_no_parameter_is_kept_by_hooks() -> None:
 
 def test_an_optimizer_that_steps_in_the_backward_is_judged_by_its_whole() -> None:
     """What comes before the planned step begins is in its backward all the same; past the model the next is refused."""
-    model = ebbflow.fit(Net(), "100%", effort=10, progress=None)
+    model = ebbtide.fit(Net(), "100%", effort=10, progress=None)
     optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
@@ -498,11 +498,11 @@ def test_an_optimizer_that_steps_in_the_backward_is_judged_by_its_whole() -> Non
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_models_that_share_weights_are_not_refused_when_hooks_were_gone(nested: bool) -> None:
-    first = ebbflow.fit(Net(), "100%", effort=10, progress=None)
+    first = ebbtide.fit(Net(), "100%", effort=10, progress=None)
     second = Net()
-    second.body = ebbflow.fit(first.body, "100%", effort=10, progress=None) if nested else first.body
+    second.body = ebbtide.fit(first.body, "100%", effort=10, progress=None) if nested else first.body
     if not nested:
-        ebbflow.fit(second, "100%", effort=10, progress=None)
+        ebbtide.fit(second, "100%", effort=10, progress=None)
     pair = first, first.body if nested else second
     optimizer = torch.optim.SGD([*first.parameters(), *second.head.parameters()], lr=0.1)
     for step in range(30):
@@ -511,8 +511,8 @@ def test_models_that_share_weights_are_not_refused_when_hooks_were_gone(nested: 
             nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
         pair[step % 2](X).sum().backward()
         optimizer.step()
-    assert [ebbflow.calls_of(each).planned for each in pair] == [15, 15]
-    assert [ebbflow.calls_of(each).unplanned for each in pair] == [{}, {}]
+    assert [ebbtide.calls_of(each).planned for each in pair] == [15, 15]
+    assert [ebbtide.calls_of(each).unplanned for each in pair] == [{}, {}]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on the way to its compiler
@@ -530,9 +530,9 @@ def test_a_compiled_optimizer_is_looked_at_outside_of_its_trace() -> None:
 
 
 def test_a_part_that_was_wrapped_later_is_named() -> None:
-    model = nn.Sequential(ebbflow.fit(nn.Linear(4, 4), "1MiB", progress=None))
+    model = nn.Sequential(ebbtide.fit(nn.Linear(4, 4), "1MiB", progress=None))
     with pytest.raises(UsageError, match=r"what is fitted is 0 in this Sequential.*get_submodule\('0'\)"):
-        ebbflow.calls_of(model)
+        ebbtide.calls_of(model)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="a compiled call of this torch does not look at shapes again")
@@ -554,5 +554,5 @@ def test_parameters_that_are_changed_by_their_data_take_gradients_of_their_new_s
 def test_a_model_may_be_fitted_where_no_gradients_are(context: Callable[[], Any]) -> None:
     model = nn.Sequential(nn.Linear(16, 4))
     with context():
-        ebbflow.fit(model, "100%", effort=10, progress=None)
+        ebbtide.fit(model, "100%", effort=10, progress=None)
     assert FITTED[model].arrivals.watches

@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.offline import capture
-from ebbflow.lower.lowering import STATE_OF, Lowered, lower
-from ebbflow.lower.proof import ProofError, prove
-from ebbflow.lower.targets import read_state, replay
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.offline import capture
+from ebbtide.lower.lowering import STATE_OF, Lowered, lower
+from ebbtide.lower.proof import ProofError, prove
+from ebbtide.lower.targets import read_state, replay
+from ebbtide.step.unplanned import unplanned_schedule
 from random_schedule import random_schedule
 
 ATEN = torch.ops.aten
@@ -159,18 +159,18 @@ def drop_a_gradient(_: Captured, lowered: Lowered) -> None:
 
 def forget_a_mutation(joint: Captured, lowered: Lowered) -> None:
     output = next(iter(lowered.forward.graph.find_nodes(op="output")))
-    seen = next(n for n in lowered.forward.graph.nodes if n.meta.get("ebbflow_claim") in joint.mutated)
+    seen = next(n for n in lowered.forward.graph.nodes if n.meta.get("ebbtide_claim") in joint.mutated)
     output.args = ((seen, *tuple(output.args[0])[1:]),)
 
 
 def save_a_mutated_input(joint: Captured, lowered: Lowered) -> None:
     forward = next(iter(lowered.forward.graph.find_nodes(op="output")))
-    seen = next(n for n in lowered.forward.graph.nodes if n.meta.get("ebbflow_claim") in joint.mutated)
+    seen = next(n for n in lowered.forward.graph.nodes if n.meta.get("ebbtide_claim") in joint.mutated)
     results = list(forward.args[0])
     saved = [n for n in lowered.backward.graph.nodes if n.op == "placeholder"][: lowered.saved_count]
     results[-1] = seen
     forward.args = (tuple(results),)
-    saved[-1].meta["ebbflow_claim"] = seen.meta["ebbflow_claim"]
+    saved[-1].meta["ebbtide_claim"] = seen.meta["ebbtide_claim"]
     saved[-1].meta.pop(STATE_OF, None)
 
 
@@ -185,7 +185,7 @@ def swap_placeholders(_: Captured, lowered: Lowered) -> None:
 
 
 def claim_nothing(_: Captured, lowered: Lowered) -> None:
-    del calls(lowered, ATEN.add.Tensor)[0].meta["ebbflow_claim"]
+    del calls(lowered, ATEN.add.Tensor)[0].meta["ebbtide_claim"]
 
 
 def claim_another_element(_: Captured, lowered: Lowered) -> None:
@@ -242,6 +242,6 @@ def test_tampering_is_rejected(joint: Captured, tamper: Callable[[Captured, Lowe
 def test_first_runs_of_random_ops_keep_their_order(joint: Captured) -> None:
     lowered = lower(joint, unplanned_schedule(joint.program))
     one, two = calls(lowered, ATEN.bernoulli.p)
-    one.meta["ebbflow_claim"], two.meta["ebbflow_claim"] = two.meta["ebbflow_claim"], one.meta["ebbflow_claim"]
+    one.meta["ebbtide_claim"], two.meta["ebbtide_claim"] = two.meta["ebbtide_claim"], one.meta["ebbtide_claim"]
     with pytest.raises(ProofError):
         prove(joint, lowered)

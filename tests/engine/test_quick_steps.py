@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 
 EFFORT = 200
 BATCHES = 4
@@ -33,16 +33,16 @@ class Images(nn.Module):
         return F.cross_entropy(scores, images.new_zeros(len(images), dtype=torch.int64)), scores
 
 
-def chain() -> ebbflow.Case:
+def chain() -> ebbtide.Case:
     return mlp_chain(256, layers=8, width=32, dropout=0.1)
 
 
-def transformer() -> ebbflow.Case:
+def transformer() -> ebbtide.Case:
     return gpt(4, GPTConfig(vocabulary=64, length=32, layers=2, width=32, heads=2, dropout=0.1))
 
 
-def images() -> ebbflow.Case:
-    return ebbflow.Case(Images(), (torch.randn(8, 3, 16, 16),))
+def images() -> ebbtide.Case:
+    return ebbtide.Case(Images(), (torch.randn(8, 3, 16, 16),))
 
 
 def train(model: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], list[int]]:
@@ -52,7 +52,7 @@ def train(model: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[list[torch.
     losses: list[torch.Tensor] = []
     peaks: list[int] = []
     for batch in range(BATCHES):
-        gauge = ebbflow.measure(model, args) if batch else None  # no profiler while costs are measured
+        gauge = ebbtide.measure(model, args) if batch else None  # no profiler while costs are measured
         with gauge or contextlib.nullcontext():
             outputs = model(*args)
             loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
@@ -69,30 +69,30 @@ def train(model: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[list[torch.
 
 
 @pytest.mark.parametrize("make", [chain, transformer, images])
-def test_training_in_a_budget_is_training(make: Callable[[], ebbflow.Case]) -> None:
+def test_training_in_a_budget_is_training(make: Callable[[], ebbtide.Case]) -> None:
     torch.manual_seed(1)
     case = make()
     eager, fitted = copy.deepcopy(case.model), case.model
     expected, unplanned_peaks = train(eager, case.args)
     parameters = sum(p.nbytes for p in fitted.parameters())
     budget = int(0.75 * max(unplanned_peaks)) + 2 * parameters  # gradients accumulate; some is held in reserve
-    ebbflow.fit(fitted, budget, effort=EFFORT, verify=False)
+    ebbtide.fit(fitted, budget, effort=EFFORT, verify=False)
     found, peaks = train(fitted, case.args)
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert max(peaks) <= budget < max(unplanned_peaks)
-    plan = ebbflow.plan_of(fitted)
+    plan = ebbtide.plan_of(fitted)
     assert plan is not None
     assert plan.overhead > 0, "nothing is recomputed: the budget tests nothing"
 
 
 def test_the_proof_and_the_measurement_of_first_steps_find_nothing() -> None:
     case = transformer()
-    plan = ebbflow.plan(case.model, case.args, budget="70%", effort=EFFORT)
-    ebbflow.fit(case.model, plan.budget_bytes + 2 * sum(p.nbytes for p in case.model.parameters()), effort=EFFORT)
+    plan = ebbtide.plan(case.model, case.args, budget="70%", effort=EFFORT)
+    ebbtide.fit(case.model, plan.budget_bytes + 2 * sum(p.nbytes for p in case.model.parameters()), effort=EFFORT)
     for _ in range(3):
         case.model.zero_grad()
         case.model(*case.args).backward()
-    step = ebbflow.step_of(case.model)
+    step = ebbtide.step_of(case.model)
     assert step is not None
     assert step.measured_above_bytes is not None

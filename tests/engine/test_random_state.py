@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ebbflow.capture.offline import capture
-from ebbflow.lower.targets import read_state, replay
+from ebbtide.capture.offline import capture
+from ebbtide.lower.targets import read_state, replay
 
 
 def test_replay_draws_the_same_and_leaves_the_generator() -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.measurement.between import BetweenGauge
-from ebbflow.measurement.cpu_allocations import AllocationRecorder, ProfilerActive, profiler_active
-from ebbflow.measurement.peak import StepGauge
+import ebbtide
+from ebbtide.measurement.between import BetweenGauge
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, ProfilerActive, profiler_active
+from ebbtide.measurement.peak import StepGauge
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_nobody_elses_profiler_is_waited_for() -> None:
 
 def test_threads_that_meet_new_shapes_at_once_have_eagers_gradients() -> None:
     plain = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(48, 48), nn.GELU())), nn.Linear(48, 1))
-    models = [ebbflow.fit(copy.deepcopy(plain), "100%", progress=None, effort=50) for _ in range(3)]
+    models = [ebbtide.fit(copy.deepcopy(plain), "100%", progress=None, effort=50) for _ in range(3)]
 
     def train(number: int) -> None:
         for turn in range(2):
@@ -105,4 +105,4 @@ def test_threads_that_meet_new_shapes_at_once_have_eagers_gradients() -> None:
             assert all(torch.equal(a, b) for a, b in zip(own, true, strict=True))
 
     _in_threads(3, train)
-    assert all(ebbflow.calls_of(each).planned == 2 for each in models)
+    assert all(ebbtide.calls_of(each).planned == 2 for each in models)

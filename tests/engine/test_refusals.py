@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import ebbflow
-from ebbflow._api import refusals
-from ebbflow.errors import UsageError
-from ebbflow.measurement.device import cuda_index_of, on_device_of
+import ebbtide
+from ebbtide._api import refusals
+from ebbtide.errors import UsageError
+from ebbtide.measurement.device import cuda_index_of, on_device_of
 
 X = (torch.ones(2, 4),)
 
@@ -79,9 +79,9 @@ BOTH: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 ENTRIES: dict[str, Callable[[nn.Module], object]] = {
-    "fit": lambda made: ebbflow.fit(made, "1GiB"),
-    "plan": lambda made: ebbflow.plan(made, X, budget="1GiB"),
-    "doctor": lambda made: ebbflow.doctor(made, X),
+    "fit": lambda made: ebbtide.fit(made, "1GiB"),
+    "plan": lambda made: ebbtide.plan(made, X, budget="1GiB"),
+    "doctor": lambda made: ebbtide.doctor(made, X),
 }
 
 
@@ -99,12 +99,12 @@ def test_what_no_step_can_be_planned_for_is_refused(name: str, entry: str) -> No
 
 
 def test_a_model_without_memory_can_be_planned_and_not_fitted() -> None:
-    with pytest.raises(UsageError, match=r"parameter 0\.weight is on the meta device.*to_empty.*ebbflow\.plan"):
-        ebbflow.fit(model().to("meta"), "1GiB")
+    with pytest.raises(UsageError, match=r"parameter 0\.weight is on the meta device.*to_empty.*ebbtide\.plan"):
+        ebbtide.fit(model().to("meta"), "1GiB")
     with FakeTensorMode():
         fake = model()
     with pytest.raises(UsageError, match=r"parameter 0\.weight was made under FakeTensorMode"):
-        ebbflow.fit(fake, "1GiB")
+        ebbtide.fit(fake, "1GiB")
 
     class Loss(nn.Module):
         def __init__(self) -> None:
@@ -114,18 +114,18 @@ def test_a_model_without_memory_can_be_planned_and_not_fitted() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.body(x).mean()
 
-    planned = ebbflow.plan(Loss().to("meta"), (X[0].to("meta"),), budget="1GiB", machine="a100-80gb")
+    planned = ebbtide.plan(Loss().to("meta"), (X[0].to("meta"),), budget="1GiB", machine="a100-80gb")
     assert planned.program.ops
 
 
 def test_a_number_on_cpu_is_no_second_device() -> None:
     made = model().to("meta")
     made.register_buffer("count", torch.tensor(0))
-    planned = ebbflow.plan(made, (X[0].to("meta"),), budget="1GiB", machine="a100-80gb", loss=torch.mean)
+    planned = ebbtide.plan(made, (X[0].to("meta"),), budget="1GiB", machine="a100-80gb", loss=torch.mean)
     assert planned.program.ops
     made.register_buffer("count", torch.zeros(1))
     with pytest.raises(UsageError, match="buffer count on cpu"):
-        ebbflow.plan(made, (X[0].to("meta"),), budget="1GiB", machine="a100-80gb", loss=torch.mean)
+        ebbtide.plan(made, (X[0].to("meta"),), budget="1GiB", machine="a100-80gb", loss=torch.mean)
 
 
 @pytest.mark.parametrize("kind", ["mps", "xla", "privateuseone", "xpu"])
@@ -140,11 +140,11 @@ def test_another_device_is_refused_by_name(kind: str) -> None:
 def test_harmless_hooks_and_one_device_maps_are_fine() -> None:
     for made in (hooked(LoggingHook()), mapped(a="cpu", b="cpu"), model()):
         kind = type(made)
-        made = ebbflow.fit(made, "1GiB", effort=10)
+        made = ebbtide.fit(made, "1GiB", effort=10)
         assert type(made) is not kind
         made(X[0]).mean().backward()
-        assert ebbflow.calls_of(made).planned == 1
-        assert type(ebbflow.unfit(made)) is kind
+        assert ebbtide.calls_of(made).planned == 1
+        assert type(ebbtide.unfit(made)) is kind
 
 
 def test_the_device_of_a_model_is_the_current_one_while_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_the_device_of_a_model_is_the_current_one_while_it_is_planned(monkeypatc
 
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(
-        "ebbflow.measurement.device.tensors_in",
+        "ebbtide.measurement.device.tensors_in",
         lambda _: iter([SimpleNamespace(device=torch.device("cuda", 1))]),
     )
     with on_device_of([model()]) as context:
@@ -194,16 +194,16 @@ class Ending(nn.Linear, metaclass=Final):
 
 
 def test_classes_that_look_at_their_subclasses() -> None:
-    model = ebbflow.fit(Registering(4, 4), "1MiB", effort=20)
+    model = ebbtide.fit(Registering(4, 4), "1MiB", effort=20)
     model(torch.randn(2, 4)).sum().backward()
     assert Registering.known == []
     with pytest.raises(UsageError, match="lets no class be derived"):
-        ebbflow.fit(Ending(4, 4), "1MiB")
+        ebbtide.fit(Ending(4, 4), "1MiB")
 
 
 def test_a_lazy_model_is_refused_before_its_first_batch() -> None:
     lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(UsageError, match="before the first batch"):
-        ebbflow.fit(lazy, "1MiB")
+        ebbtide.fit(lazy, "1MiB")
     lazy(torch.randn(2, 3))
-    ebbflow.fit(lazy, "1MiB", effort=20)(torch.randn(2, 3)).sum().backward()
+    ebbtide.fit(lazy, "1MiB", effort=20)(torch.randn(2, 3)).sum().backward()

@@ -17,11 +17,11 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-import ebbflow
-from ebbflow.engine import compiled
-from ebbflow.engine.executable import Phase
-from ebbflow.engine.fitted_class import FITTED
-from ebbflow.errors import BudgetError, UsageError
+import ebbtide
+from ebbtide.engine import compiled
+from ebbtide.engine.executable import Phase
+from ebbtide.engine.fitted_class import FITTED
+from ebbtide.errors import BudgetError, UsageError
 
 ROWS, WIDTH = 128, 32
 
@@ -63,13 +63,13 @@ def rows(seed: int = 0) -> torch.Tensor:
 
 def twins(budget: str | int = "100%", model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, nn.Module]:
     plain = model or Tower()
-    return ebbflow.fit(copy.deepcopy(plain), budget, effort=500, **options), plain
+    return ebbtide.fit(copy.deepcopy(plain), budget, effort=500, **options), plain
 
 
 @functools.cache
 def smallest() -> int:
     """Of a tower."""
-    return ebbflow.plan(Tower(), (rows(),), budget="1000%", effort=100).smallest_bytes
+    return ebbtide.plan(Tower(), (rows(),), budget="1000%", effort=100).smallest_bytes
 
 
 def assert_same(pair: tuple[nn.Module, nn.Module]) -> None:
@@ -87,7 +87,7 @@ def backward(model: nn.Module, seed: int, **kwargs: Any) -> None:
 
 
 def phase(model: nn.Module) -> Phase:
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     return step.phase
 
@@ -101,7 +101,7 @@ def test_gradient_accumulation_over_eight_steps_takes_one_capture(captures: list
         for each in pair:
             backward(each, seed)
         assert_same(pair)
-        plan = ebbflow.plan_of(pair[0])
+        plan = ebbtide.plan_of(pair[0])
         assert plan is not None
         plans.add(plan.resident_bytes)
         assert plan.predicted_peak_bytes <= plan.budget_bytes
@@ -120,7 +120,7 @@ def test_a_budget_that_leaves_no_room_for_gradients_is_planned_anew_for_the_same
         for each in pair:
             backward(each, seed)
         assert_same(pair)
-        plan = ebbflow.plan_of(pair[0])
+        plan = ebbtide.plan_of(pair[0])
         assert plan is not None
         overheads.append(plan.overhead)
     assert overheads[1] > overheads[0], "nothing was planned anew"
@@ -128,7 +128,7 @@ def test_a_budget_that_leaves_no_room_for_gradients_is_planned_anew_for_the_same
         each.zero_grad()
         backward(each, 9)
     assert_same(pair)
-    plan = ebbflow.plan_of(pair[0])
+    plan = ebbtide.plan_of(pair[0])
     assert plan is not None
     assert plan.overhead == overheads[0], "the first plan holds again and takes less"
     assert len(captures) == 1
@@ -182,7 +182,7 @@ def test_a_learned_loss_outside_needs_no_new_capture(captures: list[object]) -> 
         for each in pair:
             nn.functional.cross_entropy(each(rows(seed)), torch.arange(ROWS)).backward()
         assert_same(pair)
-    plan = ebbflow.plan_of(pair[0])
+    plan = ebbtide.plan_of(pair[0])
     assert plan is not None
     assert plan.program.between_bytes > 0
     assert len(captures) == 1
@@ -206,18 +206,18 @@ def test_set_budget_plans_for_the_capture_that_there_is(captures: list[object]) 
     least = smallest() + sum(p.nbytes for p in pair[1].parameters()) + 8_000
     seen: list[float] = []
     for seed, budget in enumerate(("1GiB", least, "1GiB")):
-        ebbflow.set_budget(pair[0], budget)
+        ebbtide.set_budget(pair[0], budget)
         for each in pair:
             each.zero_grad()
             backward(each, seed)
         assert_same(pair)
-        plan = ebbflow.plan_of(pair[0])
+        plan = ebbtide.plan_of(pair[0])
         assert plan is not None
         seen.append(plan.overhead)
     assert seen[0] == seen[2] == 0 < seen[1]
     assert len(captures) == 1
     with pytest.raises(UsageError, match="not fitted"):
-        ebbflow.set_budget(pair[1], "1GiB")
+        ebbtide.set_budget(pair[1], "1GiB")
 
 
 def test_a_refused_budget_keeps_the_capture_and_shows_our_frames_last(captures: list[object]) -> None:
@@ -227,11 +227,11 @@ def test_a_refused_budget_keeps_the_capture_and_shows_our_frames_last(captures: 
     with pytest.raises(BudgetError) as caught:
         backward(pair[0], 0)
     frames = [str(entry.path) for entry in caught.traceback]
-    ours = [path for path in frames if "ebbflow" in path and "site-packages" not in path]
+    ours = [path for path in frames if "ebbtide" in path and "site-packages" not in path]
     assert len([path for path in frames if "/torch/" in path]) <= 2, frames  # nn.Module's call of forward
     assert frames[-1] in ours
     assert pair[0].calls.item() == 0.0  # type: ignore[operator]
-    ebbflow.set_budget(pair[0], "1GiB")
+    ebbtide.set_budget(pair[0], "1GiB")
     for each in pair:
         backward(each, 0)
     assert_same(pair)
@@ -260,7 +260,7 @@ def test_a_plan_may_be_replaced_between_a_forward_and_its_backwards(captures: li
         torch.manual_seed(3)
         first = each(rows(1))
         if each is pair[0]:
-            ebbflow.set_budget(each, least)
+            ebbtide.set_budget(each, least)
         second = each(rows(2))
         first.backward(retain_graph=True)
         second.backward()
@@ -338,7 +338,7 @@ def test_a_graph_dropped_without_backward_leaves_no_bytes() -> None:
     assert fitted.flights.in_the_air
     del loss
     assert not fitted.flights.in_the_air
-    with ebbflow.measure(model, rows()) as gauge:
+    with ebbtide.measure(model, rows()) as gauge:
         loss = model(rows(6))
         del loss
         kept = torch.empty(10)
@@ -370,7 +370,7 @@ def test_no_training_is_refused_for_forwards_that_never_had_a_backward(count: in
         del losses
     with pytest.warns(UserWarning, match="in flight together without a backward, for which this budget has no room"):
         train()
-    plan = ebbflow.plan_of(ours)
+    plan = ebbtide.plan_of(ours)
     assert plan.predicted_peak_bytes <= budget
     assert plan.program.between_bytes == 0
     train()
@@ -395,10 +395,10 @@ def test_copies_and_pickles_are_plain_models_that_can_be_fitted(captures: list[o
     backward(model, 0)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with pytest.raises(UsageError, match="a copy of a fitted model"):
-            ebbflow.plan_of(copied)
+            ebbtide.plan_of(copied)
         assert type(copied) is Tower
         copied.zero_grad()
-        ebbflow.fit(copied, "1GiB")
+        ebbtide.fit(copied, "1GiB")
         backward(copied, 1)
     for each in (model, plain):
         each.zero_grad()
@@ -409,9 +409,9 @@ def test_what_is_known_of_a_model_goes_with_it() -> None:
     model, _ = twins("70%")
     for seed in range(3):
         backward(model, seed)
-    step = weakref.ref(ebbflow.step_of(model))  # type: ignore[arg-type]
+    step = weakref.ref(ebbtide.step_of(model))  # type: ignore[arg-type]
     known = weakref.ref(step().executable)  # type: ignore[union-attr]
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
     gc.collect()
     assert step() is None
     assert known() is None
@@ -441,7 +441,7 @@ def test_a_step_whose_outputs_torch_does_not_look_into_keeps_its_executable() ->
             first = each(rows(1))
             first = first.loss if kind is Wrapped else each.loss
             if each is pair[0]:
-                ebbflow.set_budget(each, "2GiB")
+                ebbtide.set_budget(each, "2GiB")
             with torch.no_grad():
                 pass
             second = each(rows(2))
@@ -458,7 +458,7 @@ def test_an_unfitted_model_finishes_what_is_in_flight() -> None:
     for each in pair:
         torch.manual_seed(4)
         losses.append(each(rows(4)))
-    ebbflow.unfit(pair[0])
+    ebbtide.unfit(pair[0])
     gc.collect()
     for loss in losses:
         loss.backward()

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.engine.executable import Executable
-from ebbflow.engine.reserve import most_unsplit_bytes, unsplit_bytes
-from ebbflow.errors import BudgetExceeded
-from ebbflow.measurement import reserved
-from ebbflow.measurement.peak import StepGauge
-from ebbflow.measurement.reserved import Reserved, too_large_for_the_card
-from ebbflow.step.unplanned import unplanned_bytes
+import ebbtide
+from ebbtide.engine.executable import Executable
+from ebbtide.engine.reserve import most_unsplit_bytes, unsplit_bytes
+from ebbtide.errors import BudgetExceeded
+from ebbtide.measurement import reserved
+from ebbtide.measurement.peak import StepGauge
+from ebbtide.measurement.reserved import Reserved, too_large_for_the_card
+from ebbtide.step.unplanned import unplanned_bytes
 
 GIB = 2**30
 
@@ -37,14 +37,14 @@ def test_a_budget_above_what_the_card_has_for_us_is_warned_of(card: Callable[...
     card(free=10 * GIB, own=2 * GIB)
     model = torch.nn.Linear(4, 4)
     with pytest.warns(UserWarning, match=r"12.00 GiB or less.*or end what else runs there") as said:
-        ebbflow.fit(model, "12.5GiB")
+        ebbtide.fit(model, "12.5GiB")
     assert said[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ebbflow.set_budget(model, "12GiB")
-        ebbflow.set_budget(model, "60%")
+        ebbtide.set_budget(model, "12GiB")
+        ebbtide.set_budget(model, "60%")
     with pytest.warns(UserWarning, match="of 80.00 GiB it holds 2.00 GiB and 10.00 GiB are free"):
-        ebbflow.set_budget(model, "13GiB")
+        ebbtide.set_budget(model, "13GiB")
 
 
 def test_on_a_cpu_nothing_is_asked() -> None:
@@ -82,10 +82,10 @@ def test_a_step_on_a_card_is_gauged_once_over_both_graphs(monkeypatch: pytest.Mo
 
 
 def test_on_a_cpu_a_step_reserves_nothing() -> None:
-    model = ebbflow.fit(torch.nn.Linear(64, 64), "100%", effort=10)
+    model = ebbtide.fit(torch.nn.Linear(64, 64), "100%", effort=10)
     for _ in range(2):
         model(torch.randn(32, 64)).sum().backward()
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.measured_above_bytes is not None
     assert step.reserved is None
@@ -99,9 +99,9 @@ def executable() -> Executable:
     """Of a step whose first layers make tensors of 2 MiB, as on a card with room in its budget for some of that."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(128, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU()]
-    model = ebbflow.fit(torch.nn.Sequential(*layers), "100%", effort=10, progress=None)
+    model = ebbtide.fit(torch.nn.Sequential(*layers), "100%", effort=10, progress=None)
     model(torch.randn(1024, 128)).sum().backward()
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     (found,) = step.executables
     found.device = "cuda"

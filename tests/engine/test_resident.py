@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.measurement.resident import device_of, resident_bytes
-from ebbflow.torch_seams.fake_tensors import FakeTensorMode
-from ebbflow.torch_seams.storages import walk
+import ebbtide
+from ebbtide.measurement.resident import device_of, resident_bytes
+from ebbtide.torch_seams.fake_tensors import FakeTensorMode
+from ebbtide.torch_seams.storages import walk
 
 
 def test_a_tensor_counts_its_whole_storage() -> None:
@@ -96,19 +96,19 @@ class Holding(nn.Module):
 
 
 def test_outputs_without_gradients_and_constants_count() -> None:
-    model = ebbflow.fit(Holding(), "1GiB", effort=100)
+    model = ebbtide.fit(Holding(), "1GiB", effort=100)
     x = torch.randn(32, 64)
     with torch.no_grad():
         kept = [model(x) for _ in range(3)]
     model(x).sum().backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.resident_bytes == 64 * 64 * 4 + x.nbytes + 2048 * 4 + sum(each.nbytes for each in kept)
     model.zero_grad()
     del kept[:2]
-    ebbflow.set_budget(model, "2GiB")  # planned anew
+    ebbtide.set_budget(model, "2GiB")  # planned anew
     model(x).sum().backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.resident_bytes == 64 * 64 * 4 + x.nbytes + 2048 * 4 + kept[0].nbytes
 

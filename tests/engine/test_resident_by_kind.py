@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import BudgetError
-from ebbflow.planning.resident_in_words import OTHER, parts_of, resident_sentence
-from ebbflow.report.records.diagnosis import Findings
-from ebbflow.report.text.doctor import write_findings
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide.errors import BudgetError
+from ebbtide.planning.resident_in_words import OTHER, parts_of, resident_sentence
+from ebbtide.report.records.diagnosis import Findings
+from ebbtide.report.text.doctor import write_findings
+from ebbtide.zoo import mlp_chain
 
 
 class Net(nn.Module):
@@ -48,20 +48,20 @@ def without_reserve(error: BudgetError) -> dict[str, int]:
 
 
 def by_fit() -> BudgetError:
-    model = ebbflow.fit(Net(), 9000)
+    model = ebbtide.fit(Net(), 9000)
     return refused(lambda: model(X))
 
 
 def by_plan() -> BudgetError:
-    return refused(lambda: ebbflow.plan(Net(), (X,), budget=9000))
+    return refused(lambda: ebbtide.plan(Net(), (X,), budget=9000))
 
 
 def by_max_batch() -> BudgetError:
-    return refused(lambda: ebbflow.max_batch(lambda _: ebbflow.Case(Net(), (X,)), budget=9000))
+    return refused(lambda: ebbtide.max_batch(lambda _: ebbtide.Case(Net(), (X,)), budget=9000))
 
 
 def by_doctor(x: torch.Tensor = X) -> Findings:
-    return ebbflow.doctor(Net(), (x,), budget=9000)
+    return ebbtide.doctor(Net(), (x,), budget=9000)
 
 
 @pytest.mark.parametrize("by", [by_fit, by_plan, by_max_batch])
@@ -95,16 +95,16 @@ def test_the_doctor_tells_the_same() -> None:
 def test_state_that_is_to_come_gradients_and_what_was_returned_are_told_apart() -> None:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    ebbflow.fit(model, "1MiB", optimizer=optimizer)
+    ebbtide.fit(model, "1MiB", optimizer=optimizer)
     kept = []
     for accumulated in (0, 8192):
-        ebbflow.set_budget(model, 9000)
+        ebbtide.set_budget(model, 9000)
         error = refused(lambda: model(X))
         parts = without_reserve(error)
         returned = {"batches of data loaders, what earlier calls returned, and constants": 4} if kept else {}
         gradients = {"gradients of earlier steps": accumulated} if accumulated else {}
         assert parts == {**KINDS, "optimizer state": STATE, **gradients, **returned}
-        ebbflow.set_budget(model, "1MiB")
+        ebbtide.set_budget(model, "1MiB")
         loss = model(X)
         loss.backward()
         kept.append(loss.detach())
@@ -112,27 +112,27 @@ def test_state_that_is_to_come_gradients_and_what_was_returned_are_told_apart() 
 
 @pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
 def test_a_forward_in_flight_is_a_kind() -> None:
-    model = ebbflow.fit(Net(), "1MiB")
+    model = ebbtide.fit(Net(), "1MiB")
     first = model(X)
-    ebbflow.set_budget(model, "2MiB")
+    ebbtide.set_budget(model, "2MiB")
     losses = [first, model(X)]
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert sum(plan.resident_parts.values()) == plan.resident_bytes
     kept = plan.resident_bytes - sum(KINDS.values())
     assert kept > 0
     assert plan.resident_parts == {**KINDS, "kept by forwards whose backward has not come": kept}
-    ebbflow.set_budget(model, 9000)
+    ebbtide.set_budget(model, 9000)
     assert without_reserve(refused(lambda: model(X))) == KINDS, "it is not held against a budget that nobody could keep"
     sum(losses).backward()  # type: ignore[union-attr]
 
 
 def test_a_given_plan_says_what_is_resident_now() -> None:
     model = Net()
-    plan = ebbflow.plan(model, (X,), budget="100%")
-    plan = ebbflow.plan(model, (X,), budget=plan.smallest_bytes)
+    plan = ebbtide.plan(model, (X,), budget="100%")
+    plan = ebbtide.plan(model, (X,), budget=plan.smallest_bytes)
     model.more = torch.zeros(100_000)
-    ebbflow.fit(model, plan)
+    ebbtide.fit(model, plan)
     error = refused(lambda: model(X))
     assert error.resident_parts["other tensors of modules"] == 512 + 400_000
     assert sum(error.resident_parts.values()) == error.resident_bytes
@@ -180,9 +180,9 @@ def test_the_doctor_says_of_a_small_step_that_planning_gains_next_to_nothing() -
 
 def test_of_a_step_that_has_much_to_gain_it_says_nothing_of_it() -> None:
     case = mlp_chain(512, layers=12, width=32)
-    found = ebbflow.doctor(case.model, case.args)
+    found = ebbtide.doctor(case.model, case.args)
     assert not found.is_small
-    by_plans = ebbflow.doctor(case.model, case.args, rewrites="none")
+    by_plans = ebbtide.doctor(case.model, case.args, rewrites="none")
     assert by_plans.gain_bytes == by_plans.baseline_peak_bytes - by_plans.smallest_bytes
     assert by_plans.gain_bytes <= found.gain_bytes < found.baseline_peak_bytes, "rewrites go below what plans reach"
     assert "\n  gain " not in _written(found)

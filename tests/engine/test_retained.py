@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import ebbflow
-from ebbflow.engine.retained import Retained, plan_retained, retained_above_bytes
-from ebbflow.step.plan import Plan
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide.engine.retained import Retained, plan_retained, retained_above_bytes
+from ebbtide.step.plan import Plan
+from ebbtide.zoo import mlp_chain
 
 AGAIN = Retained(again=True)
 
@@ -18,8 +18,8 @@ def needs(plan: Plan) -> int:
 
 def test_a_plan_that_leaves_much_free_does_not_come_again_and_again() -> None:
     case = mlp_chain(layers=6)
-    loose = ebbflow.plan(case.model, case.args, budget="100%", effort=50)
-    tight = ebbflow.plan(case.model, case.args, budget=loose.smallest_bytes, effort=50)
+    loose = ebbtide.plan(case.model, case.args, budget="100%", effort=50)
+    tight = ebbtide.plan(case.model, case.args, budget=loose.smallest_bytes, effort=50)
     budget = needs(loose) - 1
     assert needs(tight) <= budget
     asked: list[int] = []

@@ -10,17 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import ebbflow
-from ebbflow.cli import app
-from ebbflow.errors import BudgetError, UsageError
-from ebbflow.report.text.compare import row_of, write_rows
-from ebbflow.report.text.doctor import write_findings
-from ebbflow.rewrites import choices, facts
+import ebbtide
+from ebbtide.cli import app
+from ebbtide.errors import BudgetError, UsageError
+from ebbtide.report.text.compare import row_of, write_rows
+from ebbtide.report.text.doctor import write_findings
+from ebbtide.rewrites import choices, facts
 from head_models import FORMS, LEFT, Tower, arguments
 
 
-def findings(model: Tower, **options: object) -> tuple[ebbflow.Findings, str]:
-    found = ebbflow.doctor(model, arguments(), progress=None, **options)  # type: ignore[arg-type]
+def findings(model: Tower, **options: object) -> tuple[ebbtide.Findings, str]:
+    found = ebbtide.doctor(model, arguments(), progress=None, **options)  # type: ignore[arg-type]
     stream = io.StringIO()
     write_findings(found, stream)
     return found, stream.getvalue()
@@ -61,7 +61,7 @@ def test_the_doctor_tells_why_something_is_left(form: str) -> None:
     assert f"left as it is: {left.what}" in text
 
 
-@pytest.mark.parametrize(("held", "word"), [(False, "not the bits of the whole"), (None, "ebbflow calibrate")])
+@pytest.mark.parametrize(("held", "word"), [(False, "not the bits of the whole"), (None, "ebbtide calibrate")])
 def test_the_doctor_tells_which_fact_is_missing(held: bool | None, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "measured", lambda found, _: dict.fromkeys((f.signature for f in found), held))
     found, text = findings(FORMS["plain"]())
@@ -71,7 +71,7 @@ def test_the_doctor_tells_which_fact_is_missing(held: bool | None, word: str, mo
 
 
 def test_compare_and_explain_name_what_was_rewritten() -> None:
-    plan = ebbflow.plan(FORMS["plain"](), arguments(), budget="60%", progress=None)
+    plan = ebbtide.plan(FORMS["plain"](), arguments(), budget="60%", progress=None)
     assert plan.rewritten is not None
     named = str(plan.rewritten.rewrites[0])
     row = row_of("tower", plan)
@@ -87,7 +87,7 @@ def test_compare_and_explain_name_what_was_rewritten() -> None:
 CASE = """
 import torch
 from torch.nn import functional as F
-import ebbflow
+import ebbtide
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -98,7 +98,7 @@ class Model(torch.nn.Module):
         return F.cross_entropy(self.head(self.words(tokens)), tokens)
 
 def model(tokens):
-    return ebbflow.Case(Model(), (torch.arange(tokens) % 301,))
+    return ebbtide.Case(Model(), (torch.arange(tokens) % 301,))
 """
 
 
@@ -121,10 +121,10 @@ def test_calibrate_finds_out_ahead_what_rewrites_rest_on(tmp_path: Path, monkeyp
 def test_a_refusal_names_the_command_where_there_was_no_room_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "measured", lambda found, _: dict.fromkeys((f.signature for f in found), None))
     with pytest.raises(BudgetError) as refused:
-        ebbflow.fit(FORMS["plain"](), 1, progress=None)(*arguments())
-    [note] = [each for each in refused.value.__notes__ if "ebbflow calibrate" in each]
+        ebbtide.fit(FORMS["plain"](), 1, progress=None)(*arguments())
+    [note] = [each for each in refused.value.__notes__ if "ebbtide calibrate" in each]
     assert "was not tried" in note
     monkeypatch.setattr(choices, "measured", lambda found, _: dict.fromkeys((f.signature for f in found), False))
     with pytest.raises(BudgetError) as refused:
-        ebbflow.fit(FORMS["plain"](), 1, progress=None)(*arguments())
-    assert not [each for each in getattr(refused.value, "__notes__", ()) if "ebbflow calibrate" in each]
+        ebbtide.fit(FORMS["plain"](), 1, progress=None)(*arguments())
+    assert not [each for each in getattr(refused.value, "__notes__", ()) if "ebbtide calibrate" in each]

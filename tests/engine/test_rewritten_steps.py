@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow import options
-from ebbflow.capture.rules import layouts
-from ebbflow.cost.call import Call, call_with
-from ebbflow.cost.room import NoRoom, Room, arguments_for, within
-from ebbflow.errors import BudgetError, PlanFileError, PlanMismatch, UsageError
-from ebbflow.rewrites import choices, facts
-from ebbflow.torch_seams import fake_tensors
+import ebbtide
+from ebbtide import options
+from ebbtide.capture.rules import layouts
+from ebbtide.cost.call import Call, call_with
+from ebbtide.cost.room import NoRoom, Room, arguments_for, within
+from ebbtide.errors import BudgetError, PlanFileError, PlanMismatch, UsageError
+from ebbtide.rewrites import choices, facts
+from ebbtide.torch_seams import fake_tensors
 from head_models import CLASSES, FORMS, LEFT, TOKENS, Tower, arguments
 
 SHARE = {"returned": 0.93, "bfloat16, cut and cast, returned": 0.93, "bfloat16, capped and returned": 0.93}
@@ -61,7 +61,7 @@ def once(loss: torch.Tensor, i: int) -> None:
 @functools.cache
 def least(form: str) -> int:
     """The smallest budget of the captured step: bytes alone, so that it is looked for once."""
-    model = ebbflow.fit(FORMS[form](), 1, rewrites="none", progress=None)
+    model = ebbtide.fit(FORMS[form](), 1, rewrites="none", progress=None)
     with pytest.raises(BudgetError) as refused:
         model(*arguments())
     assert refused.value.smallest_bytes is not None
@@ -81,7 +81,7 @@ def only_of(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
         return [each for each in every(*args, **options) if {one.form for one in each.rewrites} <= {*kinds}]
 
     for where in ("engine.plans", "_api.estimate"):
-        monkeypatch.setattr(f"ebbflow.{where}.alternatives_here", of_these_kinds)
+        monkeypatch.setattr(f"ebbtide.{where}.alternatives_here", of_these_kinds)
 
 
 @pytest.mark.usefixtures("heads_alone")
@@ -90,11 +90,11 @@ def test_a_rewritten_step_trains_as_eager_below_the_captured_ones_least(form: st
     model = FORMS[form]()
     expected = history(copy.deepcopy(model), once)
     budget = below(form)
-    ebbflow.fit(model, budget, progress=None)
+    ebbtide.fit(model, budget, progress=None)
     found = history(model, once)
     assert all(map(torch.equal, found, expected))
-    assert ebbflow.calls_of(model).planned == 4
-    plan, step = ebbflow.plan_of(model), ebbflow.step_of(model)
+    assert ebbtide.calls_of(model).planned == 4
+    plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
     assert plan is not None
     assert plan.rewritten is not None
     assert step is not None
@@ -109,9 +109,9 @@ def test_each_form_trains_as_eager(form: str, kind: str, monkeypatch: pytest.Mon
     model = FORMS[form]()
     expected = history(copy.deepcopy(model), once)
     only_of(monkeypatch, kind)
-    ebbflow.fit(model, int(0.95 * least(form)), progress=None)
+    ebbtide.fit(model, int(0.95 * least(form)), progress=None)
     assert all(map(torch.equal, history(model, once), expected))
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.rewritten is not None
     assert plan.rewritten.rewrites[0].form == kind
@@ -121,7 +121,7 @@ def test_nothing_larger_than_the_budget_is_tried_out_while_the_step_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The numbers of smoothed labels are added as an expanded column, whose layout torch is not trusted with."""
-    roomy = ebbflow.plan(FORMS["smoothed"](), arguments(), budget=below("smoothed"), progress=None)
+    roomy = ebbtide.plan(FORMS["smoothed"](), arguments(), budget=below("smoothed"), progress=None)
     budget = int(1.02 * roomy.smallest_bytes)
     largest: list[int] = []
     honest = layouts.run_alone
@@ -136,7 +136,7 @@ def test_nothing_larger_than_the_budget_is_tried_out_while_the_step_is_captured(
     model = FORMS["smoothed"]()
     resident = sum(each.nbytes for each in model.parameters())
     monkeypatch.setattr(fake_tensors, "_remembered", {})
-    ebbflow.fit(model, budget, progress=None)
+    ebbtide.fit(model, budget, progress=None)
     loss_of(model(*arguments())).backward()
     assert TOKENS * CLASSES * 4 > budget - resident - TOKENS * CLASSES * 4
     assert all(each < TOKENS * CLASSES * 4 for each in largest)
@@ -147,19 +147,19 @@ def test_graphs_that_are_retained(monkeypatch: pytest.MonkeyPatch) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
-    plans: dict[str, ebbflow.Plan] = {}
+    plans: dict[str, ebbtide.Plan] = {}
     for kind in ("rows", "kept"):  # which finds out what they take, and that facts hold
         with monkeypatch.context() as patch:
             only_of(patch, kind)
-            plans[kind] = ebbflow.plan(FORMS["plain"](), arguments(), budget=below("plain"), progress=None)
+            plans[kind] = ebbtide.plan(FORMS["plain"](), arguments(), budget=below("plain"), progress=None)
     only_of(monkeypatch, "kept", "rows")  # the former is the cheaper one, and writes over what it has kept
     model = FORMS["plain"]()
     expected = history(copy.deepcopy(model), twice)
-    ebbflow.fit(model, int(1.35 * plans["kept"].smallest_bytes), progress=None)
+    ebbtide.fit(model, int(1.35 * plans["kept"].smallest_bytes), progress=None)
     with pytest.warns(UserWarning, match="retains its graph|retain_graph=True"):  # the first time, since nobody knew
         found = history(model, twice)
     assert all(map(torch.equal, found, expected))
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.rewritten is not None
     assert plan.rewritten.rewrites[0].form == "rows"
@@ -168,16 +168,16 @@ def test_graphs_that_are_retained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_rewritten_where_that_is_switched_off_or_facts_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = below("plain")
     with pytest.raises(BudgetError):
-        ebbflow.fit(FORMS["plain"](), budget, rewrites="none", progress=None)(*arguments())
+        ebbtide.fit(FORMS["plain"](), budget, rewrites="none", progress=None)(*arguments())
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), False))
     with pytest.raises(BudgetError):
-        ebbflow.fit(FORMS["plain"](), budget, progress=None)(*arguments())
+        ebbtide.fit(FORMS["plain"](), budget, progress=None)(*arguments())
 
 
 def test_a_budget_that_asks_for_nothing_gets_the_captured_step() -> None:
-    model = ebbflow.fit(FORMS["plain"](), "200%", progress=None)
+    model = ebbtide.fit(FORMS["plain"](), "200%", progress=None)
     loss_of(model(*arguments())).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.rewritten is None
 
@@ -187,9 +187,9 @@ def test_a_budget_that_asks_for_nothing_gets_the_captured_step() -> None:
 def test_what_only_looks_alike_is_planned_as_it_is(form: str) -> None:
     model = LEFT[form][0]()
     expected = history(copy.deepcopy(model), once)
-    ebbflow.fit(model, "95%", progress=None)
+    ebbtide.fit(model, "95%", progress=None)
     assert all(map(torch.equal, history(model, once), expected))
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.rewritten is None
 
@@ -198,20 +198,20 @@ def test_a_refusal_tells_the_least_budget_of_all_programs() -> None:
     model = FORMS["plain"]()
     plan_below(FORMS["plain"]())  # where there is room, it is found out what rewrites rest on; a budget of 1 has none
     with pytest.raises(BudgetError) as refused:
-        ebbflow.fit(model, 1, progress=None)(*arguments())
-    ebbflow.unfit(model)
+        ebbtide.fit(model, 1, progress=None)(*arguments())
+    ebbtide.unfit(model)
     smallest = refused.value.smallest_bytes
     assert smallest is not None
     assert smallest < least("plain")
-    ebbflow.fit(model, smallest, progress=None)
+    ebbtide.fit(model, smallest, progress=None)
     loss_of(model(*arguments())).backward()
 
 
 # -- plans --------------------------------------------------------------------------------------------------------
 
 
-def plan_below(model: Tower, **settings: Any) -> ebbflow.Plan:
-    return ebbflow.plan(model, arguments(), budget=below("plain"), progress=None, **settings)
+def plan_below(model: Tower, **settings: Any) -> ebbtide.Plan:
+    return ebbtide.plan(model, arguments(), budget=below("plain"), progress=None, **settings)
 
 
 @pytest.mark.usefixtures("heads_alone")
@@ -221,7 +221,7 @@ def test_a_plan_says_what_it_rewrites_and_keeps_it_in_its_file(tmp_path: Path) -
     (rewrite,) = plan.rewritten.rewrites
     assert f"{rewrite.form} (" in str(plan)
     assert "rests on what was measured here" in str(plan)
-    again = ebbflow.Plan.load(plan.save(tmp_path / "plan.json"))
+    again = ebbtide.Plan.load(plan.save(tmp_path / "plan.json"))
     assert again.rewritten == plan.rewritten
     assert again.fingerprint == plan.fingerprint
     assert (again.overhead, again.bound) == (plan.overhead, plan.bound)
@@ -229,11 +229,11 @@ def test_a_plan_says_what_it_rewrites_and_keeps_it_in_its_file(tmp_path: Path) -
     data["rewritten"]["rewrites"] = 3
     (tmp_path / "plan.json").write_text(json.dumps(data))
     with pytest.raises(PlanFileError):
-        ebbflow.Plan.load(tmp_path / "plan.json")
+        ebbtide.Plan.load(tmp_path / "plan.json")
 
 
 def test_percent_overhead_and_bound_are_of_the_captured_step() -> None:
-    captured = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
+    captured = ebbtide.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
     plan = plan_below(FORMS["plain"]())
     assert plan.baseline_peak_bytes == captured.baseline_peak_bytes
     assert plan.baseline_seconds == pytest.approx(captured.baseline_seconds)
@@ -248,9 +248,9 @@ def test_a_given_plan_runs_rewritten() -> None:
     expected = history(copy.deepcopy(model), once)
     plan = plan_below(FORMS["plain"]())
     # In the loop gradients are accumulated once, which takes more than a step that clears them.
-    roomy = ebbflow.plan(FORMS["plain"](), arguments(), budget="90%", progress=None)
+    roomy = ebbtide.plan(FORMS["plain"](), arguments(), budget="90%", progress=None)
     assert roomy.rewritten is not None or plan.rewritten is not None
-    ebbflow.fit(model, plan if roomy.rewritten is None else roomy, progress=None)
+    ebbtide.fit(model, plan if roomy.rewritten is None else roomy, progress=None)
     assert all(map(torch.equal, history(model, once), expected))
 
 
@@ -258,16 +258,16 @@ def test_a_given_plan_runs_rewritten() -> None:
 def test_a_given_plan_of_another_step_or_on_other_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_below(FORMS["plain"]())
     with pytest.raises(PlanMismatch, match="no linear layer with a cross-entropy"):
-        ebbflow.fit(LEFT["bent otherwise"][0](), plan, progress=None)(*arguments())
+        ebbtide.fit(LEFT["bent otherwise"][0](), plan, progress=None)(*arguments())
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), None))
     with pytest.raises(PlanMismatch, match="bits of the whole"):
-        ebbflow.fit(FORMS["plain"](), plan, progress=None)(*arguments())
+        ebbtide.fit(FORMS["plain"](), plan, progress=None)(*arguments())
 
 
 def test_a_plan_for_another_machine_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_measured", lambda *_: pytest.fail("measured for a machine that is not here"))
     large = Tower(FORMS["plain"]().loss, classes=20_000)
-    plan = ebbflow.plan(large, arguments(), budget="80%", machine="h100-80gb", progress=None)
+    plan = ebbtide.plan(large, arguments(), budget="80%", machine="h100-80gb", progress=None)
     assert plan.rewritten is not None
     assert "takes for granted, until fit measures it" in str(plan)
 
@@ -275,7 +275,7 @@ def test_a_plan_for_another_machine_lists_what_it_assumes(monkeypatch: pytest.Mo
 def test_a_sweep_never_pays_more_for_more() -> None:
     smallest = below("plain")
     budgets = [smallest, int(1.1 * smallest), int(1.3 * smallest), int(1.6 * smallest), int(2.5 * smallest)]
-    plans = ebbflow.sweep(FORMS["plain"](), arguments(), budgets=budgets, progress=None)
+    plans = ebbtide.sweep(FORMS["plain"](), arguments(), budgets=budgets, progress=None)
     assert len(plans) == len(budgets)
     seconds = [plan.step_seconds for plan in plans]
     assert all(b <= a * (1 + 1e-9) for a, b in pairwise(seconds))
@@ -284,19 +284,19 @@ def test_a_sweep_never_pays_more_for_more() -> None:
 
 @pytest.mark.parametrize("planner", ["chen_sqrt", "echo", "keep_all"])
 def test_planners_that_stand_for_papers_plan_what_they_are_given(planner: str) -> None:
-    plan = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", planner=planner, progress=None)
+    plan = ebbtide.plan(FORMS["plain"](), arguments(), budget="200%", planner=planner, progress=None)
     assert plan.rewritten is None
 
 
 @pytest.mark.parametrize("value", ["fast", True, 1, ["exact"]])
 def test_other_rewrites_are_refused(value: Any) -> None:
     with pytest.raises(UsageError, match='rewrites takes "exact" or "in-place" or "all" or "reordered" or "none"'):
-        ebbflow.fit(FORMS["plain"](), "90%", rewrites=value)
+        ebbtide.fit(FORMS["plain"](), "90%", rewrites=value)
 
 
 @pytest.mark.parametrize("label", [-1, CLASSES])
 def test_labels_that_are_no_class_are_refused_in_the_forward(label: int) -> None:
-    model = ebbflow.fit(FORMS["plain"](), below("plain"), progress=None)
+    model = ebbtide.fit(FORMS["plain"](), below("plain"), progress=None)
     tokens, labels = arguments()
     model(tokens, labels).backward()
     labels[0, 1] = label
@@ -316,7 +316,7 @@ def test_two_forwards_before_a_backward() -> None:
 
     model = FORMS["plain"]()
     expected = both(copy.deepcopy(model))
-    ebbflow.fit(model, below("plain"), progress=None)
+    ebbtide.fit(model, below("plain"), progress=None)
     with pytest.warns(UserWarning, match="another forward of this model is in flight"):
         found = both(model)
     assert all(map(torch.equal, found, expected))
@@ -348,18 +348,18 @@ def test_another_precision_of_products_is_another_step() -> None:
     try:
         expected = trained(copy.deepcopy(model))
         torch.set_float32_matmul_precision("highest")
-        ebbflow.fit(model, int(0.9 * least("plain")), progress=None)
+        ebbtide.fit(model, int(0.9 * least("plain")), progress=None)
         assert all(map(torch.equal, trained(model), expected))
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert ebbflow.calls_of(model).planned == 4
+    assert ebbtide.calls_of(model).planned == 4
 
 
 @pytest.mark.parametrize("rewrites", ["exact", None])
 def test_asking_for_the_default_changes_nothing(rewrites: Any) -> None:
     budget = below("plain")
     plans = [
-        ebbflow.plan(FORMS["plain"](), arguments(), budget=budget, progress=None, **options)
+        ebbtide.plan(FORMS["plain"](), arguments(), budget=budget, progress=None, **options)
         for options in ({}, {"rewrites": rewrites})
     ]
     assert plans[0].rewritten == plans[1].rewritten is not None
@@ -383,7 +383,7 @@ def test_a_head_that_holds_little_leaves_the_plan_as_it_was() -> None:
 
     values = torch.randn(512, 64), torch.randint(2, (512,))
     plans = [
-        ebbflow.plan(classifier(), values, budget="60%", rewrites=rewrites, progress=None)
+        ebbtide.plan(classifier(), values, budget="60%", rewrites=rewrites, progress=None)
         for rewrites in ("exact", "none")
     ]
     assert plans[0].rewritten is None
@@ -394,14 +394,14 @@ def test_a_head_that_holds_little_leaves_the_plan_as_it_was() -> None:
 def test_verify_holds_a_rewritten_plan_against_the_captured_step_and_eager() -> None:
     plan = plan_below(FORMS["plain"]())
     assert plan.rewritten is not None
-    seen = ebbflow.verify(FORMS["plain"](), arguments(), plan=plan)
+    seen = ebbtide.verify(FORMS["plain"](), arguments(), plan=plan)
     assert seen.equal
     assert not seen.eager_differences
     assert seen.within_budget
-    captured = ebbflow.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
+    captured = ebbtide.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
     assert seen.baseline_above_bytes == captured.timeline.above_bytes
     with pytest.raises(PlanMismatch, match="no linear layer with a cross-entropy"):
-        ebbflow.verify(LEFT["bent otherwise"][0](), arguments(), plan=plan)
+        ebbtide.verify(LEFT["bent otherwise"][0](), arguments(), plan=plan)
 
 
 # -- together with the rest ---------------------------------------------------------------------------------------
@@ -413,13 +413,13 @@ def test_rewrites_and_tiers(tmp_path: Path) -> None:
     expected = history(copy.deepcopy(model), once)
     tier = f"disk:{tmp_path}"
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(FORMS["plain"](), arguments(), budget=1, tiers=tier, rewrites="none", progress=None)
+        ebbtide.plan(FORMS["plain"](), arguments(), budget=1, tiers=tier, rewrites="none", progress=None)
     assert refused.value.smallest_bytes is not None
     budget = int(0.8 * refused.value.smallest_bytes)
-    ebbflow.fit(model, budget, tiers=tier, progress=None)
+    ebbtide.fit(model, budget, tiers=tier, progress=None)
     found = history(model, once)
     assert all(map(torch.equal, found, expected))
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.rewritten is not None
     assert plan.predicted_peak_bytes <= budget
@@ -440,10 +440,10 @@ def test_lengths_that_share_a_capture() -> None:
 
     model = FORMS["plain"]()
     expected = trained(copy.deepcopy(model))
-    ebbflow.fit(model, below("plain"), progress=None)
+    ebbtide.fit(model, below("plain"), progress=None)
     assert all(map(torch.equal, trained(model), expected))
-    assert ebbflow.calls_of(model).planned == 8
-    plan = ebbflow.plan_of(model)
+    assert ebbtide.calls_of(model).planned == 8
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.rewritten is not None
 
@@ -463,9 +463,9 @@ def test_autocast() -> None:
     model = FORMS["plain"]()
     expected = trained(copy.deepcopy(model))
     with torch.autocast("cpu", torch.bfloat16):
-        plan = ebbflow.plan(FORMS["plain"](), arguments(), budget="80%", progress=None)
+        plan = ebbtide.plan(FORMS["plain"](), arguments(), budget="80%", progress=None)
     assert plan.rewritten is not None
-    ebbflow.fit(model, plan.budget_bytes, progress=None)
+    ebbtide.fit(model, plan.budget_bytes, progress=None)
     assert all(map(torch.equal, trained(model), expected))
 
 
@@ -487,8 +487,8 @@ def test_a_scaled_loss_is_no_wrong_guess_for_long() -> None:
 
     model = FORMS["plain"]()
     expected = trained(copy.deepcopy(model))
-    ebbflow.fit(model, below("plain"), progress=None)
+    ebbtide.fit(model, below("plain"), progress=None)
     assert all(map(torch.equal, trained(model), expected))
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.rewritten is not None

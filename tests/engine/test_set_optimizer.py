@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.errors import BudgetError, UsageError
-from ebbflow.zoo import MLPChain, mlp_chain
+import ebbtide
+from ebbtide.errors import BudgetError, UsageError
+from ebbtide.zoo import MLPChain, mlp_chain
 
 
 def chain() -> tuple[MLPChain, tuple[torch.Tensor, ...]]:
@@ -30,35 +30,35 @@ def train(model: torch.nn.Module, args: tuple[torch.Tensor, ...], optimizer: tor
 
 def test_its_state_counts_before_its_first_step() -> None:
     model, args = chain()
-    ebbflow.fit(model, "60%", progress=None)
+    ebbtide.fit(model, "60%", progress=None)
     model(*args).backward()
     model.zero_grad()
-    before = ebbflow.plan_of(model)
+    before = ebbtide.plan_of(model)
     adam = torch.optim.Adam(model.parameters())
-    step = ebbflow.step_of(model)
-    assert ebbflow.set_optimizer(model, adam) is model
+    step = ebbtide.step_of(model)
+    assert ebbtide.set_optimizer(model, adam) is model
     train(model, args, adam)
-    after = ebbflow.plan_of(model)
+    after = ebbtide.plan_of(model)
     assert before is not None
     assert after is not None
-    assert ebbflow.step_of(model) is step, "the step that is known"
+    assert ebbtide.step_of(model) is step, "the step that is known"
     weights = sum(each.nbytes for each in model.parameters())
     moments = 2 * weights + 4 * len(list(model.parameters()))
     assert after.resident_bytes - before.resident_bytes == moments
     train(model, args, adam)
-    assert ebbflow.plan_of(model) is after or ebbflow.plan_of(model) == after
+    assert ebbtide.plan_of(model) is after or ebbtide.plan_of(model) == after
 
 
 def test_the_training_is_that_of_a_model_that_was_told_at_once() -> None:
     def trained(*, late: bool) -> list[torch.Tensor]:
         model, args = chain()
         adam = torch.optim.Adam(model.parameters())
-        ebbflow.fit(model, "1GiB", optimizer=None if late else adam, progress=None)
+        ebbtide.fit(model, "1GiB", optimizer=None if late else adam, progress=None)
         if late:
-            ebbflow.set_optimizer(model, adam)
+            ebbtide.set_optimizer(model, adam)
         for _ in range(3):
             train(model, args, adam)
-        plan = ebbflow.plan_of(model)
+        plan = ebbtide.plan_of(model)
         assert plan is not None
         return [torch.tensor(plan.resident_bytes), *(each.detach() for each in model.parameters())]
 
@@ -69,50 +69,50 @@ def test_the_training_is_that_of_a_model_that_was_told_at_once() -> None:
 def test_the_state_that_moves_is_the_new_ones() -> None:
     model, args = chain()
     first, second = (torch.optim.Adam(model.parameters()) for _ in range(2))
-    ebbflow.fit(model, "1GiB", optimizer=first, tiers="disk", offload_optimizer=True, progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=first, tiers="disk", offload_optimizer=True, progress=None)
     for _ in range(2):
         train(model, args, first)
-    ebbflow.set_optimizer(model, second)
+    ebbtide.set_optimizer(model, second)
     kept = [value.clone() for state in first.state.values() for value in state.values()]
     for _ in range(2):
         train(model, args, second)
     model(*args)
     again = [value for state in first.state.values() for value in state.values()]
     assert all(torch.equal(one, other) for one, other in zip(kept, again, strict=True))
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.optimizer_traffic is not None
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
 
 
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_the_state_of_one_that_is_replaced_counts_while_it_is_kept(where: Any) -> None:
     model, args = chain()
     first, second = (torch.optim.Adam(model.parameters()) for _ in range(2))
-    ebbflow.fit(model, "1GiB", optimizer=first, step=where, progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=first, step=where, progress=None)
     train(model, args, first)
-    ebbflow.set_optimizer(model, second)
+    ebbtide.set_optimizer(model, second)
     moments = moments_of(model.parameters())
     assert state_of(model, args) == 2 * moments
     del first
     gc.collect()
     assert state_of(model, args) == moments
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
 
 
 def test_one_that_was_replaced_may_not_step_what_the_other_has_stepped_inside() -> None:
     model, args = chain()
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
-    ebbflow.fit(model, "1GiB", optimizer=first, step="inside", progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=first, step="inside", progress=None)
     train(model, args, first)
-    ebbflow.set_optimizer(model, second)
+    ebbtide.set_optimizer(model, second)
     model(*args).backward()
     for _ in range(2):
         with pytest.raises(UsageError, match=r"another optimizer \(SGD\).*set_optimizer"):
             first.step()
     second.step()
     second.zero_grad()
-    ebbflow.set_optimizer(model, first)
+    ebbtide.set_optimizer(model, first)
     train(model, args, first)
 
 
@@ -128,8 +128,8 @@ def test_two_models_that_share_weights_have_an_optimizer_each() -> None:
         setattr(other.get_submodule(holder), leaf, shared)
         optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (one, other)]
         if planned:
-            ebbflow.fit(one, "1GiB", optimizer=optimizers[0], step="inside", progress=None)
-            ebbflow.fit(other, "1GiB", optimizer=optimizers[1], progress=None)
+            ebbtide.fit(one, "1GiB", optimizer=optimizers[0], step="inside", progress=None)
+            ebbtide.fit(other, "1GiB", optimizer=optimizers[1], progress=None)
         for _ in range(3):
             for model, optimizer in zip((one, other), optimizers, strict=True):
                 train(model, args, optimizer)
@@ -150,21 +150,21 @@ def test_two_models_that_share_weights_have_an_optimizer_each() -> None:
 def test_what_is_no_optimizer_of_the_model_is_refused() -> None:
     model, _ = chain()
     with pytest.raises(UsageError, match="not fitted"):
-        ebbflow.set_optimizer(model, torch.optim.SGD(model.parameters()))
-    ebbflow.fit(model, "1GiB")
+        ebbtide.set_optimizer(model, torch.optim.SGD(model.parameters()))
+    ebbtide.fit(model, "1GiB")
     with pytest.raises(UsageError, match=r"takes the optimizer that trains the model .* not function"):
-        ebbflow.set_optimizer(model, lambda each: each)  # type: ignore[arg-type]
+        ebbtide.set_optimizer(model, lambda each: each)  # type: ignore[arg-type]
     other, _ = chain()
     with pytest.raises(UsageError, match="holds no parameter of this MLPChain"):
-        ebbflow.set_optimizer(model, torch.optim.SGD(other.parameters()))
+        ebbtide.set_optimizer(model, torch.optim.SGD(other.parameters()))
 
 
 def state_of(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> int:
     """Bytes of optimizer state that count at the next call."""
-    ebbflow.set_budget(model, "1KiB")
+    ebbtide.set_budget(model, "1KiB")
     with pytest.raises(BudgetError) as refused:
         model(*args)
-    ebbflow.set_budget(model, "1GiB")
+    ebbtide.set_budget(model, "1GiB")
     return refused.value.resident_parts.get("optimizer state", 0)
 
 
@@ -175,7 +175,7 @@ def moments_of(parameters: Iterable[torch.Tensor]) -> int:
 def test_one_that_takes_its_place_counts_from_its_first_step_on() -> None:
     model, args = chain()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbflow.fit(model, "1GiB", optimizer=sgd, progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=sgd, progress=None)
     train(model, args, sgd)
     adam = torch.optim.Adam(model.parameters())  # nobody tells
     train(model, args, adam)
@@ -187,7 +187,7 @@ def test_one_that_takes_its_place_counts_from_its_first_step_on() -> None:
 def test_what_it_has_replaced_counts_while_somebody_has_it() -> None:
     model, args = chain()
     adam = torch.optim.Adam(model.parameters())
-    ebbflow.fit(model, "1GiB", optimizer=adam, progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=adam, progress=None)
     train(model, args, adam)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train(model, args, sgd)
@@ -203,7 +203,7 @@ def test_one_for_other_weights_counts_beside_it() -> None:
     model, args = chain()
     first, *others = model.parameters()
     adam, another = torch.optim.Adam([first]), torch.optim.Adam(others)
-    ebbflow.fit(model, "1GiB", optimizer=adam, progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=adam, progress=None)
     model(*args).backward()
     for each in (adam, another):
         each.step()
@@ -222,7 +222,7 @@ def test_one_that_holds_the_one_that_was_told_is_no_other() -> None:
 
     model, args = chain()
     adam = torch.optim.Adam(model.parameters())
-    ebbflow.fit(model, "1GiB", optimizer=adam, step="inside", progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=adam, step="inside", progress=None)
     outer = Outer(adam)
     train(model, args, outer)
     train(model, args, outer)
@@ -232,10 +232,10 @@ def test_one_that_holds_the_one_that_was_told_is_no_other() -> None:
 def test_state_that_leaves_no_room_is_refused_before_the_next_step() -> None:
     model, args = chain()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbflow.fit(model, "1KiB", optimizer=sgd, progress=None)
+    ebbtide.fit(model, "1KiB", optimizer=sgd, progress=None)
     with pytest.raises(BudgetError) as refused:
         model(*args)
-    ebbflow.set_budget(model, f"{refused.value.smallest_bytes + 1024}B")
+    ebbtide.set_budget(model, f"{refused.value.smallest_bytes + 1024}B")
     train(model, args, sgd)
     train(model, args, torch.optim.Adam(model.parameters()))  # its state goes with it
     train(model, args, adam := torch.optim.Adam(model.parameters()))
@@ -247,18 +247,18 @@ def test_state_that_leaves_no_room_is_refused_before_the_next_step() -> None:
 
 def test_where_nobody_told_of_any_its_state_counts_from_its_first_step_on() -> None:
     model, args = chain()
-    ebbflow.fit(model, "1GiB", progress=None)
+    ebbtide.fit(model, "1GiB", progress=None)
     adam = torch.optim.Adam(model.parameters())
     assert state_of(model, args) == 0
     train(model, args, adam)
     assert state_of(model, args) == moments_of(model.parameters())
     train(model, args, adam)
-    assert "arguments, state of Adam;" in str(ebbflow.plan_of(model))
-    ebbflow.set_budget(model, 1)
+    assert "arguments, state of Adam;" in str(ebbtide.plan_of(model))
+    ebbtide.set_budget(model, 1)
     with pytest.raises(BudgetError) as refused:
         model(*args)
     assert any("The state of Adam counts since its first step" in note for note in refused.value.__notes__)
-    ebbflow.set_budget(model, "1GiB")
+    ebbtide.set_budget(model, "1GiB")
     del adam
     assert state_of(model, args) == 0, "nobody has it any more"
 
@@ -266,7 +266,7 @@ def test_where_nobody_told_of_any_its_state_counts_from_its_first_step_on() -> N
 def test_an_optimizer_for_each_weight_that_steps_in_a_hook_counts() -> None:
     """ "Optimizer in backward": nobody could tell of them at once."""
     model, args = chain()
-    ebbflow.fit(model, "1GiB", progress=None)
+    ebbtide.fit(model, "1GiB", progress=None)
     optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {p: torch.optim.Adam([p]) for p in model.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
@@ -283,7 +283,7 @@ def test_an_optimizer_for_each_weight_that_steps_in_a_hook_counts() -> None:
 def test_another_one_than_the_one_inside_the_step_is_refused() -> None:
     model, args = chain()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbflow.fit(model, "1GiB", optimizer=sgd, step="inside", progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=sgd, step="inside", progress=None)
     train(model, args, sgd)
     model(*args).backward()
     with pytest.raises(UsageError, match=r"another optimizer \(Adam\).*set_optimizer"):
@@ -291,6 +291,6 @@ def test_another_one_than_the_one_inside_the_step_is_refused() -> None:
     sgd.step()
     sgd.zero_grad()
     adam = torch.optim.Adam(model.parameters())
-    ebbflow.set_optimizer(model, adam)
+    ebbtide.set_optimizer(model, adam)
     train(model, args, adam)
     assert adam.state

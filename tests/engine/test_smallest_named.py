@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.cost import attach
-from ebbflow.errors import BudgetError
-from ebbflow.rewrites import facts
-from ebbflow.zoo import MLPChain
+import ebbtide
+from ebbtide.cost import attach
+from ebbtide.errors import BudgetError
+from ebbtide.rewrites import facts
+from ebbtide.zoo import MLPChain
 
 
 class Mean(nn.Module):
@@ -116,21 +116,21 @@ def test_what_a_refusal_names_is_planned_when_asked_for(
     name: str, asked: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, x = MODELS[name]()
-    model = ebbflow.fit(copy.deepcopy(plain), asked, progress=None)
+    model = ebbtide.fit(copy.deepcopy(plain), asked, progress=None)
     named = _bytes_named(model, x).smallest_bytes
-    ebbflow.set_budget(model, named)
+    ebbtide.set_budget(model, named)
     model(x).backward()
     # In another process as well, which finds on disk what has been measured, and no plan.
     monkeypatch.setattr(attach, "_KNOWN", {})
     monkeypatch.setattr(facts, "_KNOWN", {})
-    other = ebbflow.fit(copy.deepcopy(plain), named, progress=None)
+    other = ebbtide.fit(copy.deepcopy(plain), named, progress=None)
     other(x).backward()
 
 
 @pytest.mark.usefixtures("_cold")
 def test_the_refusal_says_what_its_smallest_budget_rests_on() -> None:
     model, x = _dropping()
-    ebbflow.fit(model, 1, progress=None)
+    ebbtide.fit(model, 1, progress=None)
     notes = " ".join(getattr(_bytes_named(model, x), "__notes__", []))
     assert "rests on what all ops took that were tried out" in notes
     again = " ".join(getattr(_bytes_named(model, x), "__notes__", []))
@@ -148,7 +148,7 @@ def test_the_same_is_named_whatever_was_asked_for_and_found_out_again(
         monkeypatch.setattr(attach, "_KNOWN", {})
         monkeypatch.setattr(facts, "_KNOWN", {})
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(budget)))
-        model = ebbflow.fit(copy.deepcopy(plain), budget, progress=None)
+        model = ebbtide.fit(copy.deepcopy(plain), budget, progress=None)
         try:
             model(x).backward()
         except BudgetError as refused:
@@ -166,7 +166,7 @@ def test_the_same_is_named_whatever_was_asked_for_and_found_out_again(
             assert "call the model again" in str(refused)
             assert refused.smallest_bytes <= budget
             model(x).backward()
-        assert ebbflow.calls_of(model).planned == 1
+        assert ebbtide.calls_of(model).planned == 1
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -180,18 +180,18 @@ def test_what_a_process_with_room_names_holds_in_one_that_knows_nothing(
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / directory))
         if directory == "room":
             with pytest.raises(BudgetError) as refused:
-                ebbflow.plan(copy.deepcopy(plain), (x,), budget=1, progress=None)
+                ebbtide.plan(copy.deepcopy(plain), (x,), budget=1, progress=None)
     assert refused.value.smallest_bytes is not None
-    model = ebbflow.fit(copy.deepcopy(plain), int(1.05 * refused.value.smallest_bytes), progress=None)
+    model = ebbtide.fit(copy.deepcopy(plain), int(1.05 * refused.value.smallest_bytes), progress=None)
     for _ in range(2):
         with contextlib.suppress(BudgetError):  # once: "call the model again"
             model(x).backward()
             break
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def test_no_room_is_not_a_room_that_nobody_knows_of() -> None:
-    from ebbflow.cost.room import Room, free_bytes, within
+    from ebbtide.cost.room import Room, free_bytes, within
 
     with within(Room(0)):
         assert free_bytes() == 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine.snapshot import snapshot, snapshot_bytes
+import ebbtide
+from ebbtide.engine.snapshot import snapshot, snapshot_bytes
 
 BASE = 256 * 1024
 
@@ -61,7 +61,7 @@ def test_values_and_random_state_come_back(name: str) -> None:
 @CASES
 def test_a_copy_takes_what_is_said_and_no_more_than_there_is(name: str) -> None:
     module = module_with(buffers(name))
-    with ebbflow.measure(module) as measured:
+    with ebbtide.measure(module) as measured:
         restore = snapshot(list(module.buffers()), "cpu")
     assert snapshot_bytes(module.buffers()) <= measured.above_bytes <= snapshot_bytes(module.buffers()) + 2 * 5056
     assert snapshot_bytes(module.buffers()) <= measured.start_bytes
@@ -82,10 +82,10 @@ def test_only_what_a_step_changes_is_held_in_reserve() -> None:
             return (self.norm(self.layer(x)) * self.table).square().mean()
 
     model, x = Masked(), torch.randn(512, 64)
-    plan = ebbflow.plan(model, (x,), budget="100%", effort=10)
+    plan = ebbtide.plan(model, (x,), budget="100%", effort=10)
     assert 2 * 64 * 4 <= plan.reserve_bytes <= 512 * 64 * 4 // 2
-    ebbflow.fit(model, "100%", effort=10)
+    ebbtide.fit(model, "100%", effort=10)
     model(x).backward()
-    fitted = ebbflow.plan_of(model)
+    fitted = ebbtide.plan_of(model)
     assert fitted is not None
     assert fitted.reserve_bytes == plan.reserve_bytes

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ebbflow
-from ebbflow.errors import BudgetError
+import ebbtide
+from ebbtide.errors import BudgetError
 from engine.pairs import Descent, Net, batch
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -56,7 +56,7 @@ def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, mi
 def test_the_whole_step_is_within_the_smallest_budget(name: str, micro: int) -> None:
     model, x = wide()
     optimizer = MAKE[name](model.parameters())
-    ebbflow.fit(model, 10_000, optimizer=optimizer, progress=None)
+    ebbtide.fit(model, 10_000, optimizer=optimizer, progress=None)
     budget = 0
     refusals = 0
     for _ in range(8):
@@ -66,10 +66,10 @@ def test_the_whole_step_is_within_the_smallest_budget(name: str, micro: int) -> 
             optimizer.zero_grad()
             refusals += 1
             budget = error.smallest_bytes or 0
-            ebbflow.set_budget(model, budget)
+            ebbtide.set_budget(model, budget)
     assert loss > 0
     assert refusals <= (1 if micro == 1 else 2), "summed gradients are known from the second micro-batch on"
-    with ebbflow.measure(model, optimizer, x) as gauge:
+    with ebbtide.measure(model, optimizer, x) as gauge:
         whole_step(model, optimizer, x, micro)
     assert gauge.peak_bytes <= budget
 
@@ -81,14 +81,14 @@ def test_what_pins_such_a_budget_is_named_with_what_would_help() -> None:
     for foreach in (True, False):
         optimizer.param_groups[0]["foreach"] = foreach
         with pytest.raises(BudgetError, match="the tensors that AdamW makes while it steps") as refused:
-            ebbflow.plan(model, (x,), budget="1MiB", optimizer=optimizer, progress=None)
+            ebbtide.plan(model, (x,), budget="1MiB", optimizer=optimizer, progress=None)
         assert ("foreach=False" in str(refused.value)) == foreach
         assert "fused=True" in str(refused.value)
         assert refused.value.smallest_bytes is not None
         needed.append(refused.value.smallest_bytes)
     weights = sum(each.nbytes for each in model.parameters())
     assert needed[0] - needed[1] > weights / 2
-    plan = ebbflow.plan(model, (x,), budget=needed[1], optimizer=optimizer, progress=None)
+    plan = ebbtide.plan(model, (x,), budget=needed[1], optimizer=optimizer, progress=None)
     assert "what optimizer.step() takes while it runs" in str(plan)
     assert "not what optimizer.step()" not in str(plan)
 
@@ -96,12 +96,12 @@ def test_what_pins_such_a_budget_is_named_with_what_would_help() -> None:
 def test_a_share_is_of_the_larger_of_both_peaks() -> None:
     model, x = wide()
     optimizer = MAKE["adamw at once"](model.parameters())
-    plan = ebbflow.plan(model, (x,), budget="100%", optimizer=optimizer, progress=None)
+    plan = ebbtide.plan(model, (x,), budget="100%", optimizer=optimizer, progress=None)
     assert plan.budget_bytes >= plan.smallest_bytes > plan.predicted_peak_bytes
-    ebbflow.fit(model, "100%", optimizer=optimizer, progress=None)
-    with ebbflow.measure(model, optimizer, x) as gauge:
+    ebbtide.fit(model, "100%", optimizer=optimizer, progress=None)
+    with ebbtide.measure(model, optimizer, x) as gauge:
         whole_step(model, optimizer, x)
-    fitted = ebbflow.plan_of(model)
+    fitted = ebbtide.plan_of(model)
     assert fitted is not None
     assert gauge.peak_bytes <= fitted.budget_bytes
 
@@ -110,9 +110,9 @@ def test_options_that_make_it_take_more_are_seen_at_the_next_call() -> None:
     model, x = wide()
     optimizer = MAKE["adamw"](model.parameters())
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(model, (x,), budget="1MiB", optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget="1MiB", optimizer=optimizer, progress=None)
     assert refused.value.smallest_bytes is not None
-    ebbflow.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
+    ebbtide.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
     whole_step(model, optimizer, x)
     optimizer.param_groups[0]["foreach"] = True
     with pytest.raises(BudgetError, match="the tensors that AdamW makes while it steps"):
@@ -146,7 +146,7 @@ def test_options_in_whatever_form_are_seen(option: str, at_once: bool) -> None:
     kind = torch.optim.SGD if option == "momentum" else _Options
     optimizer: Any = kind(model.parameters(), lr=0.1)
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
     assert refused.value.smallest_bytes is not None
 
     def change() -> None:
@@ -159,7 +159,7 @@ def test_options_in_whatever_form_are_seen(option: str, at_once: bool) -> None:
 
     if at_once:
         change()
-    ebbflow.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
+    ebbtide.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
     if not at_once:
         whole_step(model, optimizer, x)
         change()
@@ -174,9 +174,9 @@ def test_options_that_are_changed_before_the_step_are_held_against_the_budget(ch
     kind = torch.optim.SGD if change == "momentum" else torch.optim.AdamW
     optimizer: Any = kind(model.parameters(), lr=1e-3, foreach=False)
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
     assert refused.value.smallest_bytes is not None
-    ebbflow.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
+    ebbtide.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
     whole_step(model, optimizer, x)
     model(x).backward()
     group = optimizer.param_groups[0]
@@ -202,11 +202,11 @@ def test_what_a_call_had_room_for_is_asked_of_its_own_step_alone() -> None:
     model, x = wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
     assert refused.value.smallest_bytes is not None
     small = refused.value.smallest_bytes + 2**16
     group = optimizer.param_groups[0]
-    ebbflow.fit(model, small, optimizer=optimizer, progress=None)
+    ebbtide.fit(model, small, optimizer=optimizer, progress=None)
 
     def called() -> None:
         group["momentum"] = 0.0
@@ -219,9 +219,9 @@ def test_what_a_call_had_room_for_is_asked_of_its_own_step_alone() -> None:
     with pytest.raises(BudgetError, match="set_budget and the step again") as told:
         optimizer.step()
     assert told.value.smallest_bytes is not None
-    ebbflow.set_budget(model, told.value.smallest_bytes + 2**16)
+    ebbtide.set_budget(model, told.value.smallest_bytes + 2**16)
     optimizer.step()
-    ebbflow.set_budget(model, small)
+    ebbtide.set_budget(model, small)
     called()
     optimizer.zero_grad()
     optimizer.step()
@@ -235,7 +235,7 @@ def test_what_a_call_had_room_for_is_asked_of_its_own_step_alone() -> None:
 def test_a_refusal_while_an_error_is_handled_leaves_the_frames_of_that_error() -> None:
     """Also those of a generator that goes on: clearing its frame would end it."""
     model, x = wide()
-    ebbflow.fit(model, "1KiB", progress=None)
+    ebbtide.fit(model, "1KiB", progress=None)
 
     def handling() -> Iterator[ValueError | str]:
         try:
@@ -257,7 +257,7 @@ def test_a_refusal_while_an_error_is_handled_leaves_the_frames_of_that_error() -
 
 def test_a_refused_batch_is_let_go() -> None:
     model, x = wide()
-    ebbflow.fit(model, 8 * sum(each.nbytes for each in model.parameters()), progress=None)
+    ebbtide.fit(model, 8 * sum(each.nbytes for each in model.parameters()), progress=None)
     model(x).backward()
     model.zero_grad()
     large = x.repeat(400, *[1] * (x.ndim - 1))
@@ -278,9 +278,9 @@ def test_a_step_that_cannot_be_tried_is_said_not_to_be_counted() -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     plain = Net()
     optimizer.step(lambda: plain(batch()).detach())  # its state is there
-    ebbflow.fit(model, "1GiB", optimizer=optimizer, progress=None)
+    ebbtide.fit(model, "1GiB", optimizer=optimizer, progress=None)
     model(batch()).backward()
-    assert "not what optimizer.step() takes while it runs, which cannot be found out" in str(ebbflow.plan_of(model))
+    assert "not what optimizer.step() takes while it runs, which cannot be found out" in str(ebbtide.plan_of(model))
 
 
 class Mixed(Descent):
@@ -301,12 +301,12 @@ def test_sums_of_several_types_take_what_they_cast() -> None:
     model, x = Wide().bfloat16(), torch.randn(4, 128).bfloat16()
     optimizer = Mixed(model.parameters())
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(model, (x,), budget=10_000, optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget=10_000, optimizer=optimizer, progress=None)
     assert refused.value.smallest_bytes is not None
-    ebbflow.fit(model, refused.value.smallest_bytes, optimizer=optimizer, progress=None)
+    ebbtide.fit(model, refused.value.smallest_bytes, optimizer=optimizer, progress=None)
     for _ in range(2):
         whole_step(model, optimizer, x)
-    with ebbflow.measure(model, optimizer, x) as gauge:
+    with ebbtide.measure(model, optimizer, x) as gauge:
         whole_step(model, optimizer, x)
     assert gauge.peak_bytes <= refused.value.smallest_bytes
 
@@ -315,16 +315,16 @@ def test_sums_of_several_types_take_what_they_cast() -> None:
 def test_forwards_in_the_air_are_gone_when_the_optimizer_steps() -> None:
     model, x = wide()
     optimizer = MAKE["adamw at once"](model.parameters())
-    plain = ebbflow.plan(model, (x,), budget="1GiB", optimizer=optimizer, progress=None)
+    plain = ebbtide.plan(model, (x,), budget="1GiB", optimizer=optimizer, progress=None)
     needed = plain.resident_bytes + plain.smallest_bytes
-    ebbflow.fit(model, needed, optimizer=optimizer, progress=None)
+    ebbtide.fit(model, needed, optimizer=optimizer, progress=None)
     large = torch.randn(256, 128)
     before = [each.detach().clone() for each in model.parameters()]
     for _ in range(3):
         (model(large) + model(large)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    calls = ebbflow.calls_of(model)
+    calls = ebbtide.calls_of(model)
     assert calls is not None
     assert calls.planned == 6
     assert not any(map(torch.equal, before, model.parameters())), "no round was refused"
@@ -335,10 +335,10 @@ def test_state_of_a_group_that_is_added_later_is_planned_for_before_its_first_st
     layers = list(model.get_submodule("layers").children())
     early, late = ([p for each in part for p in each.parameters()] for part in (layers[:2], layers[2:]))
     optimizer = torch.optim.AdamW(early, foreach=True)
-    ebbflow.fit(model, 10_000, optimizer=optimizer, progress=None)
+    ebbtide.fit(model, 10_000, optimizer=optimizer, progress=None)
     with pytest.raises(BudgetError) as refused:
         model(x)
-    ebbflow.set_budget(model, refused.value.smallest_bytes or 0)
+    ebbtide.set_budget(model, refused.value.smallest_bytes or 0)
     for _ in range(3):
         whole_step(model, optimizer, x)
     optimizer.add_param_group({"params": late})
@@ -348,8 +348,8 @@ def test_state_of_a_group_that_is_added_later_is_planned_for_before_its_first_st
             whole_step(model, optimizer, x)
     assert all(map(torch.equal, before, model.parameters()))
     budget = refused.value.smallest_bytes or 0
-    ebbflow.set_budget(model, budget)
+    ebbtide.set_budget(model, budget)
     for _ in range(3):
-        with ebbflow.measure(model, optimizer, x) as gauge:
+        with ebbtide.measure(model, optimizer, x) as gauge:
             whole_step(model, optimizer, x)
         assert gauge.peak_bytes <= budget

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine import compiled
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.engine import compiled
+from ebbtide.errors import CaptureError
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
@@ -38,7 +38,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_frozen_tower_under_a_head_that_trains(captures: list[int]) -> None:
     tower = Tower().requires_grad_(False)
     twin, head = copy.deepcopy(tower), nn.Linear(4, 1)
-    ebbflow.fit(tower, "1GiB")
+    ebbtide.fit(tower, "1GiB")
     for _ in range(3):
         torch.manual_seed(3)
         mine = tower(X)
@@ -52,11 +52,11 @@ def test_a_frozen_tower_under_a_head_that_trains(captures: list[int]) -> None:
     tower.linear.requires_grad_(True)
     tower(X).sum().backward()
     assert tower.linear.weight.grad is not None
-    assert ebbflow.plan_of(tower) is not None
+    assert ebbtide.plan_of(tower) is not None
 
 
 def test_what_is_no_graph_needs_none_to_run_frozen(captures: list[int]) -> None:
-    model = ebbflow.fit(
+    model = ebbtide.fit(
         Tower(lambda m, x: m.linear(x) if m.linear(x).isfinite().all() else x).requires_grad_(False), "1GiB"
     )
     for _ in range(3):
@@ -69,12 +69,12 @@ def test_what_is_no_graph_needs_none_to_run_frozen(captures: list[int]) -> None:
 
 def test_a_hidden_parameter_is_trained_or_refused() -> None:
     hidden = torch.ones(4, requires_grad=True)
-    model = ebbflow.fit(Tower(lambda m, x: (m.linear(x) * hidden).sum()).requires_grad_(False), "1GiB")
+    model = ebbtide.fit(Tower(lambda m, x: (m.linear(x) * hidden).sum()).requires_grad_(False), "1GiB")
     model(X).backward()
     assert hidden.grad is not None
-    assert ebbflow.plan_of(model) is not None, "a step that trains is planned"
+    assert ebbtide.plan_of(model) is not None, "a step that trains is planned"
     broken = Tower(lambda m, x: (m.linear(x) * hidden).sum() if hidden.sum() > 0 else hidden.sum()).requires_grad_(
         False
     )
     with pytest.raises(CaptureError):
-        ebbflow.fit(broken, "1GiB")(X)
+        ebbtide.fit(broken, "1GiB")(X)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import ebbflow
-from ebbflow.errors import UpdateError, UsageError
+import ebbtide
+from ebbtide.errors import UpdateError, UsageError
 from engine.pairs import Descent, Net, Pair, batch, eager, equal, fitted, step, weights
 
 
@@ -81,7 +81,7 @@ def test_looking_at_state_and_counting_in_attributes_changes_nothing() -> None:
     model = Net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.taken = 0
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
     for seed in range(2):
         model(batch(seed)).backward()
         assert not any(optimizer.state[each] for each in model.parameters())  # which makes it
@@ -95,7 +95,7 @@ def test_options_that_change_before_the_step_are_told_of(where: str) -> None:
     model = Net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["more"], optimizer.scale = {"k": 1.0}, 1.0
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
     model(batch()).backward()
     if where == "a group":
         optimizer.param_groups[0]["lr"] = 0.2
@@ -123,10 +123,10 @@ def test_another_optimizer_is_refused_before_the_step_of_the_one_that_has_update
     model(batch()).backward()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="its step has not been called"):
-        ebbflow.set_optimizer(model, other)
+        ebbtide.set_optimizer(model, other)
     optimizer.step()
     optimizer.zero_grad()
-    ebbflow.set_optimizer(model, other)
+    ebbtide.set_optimizer(model, other)
     step((model, other))
 
 
@@ -138,9 +138,9 @@ def test_a_backward_of_a_forward_with_another_optimizer_updates_nothing(pair: Pa
     loss, before = model(batch()), weights(model)
     other: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if unfitted:
-        ebbflow.unfit(model)
+        ebbtide.unfit(model)
     else:
-        ebbflow.set_optimizer(model, other)
+        ebbtide.set_optimizer(model, other)
     with pytest.raises(UsageError, match="Nothing has been updated; run the forward again"):
         loss.backward()
     del loss
@@ -257,7 +257,7 @@ def test_a_closure_that_is_called_twice_is_told_of() -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = Twice(model.parameters(), lr=0.1)
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -285,7 +285,7 @@ def test_rounds_that_update_and_rounds_that_only_sum_are_clipped_by_turns(where:
     model = Net()
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-    ebbflow.fit(model, "100%", optimizer=optimizers[0], step="inside", max_norm=0.01, progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizers[0], step="inside", max_norm=0.01, progress=None)
     for number in range(6):
         for each, optimizer in zip((model, twin), optimizers, strict=True):
 
@@ -293,7 +293,7 @@ def test_rounds_that_update_and_rounds_that_only_sum_are_clipped_by_turns(where:
                 if where == "inside of it":
                     optimizer.zero_grad()
                 sums = each is model and number % 2 == 1
-                with ebbflow.no_update(model) if sums else contextlib.nullcontext():
+                with ebbtide.no_update(model) if sums else contextlib.nullcontext():
                     loss = each(batch(number))
                 loss.backward()
                 if each is twin:
@@ -316,7 +316,7 @@ def test_other_arguments_of_a_step_are_refused() -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = Scaled(model.parameters(), lr=0.1)
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
     model(batch()).backward()
     with pytest.raises(UpdateError, match="more than a closure"):
         optimizer.step(scale=0.5)
@@ -338,7 +338,7 @@ def test_weights_may_be_written_by_hooks_after_the_step_wherever_they_are_regist
         if first:
             optimizer.register_step_post_hook(clamp)
         if first is not None:
-            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
         if not first:
             optimizer.register_step_post_hook(clamp)
         for seed in range(3):

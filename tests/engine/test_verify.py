@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow import verify as verify_function
-from ebbflow._api.verify import Verification, _same_bits
-from ebbflow.errors import EbbflowError, PlanMismatch
-from ebbflow.zoo import MLPChain, mlp_chain
+import ebbtide
+from ebbtide import verify as verify_function
+from ebbtide._api.verify import Verification, _same_bits
+from ebbtide.errors import EbbtideError, PlanMismatch
+from ebbtide.zoo import MLPChain, mlp_chain
 
 
 class Tracked(nn.Module):
@@ -36,7 +36,7 @@ def test_the_model_is_left_as_it_was() -> None:
         parameter.grad = torch.ones_like(parameter)
     gradients = [p.grad for p in model.parameters()]
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    plan = ebbflow.plan(model, (X,), budget="1MiB")
+    plan = ebbtide.plan(model, (X,), budget="1MiB")
     result = verify_function(model, (X,), {}, plan)
     assert result.equal
     assert result.eager_differences == ()
@@ -47,7 +47,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_a_plan_of_another_program_is_refused() -> None:
     model = Tracked()
-    plan = ebbflow.plan(model, (X,), budget="1MiB")
+    plan = ebbtide.plan(model, (X,), budget="1MiB")
     with pytest.raises(PlanMismatch):
         verify_function(model, (X[:4],), {}, plan)
     assert model.steps.item() == 0.0
@@ -55,7 +55,7 @@ def test_a_plan_of_another_program_is_refused() -> None:
 
 def test_keyword_arguments_are_passed_on() -> None:
     case = mlp_chain(8, layers=2, width=8)
-    plan = ebbflow.plan(case.model, (), {"x": case.args[0]}, budget="1MiB")
+    plan = ebbtide.plan(case.model, (), {"x": case.args[0]}, budget="1MiB")
     assert verify_function(case.model, (), {"x": case.args[0]}, plan).equal
 
 
@@ -82,7 +82,7 @@ def test_the_figures_derive_from_the_bytes() -> None:
 
 def test_an_error_of_the_model_leaves_the_state() -> None:
     model = Tracked()
-    plan = ebbflow.plan(model, (X,), budget="1MiB")
-    with pytest.raises((RuntimeError, EbbflowError)):
+    plan = ebbtide.plan(model, (X,), budget="1MiB")
+    with pytest.raises((RuntimeError, EbbtideError)):
         verify_function(model, (torch.ones(32, 3),), {}, plan)
     assert model.steps.item() == 0.0

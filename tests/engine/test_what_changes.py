@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import BudgetError, CaptureError
+import ebbtide
+from ebbtide.errors import BudgetError, CaptureError
 
 
 class Block(nn.Module):
@@ -65,7 +65,7 @@ def test_a_function_put_on_a_class_is_what_runs(
     patch: tuple[type, str, Callable[..., Any]], before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Net()
-    model = ebbflow.fit(copy.deepcopy(plain), "1MiB", effort=20)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=20)
     x = torch.randn(8, 16)
     for _ in range(before):
         _steps_agree(plain, model, x)
@@ -74,14 +74,14 @@ def test_a_function_put_on_a_class_is_what_runs(
         _steps_agree(plain, model, x)
     monkeypatch.undo()
     _steps_agree(plain, model, x)
-    calls = ebbflow.calls_of(model)
+    calls = ebbtide.calls_of(model)
     assert calls.planned == before + 3
     assert not calls.unplanned
 
 
 def test_what_is_put_on_the_class_of_a_fitted_model_is_put_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Net()
-    model = ebbflow.fit(copy.deepcopy(plain), "1MiB", effort=20)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=20)
     x = torch.randn(8, 16)
     _steps_agree(plain, model, x)
     monkeypatch.setattr(type(model), "made", 3)
@@ -89,11 +89,11 @@ def test_what_is_put_on_the_class_of_a_fitted_model_is_put_on_its_own(monkeypatc
     monkeypatch.setattr(Net, "forward", Net.forward)  # to be put back
     type(model).forward = lambda self, x: self.blocks(x).abs().mean()  # type: ignore[method-assign]
     _steps_agree(plain, model, x)
-    assert ebbflow.calls_of(model).planned == 2
+    assert ebbtide.calls_of(model).planned == 2
 
 
 def test_a_class_derived_from_a_fitted_models_is_its_makers() -> None:
-    model = ebbflow.fit(nn.Linear(4, 4), "1MiB", effort=20)
+    model = ebbtide.fit(nn.Linear(4, 4), "1MiB", effort=20)
     derived = type("Derived", (type(model),), {})
     derived.weight_of = property(lambda self: 3)  # type: ignore[attr-defined]
     assert not hasattr(nn.Linear, "weight_of")
@@ -128,13 +128,13 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_settings_that_choose_kernels_make_another_step(setting: Callable[[], Any]) -> None:
     plain = Attending()
-    model = ebbflow.fit(copy.deepcopy(plain), "10MiB", effort=20)
+    model = ebbtide.fit(copy.deepcopy(plain), "10MiB", effort=20)
     x = torch.randn(64, 16)
     _steps_agree(plain, model, x)
-    first = ebbflow.plan_of(model)
+    first = ebbtide.plan_of(model)
     with setting():
         _steps_agree(plain, model, x)
-        assert ebbflow.plan_of(model) is not first
+        assert ebbtide.plan_of(model) is not first
     _steps_agree(plain, model, x)
 
 
@@ -158,14 +158,14 @@ def test_what_is_added_to_a_loss_inside_is_planned_for() -> None:
         (loss + penalty).backward()
 
     x = torch.randn(512, 64)
-    case = ebbflow.plan(Loss(), (x,), budget="1000%", effort=20)
-    model = ebbflow.fit(Loss(), case.resident_bytes + case.baseline.above_bytes + 300_000, effort=50)
+    case = ebbtide.plan(Loss(), (x,), budget="1000%", effort=20)
+    model = ebbtide.fit(Loss(), case.resident_bytes + case.baseline.above_bytes + 300_000, effort=50)
     with pytest.warns(UserWarning, match="outside the model took"):
         step(model)
     for _ in range(3):
-        with ebbflow.measure(model, x) as gauge:
+        with ebbtide.measure(model, x) as gauge:
             step(model)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.program.between_bytes > 0
     sums = sum(p.nbytes for p in model.parameters())  # of the penalty's gradients and ours, which autograd makes
@@ -174,18 +174,18 @@ def test_what_is_added_to_a_loss_inside_is_planned_for() -> None:
 
 @pytest.mark.filterwarnings("ignore:code outside the model took")
 def test_a_smaller_shape_may_take_what_a_share_came_to_before() -> None:
-    model = ebbflow.fit(
+    model = ebbtide.fit(
         nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))), "80%", effort=20
     )
     model(torch.randn(1024, 64)).square().mean().backward()
-    granted = ebbflow.plan_of(model)
+    granted = ebbtide.plan_of(model)
     model.zero_grad()
     model(torch.randn(16, 64)).square().mean().backward()
-    small = ebbflow.plan_of(model)
+    small = ebbtide.plan_of(model)
     assert granted is not None
     assert small is not None
     assert small.predicted_peak_bytes < small.budget_bytes <= granted.budget_bytes
-    alone = ebbflow.fit(copy.deepcopy(model), "80%", effort=20)
+    alone = ebbtide.fit(copy.deepcopy(model), "80%", effort=20)
     with pytest.raises(BudgetError):
         alone(torch.randn(16, 64))
 
@@ -194,7 +194,7 @@ def test_a_dispatch_mode_is_refused_by_name_and_the_next_step_is_right() -> None
     from torch.utils.flop_counter import FlopCounterMode
 
     plain = Net()
-    model = ebbflow.fit(copy.deepcopy(plain), "1MiB", effort=20)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=20)
     x = torch.randn(8, 16)
     for _ in range(2):
         with FlopCounterMode(display=False), pytest.raises(CaptureError, match="dispatch mode"):

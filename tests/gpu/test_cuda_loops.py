@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
+import ebbtide
 from device_steps import EFFORT, case_of, deterministic
-from ebbflow.cost.cuda_workspace import cublas_bytes_here
-from ebbflow.zoo import mlp_chain
+from ebbtide.cost.cuda_workspace import cublas_bytes_here
+from ebbtide.zoo import mlp_chain
 
 STEPS = 5
 MIB = 2**20
@@ -46,7 +46,7 @@ def adamw(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def train(
-    case: ebbflow.Case,
+    case: ebbtide.Case,
     optimizer: torch.optim.Optimizer,
     *,
     micro: int = 1,
@@ -100,7 +100,7 @@ def both(
 ) -> tuple[torch.nn.Module, Left]:
     """Train an eager copy, then the fitted model; both must leave the same, and the second keep its budget."""
     case = case_of(name, "cuda", large=True)
-    plain = ebbflow.Case(copy.deepcopy(case.model), case.args)
+    plain = ebbtide.Case(copy.deepcopy(case.model), case.args)
     scaled = how.pop("scaled", False)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10) if scaled else None
     expected = train(plain, make(plain.model), scaler=scaler, **how)
@@ -111,13 +111,13 @@ def both(
     whole = options.get("step") == "inside" or options.get("offload_optimizer", False)
     if scaler is not None and options.get("step") == "inside":
         options["scaler"] = scaler
-    ebbflow.fit(case.model, budget, optimizer=optimizer, effort=EFFORT, progress=None, **options)
+    ebbtide.fit(case.model, budget, optimizer=optimizer, effort=EFFORT, progress=None, **options)
     found = train(case, optimizer, scaler=scaler, whole=whole, **how)
     assert_same(expected, found)
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert max(found.peaks) <= plan.budget_bytes, (found.peaks, plan.budget_bytes, max(expected.peaks))
-    calls = ebbflow.calls_of(case.model)
+    calls = ebbtide.calls_of(case.model)
     assert calls is not None
     assert not calls.unplanned
     return case.model, found
@@ -163,7 +163,7 @@ def test_another_optimizer_inside(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "chain"])
 def test_the_optimizers_state_is_at_the_host(name: str) -> None:
     model, _ = both(name, "70%", fitting={"tiers": "host", "offload_optimizer": True})
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.tiers == ("host",)
 
@@ -177,15 +177,15 @@ def test_images_in_channels_last() -> None:
     case = case_of("images", "cuda", large=True)
     case.model.to(memory_format=torch.channels_last)
     args = tuple(a.to(memory_format=torch.channels_last) for a in case.args)
-    case = ebbflow.Case(case.model, args)
-    plain = ebbflow.Case(copy.deepcopy(case.model), args)
+    case = ebbtide.Case(case.model, args)
+    plain = ebbtide.Case(copy.deepcopy(case.model), args)
     expected = train(plain, adamw(plain.model))
     del plain
     optimizer = adamw(case.model)
-    ebbflow.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
     found = train(case, optimizer)
     assert_same(expected, found)
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert max(found.peaks) <= plan.budget_bytes
 
@@ -216,16 +216,16 @@ class Classifier(torch.nn.Module):
 def test_batch_norm_is_that_of_eager(way: str, layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     model = Classifier(48, frozen=way == "frozen", halves=way == "instance norms").cuda().to(memory_format=layout)
-    case = ebbflow.Case(model, (torch.randn(16, 3, 64, 64, device="cuda").to(memory_format=layout),))
+    case = ebbtide.Case(model, (torch.randn(16, 3, 64, 64, device="cuda").to(memory_format=layout),))
     dtype = {"f16": torch.float16, "bf16": torch.bfloat16}.get(way)
-    plain = ebbflow.Case(copy.deepcopy(case.model), case.args)
+    plain = ebbtide.Case(copy.deepcopy(case.model), case.args)
     expected = train(plain, adamw(plain.model), autocast=dtype)
     del plain
     optimizer = adamw(model)
-    ebbflow.fit(model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
     found = train(case, optimizer, autocast=dtype)
     assert_same(expected, found)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.overhead > 0
     assert max(found.peaks) <= plan.budget_bytes
@@ -234,19 +234,19 @@ def test_batch_norm_is_that_of_eager(way: str, layout: torch.memory_format) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_heads_that_share_keys(dtype: torch.dtype) -> None:
-    from ebbflow.zoo import LlamaSizes, llama
+    from ebbtide.zoo import LlamaSizes, llama
 
     sizes = LlamaSizes(vocabulary=512, layers=4, width=512, hidden=1376, heads=8, key_heads=2, dtype=dtype)
     given = llama(8, length=256, sizes=sizes)
-    case = ebbflow.Case(given.model.cuda(), tuple(a.cuda() for a in given.args))
-    plain = ebbflow.Case(copy.deepcopy(case.model), case.args)
+    case = ebbtide.Case(given.model.cuda(), tuple(a.cuda() for a in given.args))
+    plain = ebbtide.Case(copy.deepcopy(case.model), case.args)
     expected = train(plain, adamw(plain.model))
     del plain
     optimizer = adamw(case.model)
-    ebbflow.fit(case.model, "70%", optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, "70%", optimizer=optimizer, effort=EFFORT, progress=None)
     found = train(case, optimizer)
     assert_same(expected, found)
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert max(found.peaks) <= plan.budget_bytes
 
@@ -254,7 +254,7 @@ def test_heads_that_share_keys(dtype: torch.dtype) -> None:
 def test_the_first_step_counts_what_cublas_takes_in_it() -> None:
     """On the caller's thread and on autograd's, as in a process that has multiplied nothing yet."""
     case = case_of("chain", "cuda", large=True)
-    plan = ebbflow.plan(copy.deepcopy(case.model), case.args, budget="1000%", effort=EFFORT)
+    plan = ebbtide.plan(copy.deepcopy(case.model), case.args, budget="1000%", effort=EFFORT)
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -262,10 +262,10 @@ def test_the_first_step_counts_what_cublas_takes_in_it() -> None:
     smallest = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
     above = int(smallest + 0.3 * (plan.baseline.above_bytes - smallest))
     budget = before + 2 * 33 * MIB + plan.reserve_bytes + above
-    ebbflow.fit(case.model, budget, effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, budget, effort=EFFORT, progress=None)
     found = train(case, torch.optim.SGD(case.model.parameters(), lr=0.01))
     assert max(found.peaks) <= budget
-    fitted = ebbflow.plan_of(case.model)
+    fitted = ebbtide.plan_of(case.model)
     assert fitted is not None
     assert fitted.predicted_peak_bytes == pytest.approx(max(found.peaks[2:]), rel=0.01)
 
@@ -274,14 +274,14 @@ def test_attention_as_eager_chooses_it_by_default() -> None:
     """Without deterministic algorithms a card of today takes cuDNN's; its bits are eager's where eager repeats them."""
     torch.use_deterministic_algorithms(False)
     case = case_of("gpt", "cuda", large=True)
-    case = ebbflow.Case(case.model.to(torch.bfloat16), case.args)
-    plains = [ebbflow.Case(copy.deepcopy(case.model), case.args) for _ in range(2)]
+    case = ebbtide.Case(case.model.to(torch.bfloat16), case.args)
+    plains = [ebbtide.Case(copy.deepcopy(case.model), case.args) for _ in range(2)]
     first, second = (train(plain, adamw(plain.model)) for plain in plains)
     del plains
     optimizer = adamw(case.model)
-    ebbflow.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
     found = train(case, optimizer)
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert max(found.peaks) <= plan.budget_bytes
     if all(torch.equal(value, second.tensors[name]) for name, value in first.tensors.items()):
@@ -291,7 +291,7 @@ def test_attention_as_eager_chooses_it_by_default() -> None:
 def test_steady_steps_do_not_wait_for_the_card() -> None:
     case = case_of("gpt", "cuda", large=True)
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
-    ebbflow.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, tiers="host", progress=None)
+    ebbtide.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, tiers="host", progress=None)
 
     def step() -> None:
         case.model(*case.args).backward()
@@ -317,12 +317,12 @@ def test_a_step_fits_in_a_card_of_its_budget(tiers: str | None) -> None:
     """
     case = case_of("chain", "cuda", large=True)
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
-    wide = ebbflow.Case(case.model, tuple(torch.cat([a] * 16) for a in case.args))
+    wide = ebbtide.Case(case.model, tuple(torch.cat([a] * 16) for a in case.args))
     (wide.args[0] @ wide.args[0].T[:, :8]).sum().item()
     torch.cuda.empty_cache()
-    ebbflow.fit(case.model, "45%", optimizer=optimizer, effort=EFFORT, tiers=tiers, progress=None)
+    ebbtide.fit(case.model, "45%", optimizer=optimizer, effort=EFFORT, tiers=tiers, progress=None)
     train(wide, optimizer, steps=2)
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -340,12 +340,12 @@ def test_a_step_fits_in_a_card_of_its_budget(tiers: str | None) -> None:
 
 def test_a_steady_step_is_captured_in_a_graph() -> None:
     given = mlp_chain(8192, layers=8, width=512)
-    case = ebbflow.Case(given.model.cuda(), tuple(a.cuda() for a in given.args))
+    case = ebbtide.Case(given.model.cuda(), tuple(a.cuda() for a in given.args))
     plain = copy.deepcopy(case.model)
     plain(*case.args).backward()
     expected = [each.grad.clone() for each in plain.parameters() if each.grad is not None]
     del plain
-    ebbflow.fit(case.model, "75%", effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, "75%", effort=EFFORT, progress=None)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -357,7 +357,7 @@ def test_a_steady_step_is_captured_in_a_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         case.model(*case.args).backward()
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert plan.overhead > 0
     for _ in range(2):
@@ -372,7 +372,7 @@ def test_a_steady_step_is_captured_in_a_graph() -> None:
 def test_a_failed_backward_leaves_nothing() -> None:
     case = case_of("gpt", "cuda", large=True)
     optimizer = adamw(case.model)
-    ebbflow.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, tiers="host", progress=None)
+    ebbtide.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, tiers="host", progress=None)
     train(case, optimizer, steps=3)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -388,7 +388,7 @@ def test_a_failed_backward_leaves_nothing() -> None:
     optimizer.zero_grad()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + 2 * MIB, "blocks are up to 1 MiB larger than asked for"
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert max(train(case, optimizer).peaks) <= plan.budget_bytes
 
@@ -396,20 +396,20 @@ def test_a_failed_backward_leaves_nothing() -> None:
 def test_the_largest_batch_of_a_budget_fits() -> None:
     narrow = case_of("chain", "cuda", large=True)
 
-    def make(batch: int) -> ebbflow.Case:
+    def make(batch: int) -> ebbtide.Case:
         (given,) = narrow.args
-        return ebbflow.Case(narrow.model, (given.repeat(-(-batch // len(given)), 1)[:batch].clone(),))
+        return ebbtide.Case(narrow.model, (given.repeat(-(-batch // len(given)), 1)[:batch].clone(),))
 
     weights = sum(p.nbytes for p in narrow.model.parameters())
     budget = 4 * weights + 300 * MIB
-    found = ebbflow.max_batch(make, budget=budget, optimizer=adamw, effort=EFFORT, progress=None)
+    found = ebbtide.max_batch(make, budget=budget, optimizer=adamw, effort=EFFORT, progress=None)
     assert found.batch >= 1
     wide, optimizer = make(found.batch), adamw(narrow.model)
     counted = weights + sum(each.nbytes for each in wide.args)
     gc.collect()
     libraries = cublas_bytes_here()  # in the batch's budget; here they are there already
     budget += torch.cuda.memory_allocated() - counted - libraries
-    ebbflow.fit(wide.model, budget, optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(wide.model, budget, optimizer=optimizer, effort=EFFORT, progress=None)
     assert max(train(wide, optimizer, steps=3).peaks) <= budget
 
 
@@ -443,7 +443,7 @@ def _gpt2(adapted: bool) -> Any:
 def test_transformers_trainer(way: str, tmp_path: Path) -> None:
     hf = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from ebbflow.integrations.hf import MemoryBudget
+    from ebbtide.integrations.hf import MemoryBudget
 
     known = {each.name for each in dataclasses.fields(hf.TrainingArguments)}
     checkpointing = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in known)
@@ -492,7 +492,7 @@ def test_transformers_trainer(way: str, tmp_path: Path) -> None:
 
 def test_lightning_and_its_precision(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
-    from ebbflow.integrations.lightning import MemoryBudget
+    from ebbtide.integrations.lightning import MemoryBudget
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -535,11 +535,11 @@ def test_accelerate_in_both_orders(first: str) -> None:
         model = case_of("gpt", "cpu", large=True).model
         args = case_of("gpt", "cuda", large=True).args
         if fitted and first == "fit":
-            ebbflow.fit(model.cuda(), "80%", effort=EFFORT, progress=None)
+            ebbtide.fit(model.cuda(), "80%", effort=EFFORT, progress=None)
         optimizer = adamw(model)
         model, optimizer = accelerator.prepare(model, optimizer)
         if fitted and first == "prepare":
-            ebbflow.fit(model, "80%", effort=EFFORT, progress=None)
+            ebbtide.fit(model, "80%", effort=EFFORT, progress=None)
         torch.manual_seed(2)
         for _ in range(4):
             loss = model(*args)

@@ -12,14 +12,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from ebbflow.capture.offline import capture
-from ebbflow.case import Case
-from ebbflow.cost.call import Call, call_with
-from ebbflow.cost.cuda_workspace import cublas_bytes, workspace_bytes
-from ebbflow.cost.profile import profile_calls
-from ebbflow.step.machine import Machine, machine_named
-from ebbflow.step.program import Program
-from ebbflow.zoo.small import SMALL
+from ebbtide.capture.offline import capture
+from ebbtide.case import Case
+from ebbtide.cost.call import Call, call_with
+from ebbtide.cost.cuda_workspace import cublas_bytes, workspace_bytes
+from ebbtide.cost.profile import profile_calls
+from ebbtide.step.machine import Machine, machine_named
+from ebbtide.step.program import Program
+from ebbtide.zoo.small import SMALL
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

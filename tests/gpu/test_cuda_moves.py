@@ -14,20 +14,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import ebbflow
+import ebbtide
 from device_steps import EFFORT, Way, case_of, deterministic, train, workable
-from ebbflow.cli import app
-from ebbflow.errors import TierError, UsageError
-from ebbflow.step import legality
-from ebbflow.step.machine import Link
-from ebbflow.step.plan import Plan
-from ebbflow.step.schedule import Reload
-from ebbflow.step.simulate import simulate
-from ebbflow.transfers import host
-from ebbflow.transfers.arena import Arena
-from ebbflow.transfers.host import HostTier, host_tier
-from ebbflow.transfers.links import measured_host_link
-from ebbflow.transfers.slots import Slot, Space
+from ebbtide.cli import app
+from ebbtide.errors import TierError, UsageError
+from ebbtide.step import legality
+from ebbtide.step.machine import Link
+from ebbtide.step.plan import Plan
+from ebbtide.step.schedule import Reload
+from ebbtide.step.simulate import simulate
+from ebbtide.transfers import host
+from ebbtide.transfers.arena import Arena
+from ebbtide.transfers.host import HostTier, host_tier
+from ebbtide.transfers.links import measured_host_link
+from ebbtide.transfers.slots import Slot, Space
 from random_schedule import DISK_MACHINE, random_schedule
 
 PREDICTION = 0.01
@@ -59,11 +59,11 @@ def moving(unplanned: Plan, seed: int, drop: float, tier: str, room: int = 0) ->
 @pytest.mark.parametrize("name", ["chain", "gpt"])
 def test_a_schedule_that_moves_is_the_same_step(name: str, tier: str, tmp_path: Path) -> None:
     case = case_of(name, "cuda", large=True)
-    unplanned = ebbflow.plan(case.model, case.args, budget="1000%", effort=EFFORT)
+    unplanned = ebbtide.plan(case.model, case.args, budget="1000%", effort=EFFORT)
     for seed in range(4):
         plan = moving(unplanned, seed, 0.02 + 0.02 * seed, tier)
         named = "host" if tier == "host" else f"disk:{tmp_path}"
-        result = ebbflow.verify(case.model, case.args, {}, plan, tiers=named)
+        result = ebbtide.verify(case.model, case.args, {}, plan, tiers=named)
         assert result.differences == ()
         assert abs(result.prediction_error) <= PREDICTION
     assert list(tmp_path.iterdir()) == []
@@ -72,9 +72,9 @@ def test_a_schedule_that_moves_is_the_same_step(name: str, tier: str, tmp_path: 
 def test_fitted_steps_prove_measure_and_keep_their_budget() -> None:
     case = case_of("gpt", "cuda", large=True)
     eager = copy.deepcopy(case.model)
-    unplanned = ebbflow.plan(case.model, case.args, budget="1000%", effort=EFFORT)
+    unplanned = ebbtide.plan(case.model, case.args, budget="1000%", effort=EFFORT)
     plan = moving(unplanned, 3, 0.05, "host", room=2 * sum(p.nbytes for p in case.model.parameters()))
-    model = ebbflow.fit(case.model, plan, tiers="host", progress=None)
+    model = ebbtide.fit(case.model, plan, tiers="host", progress=None)
     for _ in range(4):
         state = torch.cuda.get_rng_state()
         for each in (model, eager):
@@ -83,7 +83,7 @@ def test_fitted_steps_prove_measure_and_keep_their_budget() -> None:
             each(*case.args).backward()
         for one, other in zip(model.parameters(), eager.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.phase.name == "STEADY"
     assert step.verified_buffers >= len({a.buffer for a in plan.schedule.actions if isinstance(a, Reload)})
@@ -113,16 +113,16 @@ def _own_stream() -> Iterator[None]:
 def test_training_with_the_host_is_training(around: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
     """The budget is one that needs much less than half of what eager takes; every step gets the same bits."""
     case = case_of("chain", "cuda", large=True)
-    plain = ebbflow.Case(copy.deepcopy(case.model), case.args)
+    plain = ebbtide.Case(copy.deepcopy(case.model), case.args)
     way = Way(around=around)
     expected = train(plain, way)
     del plain
     budget = workable(case, way, 0.2)
-    ebbflow.fit(case.model, budget, effort=EFFORT, tiers="host")
+    ebbtide.fit(case.model, budget, effort=EFFORT, tiers="host")
     found = train(case, way)
     assert found.same_as(expected)
     assert max(found.peaks) <= budget
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert plan.predicted_peak_bytes == pytest.approx(max(found.peaks[2:]), rel=PREDICTION)
 
@@ -254,4 +254,4 @@ def test_calibrate_measures_the_link_of_the_card(tmp_path: Path) -> None:
 
 def test_a_model_on_the_cpu_is_still_refused() -> None:
     with pytest.raises(UsageError, match="the memory of a CPU is the host's"):
-        ebbflow.fit(torch.nn.Linear(2, 2), "1GiB", tiers="host")
+        ebbtide.fit(torch.nn.Linear(2, 2), "1GiB", tiers="host")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.lower.fingerprints import SCRATCH_BYTES_CUDA, _fingerprint_on_device, fingerprint
-from ebbflow.lower.targets import read_state, replay
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.units import Budget
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide.lower.fingerprints import SCRATCH_BYTES_CUDA, _fingerprint_on_device, fingerprint
+from ebbtide.lower.targets import read_state, replay
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.units import Budget
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 from random_schedule import random_schedule, with_schedule
 
 
@@ -26,13 +26,13 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def case_on_cuda(name: str, dropout: float) -> ebbflow.Case:
+def case_on_cuda(name: str, dropout: float) -> ebbtide.Case:
     if name == "mlp_chain":
         case = mlp_chain(4096, layers=12, width=256, dropout=dropout)
     else:
         case = gpt(8, GPTConfig(vocabulary=512, length=128, layers=4, width=256, heads=4, dropout=dropout))
     args = tuple(a.cuda() for a in case.args)
-    return ebbflow.Case(case.model.cuda(), args, name=name)
+    return ebbtide.Case(case.model.cuda(), args, name=name)
 
 
 @pytest.mark.parametrize("share", [0.6, 0.4, 0.2, 0.02])
@@ -40,7 +40,7 @@ def case_on_cuda(name: str, dropout: float) -> ebbflow.Case:
 @pytest.mark.parametrize("name", ["mlp_chain", "gpt"])
 def test_planned_step_is_the_same_step(name: str, dropout: float, share: float) -> None:
     case = case_on_cuda(name, dropout)
-    unplanned = ebbflow.plan(case.model, case.args, budget="1000%")
+    unplanned = ebbtide.plan(case.model, case.args, budget="1000%")
     smallest, _ = smallest_of(unplanned.program)
     above = int(smallest + share * (unplanned.baseline.above_bytes - smallest))
     plan = make_plan(
@@ -49,7 +49,7 @@ def test_planned_step_is_the_same_step(name: str, dropout: float, share: float) 
         resident_bytes=unplanned.resident_bytes,
         options=PlanningOptions(effort=2_000, provenance=unplanned.provenance),
     )
-    result = ebbflow.verify(case.model, case.args, {}, plan)
+    result = ebbtide.verify(case.model, case.args, {}, plan)
     assert result.differences == ()
     assert abs(result.prediction_error) <= 0.01
     assert result.measured_above_bytes <= 1.01 * result.budget_above_bytes
@@ -58,28 +58,28 @@ def test_planned_step_is_the_same_step(name: str, dropout: float, share: float) 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_schedule_is_the_same_step(seed: int) -> None:
     case = case_on_cuda("gpt", 0.1)
-    unplanned = ebbflow.plan(case.model, case.args, budget="1000%")
+    unplanned = ebbtide.plan(case.model, case.args, budget="1000%")
     plan = with_schedule(unplanned, random_schedule(unplanned.program, seed))
-    result = ebbflow.verify(case.model, case.args, {}, plan)
+    result = ebbtide.verify(case.model, case.args, {}, plan)
     assert result.differences == ()
     assert abs(result.prediction_error) <= 0.01
 
 
 def test_fitted_steps_train_within_the_budget() -> None:
     case = case_on_cuda("gpt", 0.1)
-    unplanned = ebbflow.plan(case.model, case.args, budget="1000%")
+    unplanned = ebbtide.plan(case.model, case.args, budget="1000%")
     resident = torch.cuda.memory_allocated()
     gradients = sum(p.nbytes for p in case.model.parameters())
     smallest, _ = smallest_of(unplanned.program)
     above = int(smallest + 0.5 * (unplanned.baseline.above_bytes - smallest))
     budget = resident + gradients + above + SCRATCH_BYTES_CUDA + 2**16
-    ebbflow.fit(case.model, budget)
+    ebbtide.fit(case.model, budget)
     for _ in range(3):
         case.model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         case.model(*case.args).backward()
         assert torch.cuda.max_memory_allocated() <= 1.01 * budget
-    step = ebbflow.step_of(case.model)
+    step = ebbtide.step_of(case.model)
     assert step is not None
     assert step.verified_buffers > 0
 

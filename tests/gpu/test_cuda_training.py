@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import ebbflow
+import ebbtide
 from device_steps import EFFORT, MODELS, Way, case_of, compared, deterministic, train, workable
 
 WAYS = {
@@ -36,7 +36,7 @@ def test_bits_budget_and_prediction(name: str, way: str) -> None:
     eager, fitted, budget = compared(case, WAYS[way])
     assert fitted.same_as(eager)
     assert max(fitted.peaks) <= budget, "the first call counts as well"
-    plan = ebbflow.plan_of(case.model)
+    plan = ebbtide.plan_of(case.model)
     assert plan is not None
     assert plan.overhead > 0, "nothing is recomputed: the budget tests nothing"
     assert plan.predicted_peak_bytes == pytest.approx(max(fitted.peaks[2:]), rel=PREDICTION)
@@ -60,13 +60,13 @@ def test_a_stream_of_the_users_own() -> None:
 def test_two_fitted_models_in_turns() -> None:
     """A generator and a discriminator, say: each has its budget, in which the other's parameters are resident."""
     cases = [case_of(name, "cuda", large=True) for name in ("gpt", "chain")]
-    plain = [ebbflow.Case(copy.deepcopy(case.model), case.args) for case in cases]
+    plain = [ebbtide.Case(copy.deepcopy(case.model), case.args) for case in cases]
     expected = [train(case, Way()) for case in plain]
     del plain
     budgets = [workable(case, Way(), 0.5) for case in cases]
     for case, budget in zip(cases, budgets, strict=True):
         gradients = sum(p.nbytes for other in cases for p in other.model.parameters())
-        ebbflow.fit(case.model, budget + gradients, effort=EFFORT)
+        ebbtide.fit(case.model, budget + gradients, effort=EFFORT)
     found = [train(case, Way()) for case in cases]
     for one, other in zip(found, expected, strict=True):
         assert one.same_as(other)
@@ -94,15 +94,15 @@ def test_it_fits_where_eager_does_not() -> None:
     torch.cuda.set_per_process_memory_fraction((budget + room) / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            train(ebbflow.Case(plain, case.args), Way(), steps=1)
+            train(ebbtide.Case(plain, case.args), Way(), steps=1)
         plain.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        ebbflow.fit(case.model, budget, effort=EFFORT)
+        ebbtide.fit(case.model, budget, effort=EFFORT)
         found = train(case, Way())
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert max(found.peaks) <= budget
-    step = ebbflow.step_of(case.model)
+    step = ebbtide.step_of(case.model)
     assert step is not None
     assert step.reserved is not None
     assert step.reserved.allocated_bytes <= step.reserved.reserved_bytes <= budget + room
@@ -111,4 +111,4 @@ def test_it_fits_where_eager_does_not() -> None:
 def test_a_budget_that_the_card_does_not_have_is_warned_of() -> None:
     case = case_of("chain", "cuda", large=False)
     with pytest.warns(UserWarning, match="is more than this process can have of cuda:0"):
-        ebbflow.fit(case.model, 2 * torch.cuda.get_device_properties(0).total_memory)
+        ebbtide.fit(case.model, 2 * torch.cuda.get_device_properties(0).total_memory)

@@ -10,33 +10,33 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.capture.claims import RewriteError
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.offline import capture
-from ebbflow.clipping import Clipping
-from ebbflow.cost.cache import device_context
-from ebbflow.errors import VerificationError
-from ebbflow.inside.looks import Look, Settlement, settlement_of
-from ebbflow.inside.proof import prove_looks, prove_second_pass, prove_updates
-from ebbflow.inside.second_pass import cuts_of, likes_in, with_second_pass
-from ebbflow.inside.step import WithOptimizer
-from ebbflow.inside.updates import PREFIX, updatable, updates_in, with_updates
-from ebbflow.lower.emit import CLAIM
-from ebbflow.lower.fingerprints import Fingerprints
-from ebbflow.lower.lowering import lower
-from ebbflow.lower.proof import ProofError, prove
-from ebbflow.options import Options
-from ebbflow.planners import planner_names
-from ebbflow.planners.base import NEED_TIERS
-from ebbflow.planning.pipeline import PlanningOptions
-from ebbflow.step.legality import check
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Compute, Schedule
-from ebbflow.step.unplanned import unplanned_schedule
-from ebbflow.units import Budget
-from ebbflow.zoo import GPTConfig, gpt
+import ebbtide
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.capture.claims import RewriteError
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.offline import capture
+from ebbtide.clipping import Clipping
+from ebbtide.cost.cache import device_context
+from ebbtide.errors import VerificationError
+from ebbtide.inside.looks import Look, Settlement, settlement_of
+from ebbtide.inside.proof import prove_looks, prove_second_pass, prove_updates
+from ebbtide.inside.second_pass import cuts_of, likes_in, with_second_pass
+from ebbtide.inside.step import WithOptimizer
+from ebbtide.inside.updates import PREFIX, updatable, updates_in, with_updates
+from ebbtide.lower.emit import CLAIM
+from ebbtide.lower.fingerprints import Fingerprints
+from ebbtide.lower.lowering import lower
+from ebbtide.lower.proof import ProofError, prove
+from ebbtide.options import Options
+from ebbtide.planners import planner_names
+from ebbtide.planners.base import NEED_TIERS
+from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.step.legality import check
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Compute, Schedule
+from ebbtide.step.unplanned import unplanned_schedule
+from ebbtide.units import Budget
+from ebbtide.zoo import GPTConfig, gpt
 
 
 class Chain(nn.Module):
@@ -143,7 +143,7 @@ def test_every_planner_gives_legal_schedules_of_steps_with_updates(name: str) ->
         budget = int(least + share * (step.unplanned_budget_bytes - least))
         try:
             plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=200, time_limit_seconds=2))
-        except ebbflow.errors.BudgetError:
+        except ebbtide.errors.BudgetError:
             continue
         assert not check(plan.program, plan.schedule)  # a head in slices, if that was cheaper
         assert plan.predicted_peak_bytes <= budget
@@ -261,8 +261,8 @@ def test_no_update_comes_before_all_gradients_have_been_looked_at(name: str) -> 
     plain, with_looks = looked(model, *args)  # type: ignore[arg-type]
     step = WithOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)(with_looks)
     ops = step.program.ops
-    (settled,) = [i for i, op in enumerate(ops) if op.target == "ebbflow.settle"]
-    looks = [i for i, op in enumerate(ops) if op.target == "ebbflow.look"]
+    (settled,) = [i for i, op in enumerate(ops) if op.target == "ebbtide.settle"]
+    looks = [i for i, op in enumerate(ops) if op.target == "ebbtide.look"]
     updates = [i for i, op in enumerate(ops) if op.target.startswith(PREFIX)]
     assert len(looks) == len(updates) == len(updatable(plain))
     assert max(looks) < settled < min(updates)
@@ -298,12 +298,12 @@ def test_behind_the_settlement_all_that_is_read_is_kept_or_made_again(name: str)
     model, *args = MODELS[name]()
     _, step = looked(model, *args)  # type: ignore[arg-type]
     program = step.program
-    settled = next(i for i, op in enumerate(program.ops) if op.target == "ebbflow.settle")
+    settled = next(i for i, op in enumerate(program.ops) if op.target == "ebbtide.settle")
     cuts = list(cuts_of(step))
     assert len(cuts) > 1
     assert [len(each.again) for each in cuts] == sorted(len(each.again) for each in cuts)
     assert [each.kept_bytes for each in cuts] == sorted((each.kept_bytes for each in cuts), reverse=True)
-    gradients = {b for op in program.ops if op.target == "ebbflow.look" for b in op.inputs}
+    gradients = {b for op in program.ops if op.target == "ebbtide.look" for b in op.inputs}
     for cut in cuts:
         passed = with_second_pass(step, cut)
         assert prove_second_pass(step, passed) == len(cut.again)

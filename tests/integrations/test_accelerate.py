@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.errors import CaptureError, UsageError
+import ebbtide
+from ebbtide.errors import CaptureError, UsageError
 from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 accelerate = pytest.importorskip("accelerate")
@@ -61,10 +61,10 @@ class Loop:
             Tokens(rows), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5), **(workers or {})
         )
         if order == "fit first":
-            ebbflow.fit(model, "95%", optimizer=adam, progress=None)
+            ebbtide.fit(model, "95%", optimizer=adam, progress=None)
         self.model, self.adam, self.data = self.accelerator.prepare(model, adam, data)
         if order == "prepare first":
-            ebbflow.fit(self.model, "95%", optimizer=adam, progress=None)
+            ebbtide.fit(self.model, "95%", optimizer=adam, progress=None)
         self.told: list[Any] = []
         torch.manual_seed(3)
 
@@ -86,7 +86,7 @@ class Loop:
 
     def assert_planned(self, calls: int, evaluations: int = 1) -> None:
         model = self.accelerator.unwrap_model(self.model)
-        counted, plan = ebbflow.calls_of(model), ebbflow.plan_of(model)
+        counted, plan = ebbtide.calls_of(model), ebbtide.plan_of(model)
         assert (counted.planned, counted.unplanned) == (calls, {NO_GRADIENTS: evaluations})
         assert plan is not None
         assert plan.predicted_peak_bytes <= plan.budget_bytes
@@ -135,7 +135,7 @@ def test_training_goes_on_from_a_saved_state(order: str, tmp_path: Path) -> None
     assert first == of_eager
     ours.assert_planned(3, evaluations=3)
     ours.accelerator.free_memory()
-    assert ebbflow.calls_of(ours.model).planned == 3
+    assert ebbtide.calls_of(ours.model).planned == 3
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -180,9 +180,9 @@ def test_hooks_come_and_go() -> None:
         lambda model: hooks.add_hook_to_module(model, Scaled(3)),
         hooks.remove_hook_from_module,
     )
-    model = ebbflow.fit(tiny_gpt2(n_layer=1), "95%", progress=None)
+    model = ebbtide.fit(tiny_gpt2(n_layer=1), "95%", progress=None)
     assert_left_alike(hooked(tiny_gpt2(n_layer=1), *ways), hooked(model, *ways))
-    assert ebbflow.calls_of(model).planned == 3
+    assert ebbtide.calls_of(model).planned == 3
 
 
 def call(model: Any) -> None:
@@ -199,35 +199,35 @@ MOVES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("way", MOVES)
 def test_hooks_that_move_weights_are_refused_by_name(way: str) -> None:
-    before, after = tiny_gpt2(n_layer=1), ebbflow.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None)
+    before, after = tiny_gpt2(n_layer=1), ebbtide.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None)
     for model in (before, after):
         MOVES[way](model)
     with pytest.raises(UsageError, match=r"(AlignDevicesHook|CpuOffload).*remove_hook_from_submodules"):
-        ebbflow.fit(before, "1GiB")
+        ebbtide.fit(before, "1GiB")
     with pytest.raises(UsageError, match=r"(AlignDevicesHook|CpuOffload).*remove_hook_from_submodules"):
         call(after)
-    assert not ebbflow.calls_of(after).planned
+    assert not ebbtide.calls_of(after).planned
 
 
 def test_hooks_that_move_weights_are_refused_in_a_model_that_has_trained() -> None:
-    model = ebbflow.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None)
+    model = ebbtide.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None)
     call(model)
     MOVES["attach_align_device_hook"](model)
     with pytest.raises(UsageError, match="AlignDevicesHook"):
         call(model)
     hooks.remove_hook_from_submodules(model)
     call(model)
-    assert ebbflow.calls_of(model).planned == 2
+    assert ebbtide.calls_of(model).planned == 2
 
 
 def test_a_model_that_went_to_no_device_is_refused() -> None:
-    model = ebbflow.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None).to("meta")
+    model = ebbtide.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None).to("meta")
     with pytest.raises(UsageError, match="is on meta now"):
         model(input_ids=drawn(0, 4, 16).to("meta"))
 
 
 def test_hooks_in_a_row_are_refused_with_what_to_do() -> None:
-    model = ebbflow.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None)
+    model = ebbtide.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None)
     hooks.add_hook_to_module(model, hooks.SequentialHook(Scaled(2), Scaled(3)))
     with pytest.raises(CaptureError, match="make one ModelHook"):
         call(model)

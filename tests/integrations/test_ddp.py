@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ebbflow
-from ebbflow.errors import CaptureError, UsageError
-from ebbflow.torch_seams.data_parallel import bucket_bytes
+import ebbtide
+from ebbtide.errors import CaptureError, UsageError
+from ebbtide.torch_seams.data_parallel import bucket_bytes
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -54,10 +54,10 @@ def trained(way: str, rank: int, *, fitted: bool) -> dict[str, Any]:
     settings, late = WAYS[way], way == "fitted late"
     net = WithOutputs() if way.endswith("outputs") else Net()
     if fitted and not late:
-        ebbflow.fit(net, "80%", progress=None)
+        ebbtide.fit(net, "80%", progress=None)
     wrapper = DistributedDataParallel(net, **settings)
     if fitted and late:
-        ebbflow.fit(net, "80%", progress=None)
+        ebbtide.fit(net, "80%", progress=None)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.manual_seed(10 + rank)
     losses = list[float]()
@@ -77,7 +77,7 @@ def trained(way: str, rank: int, *, fitted: bool) -> dict[str, Any]:
         "losses": losses,
     }
     if fitted:
-        calls, step = ebbflow.calls_of(net), ebbflow.step_of(net)
+        calls, step = ebbtide.calls_of(net), ebbtide.step_of(net)
         assert step is not None
         own = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in net.state_dict().values()}
         left["planned"], left["unplanned"] = calls.planned, sum(calls.unplanned.values())
@@ -136,8 +136,8 @@ def in_process(rank: int, folder: str) -> None:
     }
     found["beside gradients"] = buckets_beside_gradients()
     wrapper = DistributedDataParallel(Net())
-    found["wrapper"] = refused(lambda: ebbflow.fit(wrapper, "80%"), UsageError)
-    talking = ebbflow.fit(Talking(), "80%", progress=None)
+    found["wrapper"] = refused(lambda: ebbtide.fit(wrapper, "80%"), UsageError)
+    talking = ebbtide.fit(Talking(), "80%", progress=None)
     found["talking"] = refused(lambda: talking(torch.randn(4, 8)), CaptureError)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -181,7 +181,7 @@ def test_gradients_of_their_own_are_beside_the_buckets(pair: list[dict[str, Any]
 
 def test_the_wrapper_and_what_talks_inside_are_refused_by_name(pair: list[dict[str, Any]]) -> None:
     for rank in pair:
-        assert "ebbflow.fit(model.module, ...)" in rank["wrapper"]
+        assert "ebbtide.fit(model.module, ...)" in rank["wrapper"]
         assert "all_reduce_coalesced" in rank["talking"]
         assert "agreed on between processes" in rank["talking"]
 
@@ -190,7 +190,7 @@ def test_data_parallel_over_devices_is_refused() -> None:
     wrapper = nn.DataParallel(nn.Linear(2, 2))
     wrapper.device_ids = [0, 1]
     with pytest.raises(UsageError, match="DistributedDataParallel, one process per device"):
-        ebbflow.fit(wrapper, "80%")
+        ebbtide.fit(wrapper, "80%")
 
 
 def test_sharded_modules_are_refused() -> None:
@@ -198,4 +198,4 @@ def test_sharded_modules_are_refused() -> None:
         pass
 
     with pytest.raises(UsageError, match="sharded by FSDPModule"):
-        ebbflow.fit(nn.Sequential(FSDPModule(2, 2)), "80%")
+        ebbtide.fit(nn.Sequential(FSDPModule(2, 2)), "80%")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.errors import UsageError
+import ebbtide
+from ebbtide.errors import UsageError
 
 pytest.importorskip("accelerate")
 hf = pytest.importorskip("transformers")
 
-from ebbflow.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
+from ebbtide.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -99,7 +99,7 @@ def test_training_is_the_same_within_the_budget(way: str, tmp_path: Path) -> Non
     assert budget.plan is not None
     assert budget.plan.predicted_peak_bytes <= budget.plan.budget_bytes
     with pytest.raises(UsageError, match="not fitted"):
-        ebbflow.plan_of(trainer.model)
+        ebbtide.plan_of(trainer.model)
     assert trainer.model.is_activation_checkpointing == (way == "checkpointed")
 
 
@@ -130,10 +130,10 @@ def test_the_optimizer_of_the_trainer_counts(tmp_path: Path) -> None:
 
 
 def test_a_model_that_was_fitted_before_stays_fitted(tmp_path: Path) -> None:
-    model = ebbflow.fit(tiny(), "90%", progress=None)
+    model = ebbtide.fit(tiny(), "90%", progress=None)
     budget = MemoryBudget("50%", progress=None)
     trained(tmp_path, budget, model=model)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert budget.plan == plan
     assert budget.calls is not None
@@ -177,7 +177,7 @@ def test_a_training_after_one_that_failed_has_its_own_budget(kept: bool, tmp_pat
         assert first.calls is not None
         assert first.calls.planned == 2
     with pytest.raises(UsageError, match="not fitted"):
-        ebbflow.plan_of(model)
+        ebbtide.plan_of(model)
 
 
 REFUSED = {

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.engine import model
-from ebbflow.errors import BudgetError, CaptureError, UsageError
+import ebbtide
+from ebbtide.engine import model
+from ebbtide.errors import BudgetError, CaptureError, UsageError
 
 pl = pytest.importorskip("lightning.pytorch")
 torchmetrics = pytest.importorskip("torchmetrics")
 
-from ebbflow.integrations.lightning import MemoryBudget  # noqa: E402 - needs lightning
+from ebbtide.integrations.lightning import MemoryBudget  # noqa: E402 - needs lightning
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 32
@@ -391,8 +391,8 @@ def test_a_backward_beside_the_planned_one_is_refused_with_where_it_belongs() ->
 
 
 def test_fit_refuses_a_lightning_module_with_the_line_that_works() -> None:
-    with pytest.raises(UsageError, match=r"Trainer\(callbacks=\[ebbflow.integrations.lightning.MemoryBudget\(budget"):
-        ebbflow.fit(Module(), "1GiB")
+    with pytest.raises(UsageError, match=r"Trainer\(callbacks=\[ebbtide.integrations.lightning.MemoryBudget\(budget"):
+        ebbtide.fit(Module(), "1GiB")
 
 
 def test_the_largest_batch_trains_and_the_next_does_not() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
+import ebbtide
 from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 pytest.importorskip("accelerate")
 hf = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from ebbflow.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
+from ebbtide.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
 
 # PEFT asks transformers for what that calls something else since.
 pytestmark = [
@@ -49,7 +49,7 @@ def adapted(kind: str = "lora", base: Any = None) -> Any:
 
 
 def fitted(model: Any) -> Any:
-    return ebbflow.fit(model, "90%", effort=300, progress=None)
+    return ebbtide.fit(model, "90%", effort=300, progress=None)
 
 
 def step(model: Any, i: int = 0) -> torch.Tensor:
@@ -78,7 +78,7 @@ def trained(model: Any, *between: Callable[[Any], None]) -> dict[str, Any]:
 
 def assert_planned(model: Any, calls: int, **unplanned: int) -> None:
     """Every training call was, within the budget."""
-    counted, plan = ebbflow.calls_of(model), ebbflow.plan_of(model)
+    counted, plan = ebbtide.calls_of(model), ebbtide.plan_of(model)
     assert (counted.planned, counted.unplanned) == (calls, unplanned)
     assert plan is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.errors import CaptureError
 from trained_alike import assert_left_alike, drawn, left_by
 
 pytest.importorskip("accelerate")
@@ -18,7 +18,7 @@ hf = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
-from ebbflow.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
+from ebbtide.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,7 +60,7 @@ def trained(model: Any, *, fitted: bool = False) -> tuple[dict[str, Any], list[t
     """Three steps: what is left, and all gradients on the way."""
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.01)
     if fitted:
-        ebbflow.set_optimizer(model, optimizer)
+        ebbtide.set_optimizer(model, optimizer)
     torch.manual_seed(3)
     told: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
@@ -76,7 +76,7 @@ def trained(model: Any, *, fitted: bool = False) -> tuple[dict[str, Any], list[t
 
 
 def assert_planned(model: Any, calls: int) -> None:
-    counted, plan = ebbflow.calls_of(model), ebbflow.plan_of(model)
+    counted, plan = ebbtide.calls_of(model), ebbtide.plan_of(model)
     assert (counted.planned, counted.unplanned) == (calls, {})
     assert plan is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes
@@ -89,7 +89,7 @@ def assert_planned(model: Any, calls: int) -> None:
 )
 def test_adapters_on_quantized_layers_train_alike(bits: str, dtype: torch.dtype, prepared: bool, saved: Path) -> None:
     alone, theirs = trained(quantized(saved, bits, dtype, prepared))
-    model = ebbflow.fit(quantized(saved, bits, dtype, prepared), "85%", effort=200, progress=None)
+    model = ebbtide.fit(quantized(saved, bits, dtype, prepared), "85%", effort=200, progress=None)
     left, ours = trained(model, fitted=True)
     assert_left_alike(alone, left)
     assert theirs
@@ -100,7 +100,7 @@ def test_adapters_on_quantized_layers_train_alike(bits: str, dtype: torch.dtype,
 def test_their_kernels_run_once(saved: Path) -> None:
     arguments = {"input_ids": drawn(0, 4, 24), "labels": drawn(0, 4, 24)}
     model = quantized(saved, "4", FLOAT, True)
-    plan = ebbflow.plan(model, kwargs=arguments, budget="85%", effort=200, progress=None)
+    plan = ebbtide.plan(model, kwargs=arguments, budget="85%", effort=200, progress=None)
     runs = list(zip(plan.program.ops, map(int, plan.timeline.runs), strict=True))
     assert {n for op, n in runs if op.target.startswith("bitsandbytes.")} == {1}
     assert max(n for _, n in runs) > 1
@@ -133,14 +133,14 @@ def four() -> Any:
 @pytest.mark.parametrize("make", [eight, four])
 def test_a_bias_that_is_cast_at_the_first_call_is_refused_until_it_is_cast(make: Any) -> None:
     x = torch.randn(4, 16, 64, dtype=HALF)
-    model = ebbflow.fit(Layers(make).to("cpu").train(), "100%", effort=200, progress=None)
+    model = ebbtide.fit(Layers(make).to("cpu").train(), "100%", effort=200, progress=None)
     with pytest.raises(CaptureError, match=r"cast their bias once: call the model once before"):
         model(x)
-    assert ebbflow.calls_of(model).planned == 0
+    assert ebbtide.calls_of(model).planned == 0
     model = Layers(make).to("cpu").train()
     with torch.no_grad():
         model(x)
-    ebbflow.fit(model, "100%", effort=200, progress=None)
+    ebbtide.fit(model, "100%", effort=200, progress=None)
     model(x).backward()
     assert_planned(model, 1)
 
@@ -150,7 +150,7 @@ def test_four_bit_layers_in_eval_mode_are_refused_where_they_pack_their_weights(
         pytest.skip("this machine has no AVX512-BF16, for which they pack")
     model = Layers(lambda: bnb.nn.Linear4bit(64, 64, quant_type="nf4")).to("cpu").train()
     model.bytes_.eval()
-    ebbflow.fit(model, "100%", effort=200, progress=None)
+    ebbtide.fit(model, "100%", effort=200, progress=None)
     with pytest.raises(CaptureError, match=r"have them in training mode"):
         model(torch.randn(4, 16, 64))
 

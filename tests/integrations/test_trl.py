@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.errors import CaptureError, UsageError
+import ebbtide
+from ebbtide.errors import CaptureError, UsageError
 from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 pytest.importorskip("accelerate")
@@ -21,8 +21,8 @@ tokenizers = pytest.importorskip("tokenizers")
 
 import trl.trainer.utils as of_trl  # noqa: E402
 
-from ebbflow.integrations.fused_head import _ops_of, opaque_head  # noqa: E402 - the ops that stand in
-from ebbflow.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
+from ebbtide.integrations.fused_head import _ops_of, opaque_head  # noqa: E402 - the ops that stand in
+from ebbtide.integrations.hf import MemoryBudget  # noqa: E402 - needs transformers
 
 # TRL and PEFT ask transformers for what that calls something else since; TRL warns of what its options do.
 pytestmark = [
@@ -151,15 +151,15 @@ def test_what_keeps_activations_elsewhere_is_refused_by_name(tmp_path: Path) -> 
 
 def test_a_model_that_was_fitted_by_hand_is_pointed_to_the_callback(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"TRL's fused head.*MemoryBudget"):
-        trained(trl.SFTTrainer, supervised(), tmp_path, model=ebbflow.fit(tiny_gpt2(), "1GiB", progress=None))
+        trained(trl.SFTTrainer, supervised(), tmp_path, model=ebbtide.fit(tiny_gpt2(), "1GiB", progress=None))
 
 
 def test_a_model_that_was_fitted_by_hand_trains_with_the_callback(tmp_path: Path) -> None:
     alone = trained(trl.SFTTrainer, supervised(), tmp_path, max_steps=1)
-    model = ebbflow.fit(tiny_gpt2(n_layer=1), "1GiB", gradients="all", progress=None)
+    model = ebbtide.fit(tiny_gpt2(n_layer=1), "1GiB", gradients="all", progress=None)
     left = trained(trl.SFTTrainer, supervised(), tmp_path, MemoryBudget("1GiB"), model=model, max_steps=1)
     assert_left_alike(alone, left)
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def rows(bias: bool, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:

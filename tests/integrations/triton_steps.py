@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import EbbflowError
+import ebbtide
+from ebbtide.errors import EbbtideError
 
 _BLOCK = 1024
 
@@ -148,16 +148,16 @@ def main(kind: str, machine: str | None = None) -> None:
         tokens = torch.zeros(1, 8, dtype=torch.long)
         given: Any = {"kwargs": {"input_ids": tokens, "labels": tokens}}
         given = given if kind == "liger_llama" else {"args": (torch.randn(128, 32),)}
-        print(f"planned, runs: {runs(ebbflow.plan(make(), **given, budget='100%', machine=machine, **settings))}")
+        print(f"planned, runs: {runs(ebbtide.plan(make(), **given, budget='100%', machine=machine, **settings))}")
         return
-    fitted = ebbflow.fit(make(), "90%", **settings)
+    fitted = ebbtide.fit(make(), "90%", **settings)
     ours, theirs = trained(fitted), trained(make())
     equal = len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-    print(f"equal: {equal}, planned: {ebbflow.calls_of(fitted).planned}, runs: {runs(ebbflow.plan_of(fitted))}")
+    print(f"equal: {equal}, planned: {ebbtide.calls_of(fitted).planned}, runs: {runs(ebbtide.plan_of(fitted))}")
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except EbbflowError as error:
+    except EbbtideError as error:
         print(type(error).__name__, " ".join(str(error).split()))

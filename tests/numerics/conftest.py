@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow._api.verify import Verifier
-from ebbflow.case import Case
-from ebbflow.engine import compiled
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.units import Budget
-from ebbflow.zoo import GPTConfig, gpt, mlp_chain
+import ebbtide
+from ebbtide._api.verify import Verifier
+from ebbtide.case import Case
+from ebbtide.engine import compiled
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.units import Budget
+from ebbtide.zoo import GPTConfig, gpt, mlp_chain
 from short_searches import short_searches
 
 EFFORT = 200
@@ -46,28 +46,28 @@ class Study:
     """A case with its unplanned plan, from which plans at any depth are made."""
 
     case: Case
-    unplanned: ebbflow.Plan
+    unplanned: ebbtide.Plan
 
     def __post_init__(self) -> None:
         self._verifier = Verifier(self.case.model, self.case.args, self.case.kwargs)
         self._within = functools.cache(self._planned)
 
-    def check(self, plan: ebbflow.Plan) -> ebbflow.Verification:
+    def check(self, plan: ebbtide.Plan) -> ebbtide.Verification:
         """``plan`` against the captured and the eager step, which are run once, from one seed."""
         torch.manual_seed(2)
         return self._verifier.check(plan)
 
-    def at(self, share: float) -> ebbflow.Plan:
+    def at(self, share: float) -> ebbtide.Plan:
         """The plan at an f-budget: smallest + share * (unplanned - smallest), nothing in reserve."""
         smallest, _ = smallest_of(self.unplanned.program)
         above = int(smallest + share * (self.unplanned.baseline.above_bytes - smallest))
         return self._within(above)
 
-    def just_above_smallest(self) -> ebbflow.Plan:
+    def just_above_smallest(self) -> ebbtide.Plan:
         smallest, _ = smallest_of(self.unplanned.program)
         return self._within(int(1.02 * smallest))
 
-    def _planned(self, above_bytes: int) -> ebbflow.Plan:
+    def _planned(self, above_bytes: int) -> ebbtide.Plan:
         resident = self.unplanned.resident_bytes
         options = PlanningOptions(effort=EFFORT, provenance=self.unplanned.provenance)
         return make_plan(
@@ -86,7 +86,7 @@ def study() -> Callable[[str, int], Study]:
             torch.set_num_threads(threads)
             case = BUILDERS[name]()
             known[name, threads] = Study(
-                case, ebbflow.plan(case.model, case.args, budget="1000%", effort=EFFORT, name=name)
+                case, ebbtide.plan(case.model, case.args, budget="1000%", effort=EFFORT, name=name)
             )
         return known[name, threads]
 

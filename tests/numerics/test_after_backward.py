@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
+import ebbtide
 
 TOKENS, LABELS = torch.arange(64), torch.arange(64) % 8
 TABLE_BYTES = 2000 * 64 * 4
@@ -35,13 +35,13 @@ def replaced(parameter: nn.Parameter) -> None:
 
 def peak_of(model: nn.Module) -> int:
     model.zero_grad()
-    with ebbflow.measure(model, TOKENS, LABELS) as gauge:
+    with ebbtide.measure(model, TOKENS, LABELS) as gauge:
         model(TOKENS, LABELS).backward()
     return gauge.peak_bytes
 
 
 def budget_of(model: nn.Module) -> int:
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     return plan.budget_bytes
 
@@ -53,7 +53,7 @@ def step(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
 def test_a_share_is_of_the_step_with_its_hooks(kind: str) -> None:
-    model = ebbflow.fit(Table(), "100%", effort=100)
+    model = ebbtide.fit(Table(), "100%", effort=100)
     step(model)
     step(model)
     if kind == "gradient":  # hooks that come late are learned of like others
@@ -70,12 +70,12 @@ def test_a_share_is_of_the_step_with_its_hooks(kind: str) -> None:
 def test_a_budget_without_room_for_hooks_is_refused_and_the_smallest_works() -> None:
     model = Table()
     model.table.weight.register_hook(masked)
-    ebbflow.fit(model, 1_200_000, effort=100)
+    ebbtide.fit(model, 1_200_000, effort=100)
     with pytest.warns(UserWarning, match="hooks on parameters"):
         step(model)
-    with pytest.raises(ebbflow.errors.BudgetError, match="after the planned backward") as refused:
+    with pytest.raises(ebbtide.errors.BudgetError, match="after the planned backward") as refused:
         step(model)
-    ebbflow.set_budget(model, refused.value.smallest_bytes)
+    ebbtide.set_budget(model, refused.value.smallest_bytes)
     step(model)
     assert peak_of(model) <= refused.value.smallest_bytes
 
@@ -91,8 +91,8 @@ def test_an_optimizer_in_the_backward_makes_its_state_once() -> None:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(update)
-    ebbflow.fit(model, 7 * TABLE_BYTES, effort=100)
+    ebbtide.fit(model, 7 * TABLE_BYTES, effort=100)
     for _ in range(4):
         step(model)
-    calls = ebbflow.calls_of(model)
+    calls = ebbtide.calls_of(model)
     assert calls.planned == 4

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-import ebbflow
-from ebbflow.errors import BudgetError, CaptureError
+import ebbtide
+from ebbtide.errors import BudgetError, CaptureError
 from strategies import examples
 
 Body = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -54,16 +54,16 @@ def trained(model: nn.Module, steps: int = 2) -> list[torch.Tensor | None]:
 
 def assert_planned(body: Body) -> None:
     alone, model = trained(Net(body)), Net(body)
-    ebbflow.fit(model, "75%", progress=None, effort=50)
+    ebbtide.fit(model, "75%", progress=None, effort=50)
     try:
         planned = trained(model)
     except BudgetError as error:
-        ebbflow.set_budget(model, error.smallest_bytes or 0)
+        ebbtide.set_budget(model, error.smallest_bytes or 0)
         planned = trained(model)
     for one, other in zip(alone, planned, strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or torch.equal(one, other)
-    assert ebbflow.calls_of(model).planned == 2
+    assert ebbtide.calls_of(model).planned == 2
 
 
 # -- drawn kinds ---------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ REFUSED: dict[str, tuple[Body, str, str]] = {
 def test_what_is_no_graph_is_refused_by_name(kind: str) -> None:
     body, line, remedy = REFUSED[kind]
     trained(Net(body), steps=1)  # eager takes it
-    model = ebbflow.fit(Net(body), "1GiB", progress=None)
+    model = ebbtide.fit(Net(body), "1GiB", progress=None)
     with pytest.raises(CaptureError) as refused:
         trained(model, steps=1)
     said = str(refused.value)

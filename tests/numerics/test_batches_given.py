@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ebbflow
-from ebbflow.measurement import batches, leftovers
+import ebbtide
+from ebbtide.measurement import batches, leftovers
 
 ROWS, WIDTH = 64, 32
 PART = ROWS * WIDTH * 4  # bytes of one tensor of a batch
@@ -33,7 +33,7 @@ class Tower(nn.Module):
 
 
 def fitted() -> nn.Module:
-    return ebbflow.fit(Tower(), "1GiB", effort=50, progress=None)
+    return ebbtide.fit(Tower(), "1GiB", effort=50, progress=None)
 
 
 def own(model: nn.Module) -> int:
@@ -42,7 +42,7 @@ def own(model: nn.Module) -> int:
 
 def resident(model: nn.Module) -> int:
     """As it is now: planned anew, after gradients have been let go of."""
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     return plan.resident_bytes
 
@@ -74,7 +74,7 @@ def test_batches_fetched_ahead_count_until_they_are_let_go_of(fetched: int) -> N
     del given[1:]
     del given[0]["labels"]
     model.zero_grad()
-    ebbflow.set_budget(model, "2GiB")
+    ebbtide.set_budget(model, "2GiB")
     model(given[0]["inputs"]).sum().backward()
     assert resident(model) == own(model) + PART
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow._api.fit import step_of
-from ebbflow.engine import model as fitted
-from ebbflow.engine import plans
-from ebbflow.errors import BudgetError
-from ebbflow.planning import pipeline as planning
-from ebbflow.zoo import GPTConfig, gpt
+import ebbtide
+from ebbtide._api.fit import step_of
+from ebbtide.engine import model as fitted
+from ebbtide.engine import plans
+from ebbtide.errors import BudgetError
+from ebbtide.planning import pipeline as planning
+from ebbtide.zoo import GPTConfig, gpt
 
 LONGEST = 48
 CONFIG = GPTConfig(vocabulary=64, length=LONGEST, layers=1, width=32, heads=2, dropout=0.1)
@@ -66,25 +66,25 @@ class Text:
         model.zero_grad()
         return found
 
-    def unplanned(self, length: int) -> ebbflow.Plan:
+    def unplanned(self, length: int) -> ebbtide.Plan:
         return unplanned(isinstance(self.model, Chain), length)
 
 
 @functools.cache
-def unplanned(chain: bool, length: int) -> ebbflow.Plan:
+def unplanned(chain: bool, length: int) -> ebbtide.Plan:
     text = Text(chain)
-    return ebbflow.plan(text.model, text.arguments(length), budget="1000%", planner="keep_all")
+    return ebbtide.plan(text.model, text.arguments(length), budget="1000%", planner="keep_all")
 
 
 @pytest.fixture
 def text(monkeypatch: pytest.MonkeyPatch) -> Text:
-    monkeypatch.setattr("ebbflow.engine.shared_calls.OWN_CAPTURES", 2)
+    monkeypatch.setattr("ebbtide.engine.shared_calls.OWN_CAPTURES", 2)
     return Text()
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Text:
-    monkeypatch.setattr("ebbflow.engine.shared_calls.OWN_CAPTURES", 2)
+    monkeypatch.setattr("ebbtide.engine.shared_calls.OWN_CAPTURES", 2)
     return Text(chain=True)
 
 
@@ -101,7 +101,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    def one_plan(*args: Any, **kwargs: Any) -> ebbflow.Plan:
+    def one_plan(*args: Any, **kwargs: Any) -> ebbtide.Plan:
         before = len(made)
         try:
             return make_plan(*args, **kwargs)
@@ -134,13 +134,13 @@ def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
     plain, model = text.model, copy.deepcopy(text.model)
     limit = budget_for(text, 0.4) if budget == "bytes" else budget
     searched.clear()
-    ebbflow.fit(model, limit, effort=EFFORT)
+    ebbtide.fit(model, limit, effort=EFFORT)
     order = [length for length in lengths for _ in range(3)]
     random.Random(3).shuffle(order)
     recomputed = 0
     for length in order:
         assert equal(text.gradients(model, length), text.gradients(plain, length)), length
-        step, plan = step_of(model), ebbflow.plan_of(model)
+        step, plan = step_of(model), ebbtide.plan_of(model)
         assert step is not None
         assert plan is not None
         recomputed += len(plan.schedule.computes) > len(plan.program.ops) + 1
@@ -149,10 +149,10 @@ def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
     assert len(searched) <= 3, searched
     for length in lengths:
         arguments = text.arguments(length)
-        with ebbflow.measure(model, arguments) as peak:
+        with ebbtide.measure(model, arguments) as peak:
             model(*arguments).backward()
         model.zero_grad()
-        plan = ebbflow.plan_of(model)
+        plan = ebbtide.plan_of(model)
         assert plan is not None
         assert peak.peak_bytes <= plan.budget_bytes
         assert peak.above_bytes <= plan.timeline.above_bytes + 64  # autograd's own scalar
@@ -161,20 +161,20 @@ def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
 
 def test_a_larger_shape_is_planned_before_it_runs(short: Text) -> None:
     limit = budget_for(short, 0.5)
-    model = ebbflow.fit(short.model, limit, effort=EFFORT)
+    model = ebbtide.fit(short.model, limit, effort=EFFORT)
     for length in (24, 36):
         short.gradients(model, length)
     arguments = short.arguments(LONGEST)
     torch.manual_seed(1)
     model(*arguments).backward()  # its ops are measured here, which a running measurement does not allow
-    plan, step = ebbflow.plan_of(model), step_of(model)
+    plan, step = ebbtide.plan_of(model), step_of(model)
     assert plan is not None
     assert step is not None
     assert step.verified_buffers > 0
     assert plan.baseline_peak_bytes > limit, "unplanned it would not fit"
     assert plan.predicted_peak_bytes <= limit
     model.zero_grad()
-    with ebbflow.measure(model, arguments) as peak:
+    with ebbtide.measure(model, arguments) as peak:
         model(*arguments).backward()
     assert peak.peak_bytes <= limit
 
@@ -183,9 +183,9 @@ def test_a_shape_that_no_bucket_serves_is_searched_for(
     short: Text, searched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, limit = copy.deepcopy(short.model), budget_for(short, 0.5)
-    model = ebbflow.fit(short.model, limit, effort=EFFORT)
+    model = ebbtide.fit(short.model, limit, effort=EFFORT)
     short.gradients(model, 40)
-    monkeypatch.setattr("ebbflow.planning.shape_plans.WASTE", -1.0)  # nothing is good enough
+    monkeypatch.setattr("ebbtide.planning.shape_plans.WASTE", -1.0)  # nothing is good enough
     searched.clear()
     assert equal(short.gradients(model, LONGEST), short.gradients(plain, LONGEST))
     assert searched == ["auto"]
@@ -195,7 +195,7 @@ def test_a_shape_that_no_bucket_serves_is_searched_for(
 def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(text: Text) -> None:
     plain = copy.deepcopy(text.model)
     least = text.unplanned(24).smallest_bytes
-    model = ebbflow.fit(text.model, least + 20_000, effort=EFFORT)
+    model = ebbtide.fit(text.model, least + 20_000, effort=EFFORT)
     for length in (24,):
         assert equal(text.gradients(model, length), text.gradients(plain, length))
     before = copy.deepcopy(model.state_dict())
@@ -213,7 +213,7 @@ def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(text: Text) -> 
 
 def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(short: Text, searched: list[str]) -> None:
     plain, limit = copy.deepcopy(short.model), budget_for(short, 0.6)
-    model = ebbflow.fit(short.model, limit, effort=EFFORT)
+    model = ebbtide.fit(short.model, limit, effort=EFFORT)
     searched.clear()
     for batch in (8, 8, 5, 8, 5):
         assert equal(short.gradients(model, LONGEST, batch), short.gradients(plain, LONGEST, batch))
@@ -224,7 +224,7 @@ def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(short: Text, se
 def test_of_many_shapes_the_one_used_longest_ago_is_forgotten(short: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = copy.deepcopy(short.model)
     monkeypatch.setattr(fitted, "_MOST_STEPS", 2)
-    model = ebbflow.fit(short.model, budget_for(short, 0.3), effort=EFFORT)
+    model = ebbtide.fit(short.model, budget_for(short, 0.3), effort=EFFORT)
     steps: list[weakref.ref[object]] = []
     for length in (16, 20):
         short.gradients(model, length)

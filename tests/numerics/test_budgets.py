@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
+import ebbtide
 
 MODELS = [
     "mlp_chain",
@@ -26,7 +26,7 @@ CASES = [*((model, depth, 1) for model in MODELS for depth in DEPTHS), *((model,
 SLACK_BYTES = 64
 
 
-def as_predicted(result: ebbflow.Verification) -> bool:
+def as_predicted(result: ebbtide.Verification) -> bool:
     off = abs(result.predicted_above_bytes - result.measured_above_bytes)
     return off <= max(SLACK_BYTES, 0.001 * result.measured_above_bytes)
 

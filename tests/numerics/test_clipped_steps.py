@@ -12,14 +12,14 @@ import torch
 from tests.numerics.test_inside_steps import Deep, Lora, Mlp, Tied, adamw, floats, outcome, sgd, tokens
 from torch import Tensor, nn
 
-import ebbflow
-from ebbflow.engine.fitted_class import FITTED
-from ebbflow.errors import BudgetError, CaptureError, UsageError
-from ebbflow.measurement.cpu_allocations import AllocationRecorder
-from ebbflow.measurement.peak import peak_above
-from ebbflow.measurement.resident import resident_bytes
-from ebbflow.step.legality import check
-from ebbflow.zoo import GPTConfig, gpt
+import ebbtide
+from ebbtide.engine.fitted_class import FITTED
+from ebbtide.errors import BudgetError, CaptureError, UsageError
+from ebbtide.measurement.cpu_allocations import AllocationRecorder
+from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.resident import resident_bytes
+from ebbtide.step.legality import check
+from ebbtide.zoo import GPTConfig, gpt
 
 STEPS = 20
 
@@ -79,18 +79,18 @@ def assert_as_outside(
     plain = copy.deepcopy(model)
     expected = trained(plain, of(plain), arguments, clipper(plain, **how), steps)
     optimizer = of(model)
-    ebbflow.fit(
+    ebbtide.fit(
         model,
         budget,
         optimizer=optimizer,
         step="inside",
-        max_norm=ebbflow.Clipping(**how),
+        max_norm=ebbtide.Clipping(**how),
         rewrites=rewrites,
         progress=None,
     )
-    same(trained(model, optimizer, arguments, lambda: ebbflow.total_norm(model), steps), expected)
-    assert not ebbflow.calls_of(model).unplanned
-    assert ebbflow.plan_of(model).program.gradients == ()  # type: ignore[union-attr]
+    same(trained(model, optimizer, arguments, lambda: ebbtide.total_norm(model), steps), expected)
+    assert not ebbtide.calls_of(model).unplanned
+    assert ebbtide.plan_of(model).program.gradients == ()  # type: ignore[union-attr]
     return model
 
 
@@ -164,15 +164,15 @@ def test_gradients_that_are_there_and_those_the_step_does_not_reach() -> None:
     def run(model: nn.Module, fit: bool) -> list[Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if fit:
-            ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=0.02, progress=None)
+            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=0.02, progress=None)
         torch.manual_seed(3)
         norms: list[Any] = []
         for _ in range(3):
             for micro in torch.randn(2, 6, 8):
-                with ebbflow.no_update(model) if fit else torch.enable_grad():
+                with ebbtide.no_update(model) if fit else torch.enable_grad():
                     torch.stack(model(micro)).sum().backward()
             model(torch.randn(6, 8))[0].backward()
-            total = ebbflow.total_norm(model) if fit else clipper(model, max_norm=0.02)()
+            total = ebbtide.total_norm(model) if fit else clipper(model, max_norm=0.02)()
             assert total is not None
             norms.append(total.clone())
             optimizer.step()
@@ -186,7 +186,7 @@ def test_gradients_that_are_there_and_those_the_step_does_not_reach() -> None:
 
 def fitted(model: nn.Module, max_norm: Any, budget: str | int = "100%") -> torch.optim.Optimizer:
     optimizer = adamw(model)
-    ebbflow.fit(model, budget, optimizer=optimizer, step="inside", max_norm=max_norm, progress=None)
+    ebbtide.fit(model, budget, optimizer=optimizer, step="inside", max_norm=max_norm, progress=None)
     return optimizer
 
 
@@ -194,7 +194,7 @@ def test_a_norm_that_is_no_number_raises_before_anything_is_updated_or_spreads_a
     torch.manual_seed(0)
     model = Lora()
     before = copy.deepcopy(model.state_dict())
-    optimizer = fitted(model, ebbflow.Clipping(1.0, error_if_nonfinite=True))
+    optimizer = fitted(model, ebbtide.Clipping(1.0, error_if_nonfinite=True))
     with pytest.raises(RuntimeError, match=r"non-finite.*Nothing has been updated"):
         model(torch.full((12, 16), float("inf"))).backward()
     optimizer.zero_grad()
@@ -212,7 +212,7 @@ def test_a_norm_that_is_no_number_raises_before_anything_is_updated_or_spreads_a
 
 
 def test_a_backward_that_fails_before_its_norm_has_updated_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbflow.engine.updating import Updating
+    from ebbtide.engine.updating import Updating
 
     torch.manual_seed(0)
     model = Lora()
@@ -234,33 +234,33 @@ def test_a_backward_that_fails_before_its_norm_has_updated_nothing(monkeypatch: 
 def test_who_clips_besides_is_told_what_to_do() -> None:
     model = Lora()
     optimizer = fitted(model, 1.0)
-    assert ebbflow.total_norm(model) is None
+    assert ebbtide.total_norm(model) is None
     model(torch.randn(12, 16)).backward()
-    with pytest.raises(UsageError, match=r"take torch.nn.utils.clip_grad_norm_ out.*ebbflow.total_norm\(model\)"):
+    with pytest.raises(UsageError, match=r"take torch.nn.utils.clip_grad_norm_ out.*ebbtide.total_norm\(model\)"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     other = Lora()
-    ebbflow.fit(other, "100%", optimizer=adamw(other), step="inside", progress=None)
+    ebbtide.fit(other, "100%", optimizer=adamw(other), step="inside", progress=None)
     other(torch.randn(12, 16)).backward()
     with pytest.raises(UsageError, match=r"clip_grad_norm_.*is left to the step.*max_norm="):
         torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
     with pytest.raises(UsageError, match="fitted without max_norm"):
-        ebbflow.total_norm(other)
+        ebbtide.total_norm(other)
 
 
 @pytest.mark.parametrize("max_norm", ["1.0", True, -1.0, float("nan")])
 def test_what_is_no_norm_is_refused(max_norm: Any) -> None:
     model = Lora()
     with pytest.raises(UsageError, match="max_norm"):
-        ebbflow.fit(model, "100%", optimizer=adamw(model), step="inside", max_norm=max_norm)
+        ebbtide.fit(model, "100%", optimizer=adamw(model), step="inside", max_norm=max_norm)
 
 
 def test_max_norm_needs_the_optimizer_in_the_step_and_all_that_is_trained() -> None:
     model = Lora()
     with pytest.raises(UsageError, match=r'give step="inside"'):
-        ebbflow.fit(model, "100%", optimizer=adamw(model), max_norm=1.0)
+        ebbtide.fit(model, "100%", optimizer=adamw(model), max_norm=1.0)
     optimizer = torch.optim.SGD([model.up.weight], lr=0.1)
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=1.0, progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=1.0, progress=None)
     with pytest.raises(CaptureError, match=r"max_norm is of the gradients of all parameters, and down.weight gets one"):
         model(torch.randn(12, 16))
 
@@ -270,7 +270,7 @@ def test_max_norm_needs_the_optimizer_in_the_step_and_all_that_is_trained() -> N
 
 def passes_of(model: nn.Module) -> list[str]:
     """Names of what the plan makes in a second pass."""
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert not check(plan.program, plan.schedule)
     return [op.name for op in plan.program.ops if op.name.startswith("again_")]
@@ -288,7 +288,7 @@ def test_a_budget_below_all_gradients_has_them_made_twice(of: Any, rewrites: str
     budget = weights + state + x.nbytes + int(0.55 * weights)
     model = assert_as_outside(Deep, of, lambda: (torch.randn(8, 96),), budget, rewrites=rewrites, max_norm=0.01)
     assert passes_of(model)
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.verified_buffers >= len(passes_of(model))
     (optimizer,) = (each.optimizer for each in [FITTED[model]])
@@ -322,7 +322,7 @@ def test_second_passes_have_the_bits_of_the_loop_outside(name: str, optimizer: A
     make, arguments = ZOO[name]
     torch.manual_seed(0)
     with pytest.raises(BudgetError) as refused:
-        ebbflow.plan(
+        ebbtide.plan(
             make(), arguments(), budget=1, optimizer=optimizer, step="inside", max_norm=1.0, effort=100, progress=None
         )
     assert refused.value.smallest_bytes is not None
@@ -347,7 +347,7 @@ def scaled(
         scaler.scale(model(x)).backward()
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            total = ebbflow.total_norm(model) if fit else torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            total = ebbtide.total_norm(model) if fit else torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             assert total is not None
             seen.append(total.clone())
         scaler.step(optimizer)
@@ -365,7 +365,7 @@ def test_a_scaler_unscales_skips_and_grows_as_in_the_loop_outside(of: Any, max_n
     scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=4) for _ in range(2)]
     expected = scaled(plain, of(plain), scalers[0], max_norm, False)
     optimizer = of(model)
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=max_norm, scaler=scalers[1], progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=max_norm, scaler=scalers[1], progress=None)
     found = scaled(model, optimizer, scalers[1], max_norm, True)
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
@@ -373,13 +373,13 @@ def test_a_scaler_unscales_skips_and_grows_as_in_the_loop_outside(of: Any, max_n
             assert torch.equal(mine.view(-1), theirs.view(-1)) or (mine.isnan().all() and theirs.isnan().all())
         else:
             assert mine == theirs
-    assert not ebbflow.calls_of(model).unplanned
+    assert not ebbtide.calls_of(model).unplanned
 
 
 def test_a_scaler_is_to_be_used_and_steps_the_optimizer() -> None:
     model = Lora()
     optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu")
-    ebbflow.fit(model, "100%", optimizer=optimizer, step="inside", scaler=scaler, progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", scaler=scaler, progress=None)
     with pytest.raises(UsageError, match=r"scaler.scale\(loss\).backward\(\)"):
         model(torch.randn(12, 16)).backward()
     scaler.scale(model(torch.full((12, 16), float("inf")))).backward()
@@ -392,6 +392,6 @@ def test_a_scaler_is_to_be_used_and_steps_the_optimizer() -> None:
     other = Lora()
     fused = torch.optim.AdamW(other.parameters(), fused=True)
     with pytest.raises(UsageError, match="fused=True, whose kernel unscales"):
-        ebbflow.fit(other, "100%", optimizer=fused, step="inside", scaler=scaler)
+        ebbtide.fit(other, "100%", optimizer=fused, step="inside", scaler=scaler)
     with pytest.raises(UsageError, match="leave the scaler to the loop"):
-        ebbflow.fit(other, "100%", optimizer=adamw(other), scaler=scaler)
+        ebbtide.fit(other, "100%", optimizer=adamw(other), scaler=scaler)

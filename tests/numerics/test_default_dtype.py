@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
+import ebbtide
 
 
 class Chain(nn.Module):
@@ -43,7 +43,7 @@ def test_what_runs_again_has_the_type_that_it_had(inside: torch.dtype, outside: 
         torch.manual_seed(0)
         model = Chain().to(inside)
         if share is not None:
-            ebbflow.fit(model, share, progress=None)
+            ebbtide.fit(model, share, progress=None)
         for _ in range(3):
             model.zero_grad()
             with default(inside):
@@ -52,7 +52,7 @@ def test_what_runs_again_has_the_type_that_it_had(inside: torch.dtype, outside: 
                 loss.backward()
                 assert torch.get_default_dtype() is outside
         if share is not None:
-            plan = ebbflow.plan_of(model)
+            plan = ebbtide.plan_of(model)
             assert plan is not None
             assert plan.predicted_peak_bytes < 0.9 * plan.baseline_peak_bytes
         return [each.grad for each in model.parameters() if each.grad is not None]

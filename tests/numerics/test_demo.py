@@ -12,11 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ebbflow.cli import app
-from ebbflow.demo.text import batches
-from ebbflow.demo.training import DemoConfig, run_demo
-from ebbflow.report.text.demo import write_demo
-from ebbflow.step.plan import Plan
+from ebbtide.cli import app
+from ebbtide.demo.text import batches
+from ebbtide.demo.training import DemoConfig, run_demo
+from ebbtide.report.text.demo import write_demo
+from ebbtide.step.plan import Plan
 
 SMALL = ["--steps", "5", "--layers", "1", "--width", "64", "--length", "64", "--batch", "8"]
 

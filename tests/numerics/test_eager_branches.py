@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
+import ebbtide
 from eager_steps import assert_trains_as_eager, history
-from ebbflow.errors import CaptureError
-from ebbflow.torch_seams.patches import open_patches
+from ebbtide.errors import CaptureError
+from ebbtide.torch_seams.patches import open_patches
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
@@ -83,7 +83,7 @@ def twice_broken(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_break_that_no_question_guards_is_the_one_to_tell_of(captures: list[Any]) -> None:
-    model = ebbflow.fit(Model(twice_broken), "1GiB")
+    model = ebbtide.fit(Model(twice_broken), "1GiB")
     with pytest.raises(CaptureError, match=r"if h\.sum\(\) > 0"):
         model(X)
     assert not captures
@@ -97,11 +97,11 @@ def picky(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_eager_raises_is_raised() -> None:
-    model = ebbflow.fit(Model(picky), "1GiB")
+    model = ebbtide.fit(Model(picky), "1GiB")
     with pytest.raises(ValueError, match="five rows"):
         model(X)
     model(X[:5]).backward()
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1
 
 
 def test_what_others_compile_meanwhile_is_compiled(captures: list[Any]) -> None:
@@ -179,7 +179,7 @@ def test_a_branch_on_inputs_is_taken(condition: Callable[..., Any], sign: int) -
 
 @pytest.mark.parametrize("condition", [drawn, uninitialised])
 def test_a_branch_on_anything_else_is_refused(condition: Callable[..., Any]) -> None:
-    model = ebbflow.fit(Model(lambda m, x: ways(m, x, compiled=True) if condition(m, x) else m.one(x).sum()), "1GiB")
+    model = ebbtide.fit(Model(lambda m, x: ways(m, x, compiled=True) if condition(m, x) else m.one(x).sum()), "1GiB")
     state = torch.get_rng_state()
     with pytest.raises(CaptureError, match="branch"):
         model(X)
@@ -198,10 +198,10 @@ def test_a_shared_capture_takes_such_branches_where_they_hold(
     rows = torch.randn(16, 8)
     model = Model(body)
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
     for length in (4, 5, 6, 7, 8, 3, 12):
         mine, theirs = (history(each, lambda length=length: (rows[:length].clone(),), 1) for each in (model, plain))
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), length  # type: ignore[arg-type]
     assert [each.symbolic for each in captures].count(True) == 1
     assert [each.symbolic for each in captures].count(False) == own
-    assert ebbflow.calls_of(model).planned == 7
+    assert ebbtide.calls_of(model).planned == 7

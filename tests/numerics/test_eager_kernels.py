@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.capture.rules.eager_kernels import LEFT_IN_PYTHON, RESTORED
-from ebbflow.torch_seams.dispatcher import python_kernels
+import ebbtide
+from ebbtide.capture.rules.eager_kernels import LEFT_IN_PYTHON, RESTORED
+from ebbtide.torch_seams.dispatcher import python_kernels
 
 LABELS = torch.randint(0, 5, (6,), generator=torch.Generator().manual_seed(0))
 WINDOW = torch.hann_window(16)
@@ -76,7 +76,7 @@ CALLS: dict[str, list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]]] = {
 def test_what_eager_calls_is_what_is_captured(name: str) -> None:
     fitted = Each(CALLS[name])
     plain = copy.deepcopy(fitted)
-    ebbflow.fit(fitted, "1GiB", effort=50)
+    ebbtide.fit(fitted, "1GiB", effort=50)
     factor = torch.ones(())
     losses = [model(factor) for model in (fitted, plain)]
     for loss in losses:
@@ -84,7 +84,7 @@ def test_what_eager_calls_is_what_is_captured(name: str) -> None:
     assert torch.equal(*losses)
     for position, (ours, theirs) in enumerate(zip(fitted.parameters(), plain.parameters(), strict=True)):
         assert torch.equal(ours.grad, theirs.grad), f"gradient {position}"  # type: ignore[arg-type]
-    plan = ebbflow.plan_of(fitted)
+    plan = ebbtide.plan_of(fitted)
     assert plan is not None
     targets = [
         op.target for op in plan.program.ops if not op.target.startswith(("aten.mul.", "aten.pow.", "aten.sum."))
@@ -98,7 +98,7 @@ OF_SOME_RELEASES = {"one_hot.default", "_upsample_lanczos2d_aa.vec", "to_dense.d
 
 
 def test_every_kernel_of_torch_in_python_is_restored_or_left_for_a_reason() -> None:
-    # Inductor's decompositions, which others may have imported, add one for cards that Ebbflow does not plan for.
+    # Inductor's decompositions, which others may have imported, add one for cards that Ebbtide does not plan for.
     kernels = python_kernels() - {"miopen_batch_norm.default"}
     assert not kernels - set(RESTORED) - LEFT_IN_PYTHON
     assert {*RESTORED, *LEFT_IN_PYTHON} - kernels <= OF_SOME_RELEASES, "nothing is to be restored, or left"
@@ -117,7 +117,7 @@ def test_bits_do_not_depend_on_how_many_shapes_a_capture_serves() -> None:
             return F.interpolate(mixed, scale_factor=2, mode="bilinear").square().sum()
 
     fitted, plain = Resizing(), Resizing()
-    ebbflow.fit(fitted, "1GiB", effort=50)
+    ebbtide.fit(fitted, "1GiB", effort=50)
     for size in (5, 6, 7, 8, 9):
         x = torch.randn(2, size, size, 3)
         for model in (fitted, plain):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine import compiled, plans
+import ebbtide
+from ebbtide.engine import compiled, plans
 
 ROWS, WIDTH = 512, 64
 
@@ -31,9 +31,9 @@ class Tower(nn.Module):
 
 
 @functools.cache
-def unplanned() -> ebbflow.Plan:
+def unplanned() -> ebbtide.Plan:
     """The plan that keeps everything, of one tower."""
-    return ebbflow.plan(Tower(), (rows(0),), budget="1000%", effort=100)
+    return ebbtide.plan(Tower(), (rows(0),), budget="1000%", effort=100)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_rounds_of_several_forwards_settle_within_the_budget(
     count = 3 if step is triplet else 2
     above = one.baseline.above_bytes
     budget = int(one.resident_bytes * count + room * count * above) + 40_000
-    model = ebbflow.fit(copy.deepcopy(plain), budget, effort=500)
+    model = ebbtide.fit(copy.deepcopy(plain), budget, effort=500)
     made.update(captures=0, plans=0)
     settled = 0
     for seed in range(6):
@@ -111,7 +111,7 @@ def test_rounds_of_several_forwards_settle_within_the_budget(
             step(model, x)
             settled = made["plans"]
         else:
-            with ebbflow.measure(model, x) as gauge:
+            with ebbtide.measure(model, x) as gauge:
                 step(model, x)
             assert gauge.peak_bytes <= budget, (seed, gauge.peak_bytes / budget)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -127,7 +127,7 @@ def test_two_models_leave_room_for_each_other(room: float, made: dict[str, int])
     plain = [Tower(), Tower()]  # on CPU a budget counts the weights of its own model
     one = unplanned()
     budget = int(one.resident_bytes * 2 + room * 2 * one.baseline.above_bytes) + 40_000
-    models = [ebbflow.fit(copy.deepcopy(each), budget, effort=500) for each in plain]
+    models = [ebbtide.fit(copy.deepcopy(each), budget, effort=500) for each in plain]
     made.update(captures=0, plans=0)
     settled = 0
     for seed in range(7):
@@ -140,7 +140,7 @@ def test_two_models_leave_room_for_each_other(room: float, made: dict[str, int])
                 (pair[0](x[0]) + 2 * pair[1](x[1])).backward()
                 settled = made["plans"]
                 continue
-            with ebbflow.measure(pair[0], x) as gauge:  # the second model's weights are none of the first's budget
+            with ebbtide.measure(pair[0], x) as gauge:  # the second model's weights are none of the first's budget
                 (pair[0](x[0]) + 2 * pair[1](x[1])).backward()
             assert gauge.peak_bytes <= budget, (seed, gauge.peak_bytes / budget)
         for mine, theirs in zip(models, plain, strict=True):
@@ -153,11 +153,11 @@ def test_two_models_leave_room_for_each_other(room: float, made: dict[str, int])
 @pytest.mark.parametrize("budget", ["100%", "101%"])
 def test_the_unplanned_peak_is_always_enough(budget: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Flatten(0), nn.Linear(32, 1))
-    ebbflow.fit(model, budget)
+    ebbtide.fit(model, budget)
     for seed in range(3):
         model(torch.randn(4, 8)).backward()
         model.zero_grad()
-        plan = ebbflow.plan_of(model)
+        plan = ebbtide.plan_of(model)
         assert plan is not None
         assert plan.overhead == 0, seed
-    assert ebbflow.plan(nn.Sequential(nn.Linear(2, 1)), (torch.zeros(1, 2),), budget=budget).overhead == 0
+    assert ebbtide.plan(nn.Sequential(nn.Linear(2, 1)), (torch.zeros(1, 2),), budget=budget).overhead == 0

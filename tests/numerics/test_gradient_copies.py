@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
+import ebbtide
 
 N = 256  # a matrix of floats takes 256 KiB: far above the scalars of autograd
 X = torch.randn(32, N, generator=torch.Generator().manual_seed(1))
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[int, Callable[..., torch.Tensor], str]] = {
 def test_the_peak_up_to_the_return_of_backward_is_the_predicted_one(name: str) -> None:
     torch.manual_seed(2)
     plain = Shaped(*CASES[name])
-    model = ebbflow.fit(copy.deepcopy(plain), "1GiB", effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", effort=100)
     for each in (model, plain):
         for _ in range(3):  # with gradients that exist as well
             each(X).backward()
@@ -70,12 +70,12 @@ def test_the_peak_up_to_the_return_of_backward_is_the_predicted_one(name: str) -
     assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}) >= len(pointers)  # type: ignore[union-attr]
     for each in (model, plain):
         each.zero_grad()
-    with ebbflow.measure(model, X) as gauge:
+    with ebbtide.measure(model, X) as gauge:
         model(X).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert abs(gauge.above_bytes - plan.timeline.above_bytes) <= max(64, plan.timeline.above_bytes // 1000)
-    with ebbflow.measure(plain, X) as eager:
+    with ebbtide.measure(plain, X) as eager:
         plain(X).backward()
     assert gauge.above_bytes <= 1.3 * eager.above_bytes + 64
 
@@ -101,7 +101,7 @@ def test_gradients_that_are_inputs_or_results_are_copied() -> None:
             return _Handed.apply(x, self.w0, self.w1)
 
     plain = Handed(2, lambda: X)
-    model = ebbflow.fit(copy.deepcopy(plain), "1GiB", effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", effort=100)
     x = torch.randn(N, N)
     before = x.clone()
     for each in (model, plain):
@@ -112,9 +112,9 @@ def test_gradients_that_are_inputs_or_results_are_copied() -> None:
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
     for _ in range(2):  # planned anew for gradients that are new
         model.zero_grad()
-        with ebbflow.measure(model, x) as gauge:
+        with ebbtide.measure(model, x) as gauge:
             model(x).backward(torch.ones(N, N))
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert gauge.above_bytes <= plan.timeline.above_bytes + 64
 
@@ -123,7 +123,7 @@ def test_gradients_that_are_inputs_or_results_are_copied() -> None:
 def test_frozen_parameters_and_inputs_need_none(layout: str) -> None:
     plain = Shaped(2, lambda x, a, b: (x @ a.t() @ b).square().sum(), layout)
     plain.w0.requires_grad_(False)  # type: ignore[union-attr]
-    model = ebbflow.fit(copy.deepcopy(plain), "1GiB", effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", effort=100)
     inputs = [X.clone().requires_grad_() for _ in range(2)]
     for each, x in zip((model, plain), inputs, strict=True):
         each(x).backward()
@@ -140,7 +140,7 @@ def test_a_tangent_of_the_user_is_not_taken_for_a_gradient() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.w + x
 
-    model = ebbflow.fit(Identity(), "1MiB", effort=100)
+    model = ebbtide.fit(Identity(), "1MiB", effort=100)
     tangent = torch.ones(8, 8)
     for _ in range(2):
         model(torch.zeros(8, 8)).backward(tangent)
@@ -155,20 +155,20 @@ def test_nothing_is_copied_where_gradients_are_accumulated(name: str) -> None:
     plain = Shaped(*CASES[name])
     model = copy.deepcopy(plain)
     for _ in range(2):
-        with ebbflow.measure(plain, X) as eager:
+        with ebbtide.measure(plain, X) as eager:
             plain(X).backward()
-    resident = ebbflow.plan(copy.deepcopy(plain), (X,), budget="1GiB", effort=10).resident_bytes
+    resident = ebbtide.plan(copy.deepcopy(plain), (X,), budget="1GiB", effort=10).resident_bytes
     weights = sum(4 * each.numel() for each in plain.parameters())
-    ebbflow.fit(model, resident + weights + eager.above_bytes + 32768, effort=10)
+    ebbtide.fit(model, resident + weights + eager.above_bytes + 32768, effort=10)
     for _ in range(2):
         model(X).backward()
-    with ebbflow.measure(model, X) as gauge:
+    with ebbtide.measure(model, X) as gauge:
         model(X).backward()
     plain(X).backward()
     assert gauge.above_bytes <= eager.above_bytes + 32768
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-    before = ebbflow.calls_of(model)
+    before = ebbtide.calls_of(model)
     model.zero_grad()
     model(X).backward()  # back to gradients that are new
-    assert ebbflow.calls_of(model).planned == before.planned + 1
+    assert ebbtide.calls_of(model).planned == before.planned + 1

@@ -14,15 +14,15 @@ import pytest
 import torch
 from test_budgets import as_predicted
 
-import ebbflow
-from ebbflow._api import fit as fit_module
-from ebbflow._api import verify as verify_module
-from ebbflow.step import legality
-from ebbflow.step.machine import Link
-from ebbflow.step.plan import Plan
-from ebbflow.step.simulate import simulate
-from ebbflow.transfers.host import HostTier
-from ebbflow.transfers.streams import Edge
+import ebbtide
+from ebbtide._api import fit as fit_module
+from ebbtide._api import verify as verify_module
+from ebbtide.step import legality
+from ebbtide.step.machine import Link
+from ebbtide.step.plan import Plan
+from ebbtide.step.simulate import simulate
+from ebbtide.transfers.host import HostTier
+from ebbtide.transfers.streams import Edge
 from random_schedule import DISK_MACHINE, random_schedule
 
 HOST_MACHINE = replace(DISK_MACHINE, links={"host": Link("host", 2**33, 1e9, 1e9, 1e-4, alignment_bytes=512)})
@@ -80,7 +80,7 @@ def test_a_schedule_that_moves_to_the_host_is_the_same_step(study: Any, tier: Ho
     case = subject.case
     for seed in range(3):
         plan = moving(subject.unplanned, seed, 0.02 + 0.04 * seed)
-        result = ebbflow.verify(case.model, case.args, case.kwargs, plan)
+        result = ebbtide.verify(case.model, case.args, case.kwargs, plan)
         assert result.differences == ()
         assert as_predicted(result), (result.predicted_above_bytes, result.measured_above_bytes)
 
@@ -88,7 +88,7 @@ def test_a_schedule_that_moves_to_the_host_is_the_same_step(study: Any, tier: Ho
 def test_fitted_steps_move_to_the_host_and_give_their_slabs_back(study: Any, tier: HostTier) -> None:
     subject = study("mlp_chain with dropout")
     eager = copy.deepcopy(subject.case.model)
-    model = ebbflow.fit(copy.deepcopy(subject.case.model), moving(subject.unplanned, 3, 0.04, 2**20), progress=None)
+    model = ebbtide.fit(copy.deepcopy(subject.case.model), moving(subject.unplanned, 3, 0.04, 2**20), progress=None)
     for _ in range(3):
         state = torch.get_rng_state()
         for each in (model, eager):
@@ -97,7 +97,7 @@ def test_fitted_steps_move_to_the_host_and_give_their_slabs_back(study: Any, tie
             each(*subject.case.args).backward()
         for one, other in zip(model.parameters(), eager.parameters(), strict=True):
             assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.phase.name == "STEADY"
     assert step.traffic is not None
@@ -111,7 +111,7 @@ def test_fitted_steps_move_to_the_host_and_give_their_slabs_back(study: Any, tie
 
 def test_a_failed_step_keeps_nothing_and_the_next_one_is_right(study: Any, tier: HostTier) -> None:
     subject = study("mlp_chain with dropout")
-    model = ebbflow.fit(copy.deepcopy(subject.case.model), moving(subject.unplanned, 3, 0.04, 2**20), progress=None)
+    model = ebbtide.fit(copy.deepcopy(subject.case.model), moving(subject.unplanned, 3, 0.04, 2**20), progress=None)
     for _ in range(3):
         loss = model(*subject.case.args)
         loss.register_hook(lambda _: 1 // 0)

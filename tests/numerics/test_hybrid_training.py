@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ebbflow
-from ebbflow.engine.fitted_class import FITTED
-from ebbflow.engine.flights import returned_tensors
-from ebbflow.errors import BudgetError, PlanMismatch, TierError, UsageError
-from ebbflow.transfers import links
-from ebbflow.zoo import GPTConfig, gpt
+import ebbtide
+from ebbtide.engine.fitted_class import FITTED
+from ebbtide.engine.flights import returned_tensors
+from ebbtide.errors import BudgetError, PlanMismatch, TierError, UsageError
+from ebbtide.transfers import links
+from ebbtide.zoo import GPTConfig, gpt
 
 
 @pytest.fixture(autouse=True)
@@ -74,16 +74,16 @@ def test_a_budget_that_recomputing_cannot_keep_is_kept_by_moving(tmp_path: Path)
     case = subject()
     disk = tmp_path / "disk"
     disk.mkdir()
-    alone = ebbflow.plan(case.model, case.args, budget="100%", effort=100)
-    moving = ebbflow.plan(case.model, case.args, budget="100%", effort=100, tiers=f"disk:{disk}")
+    alone = ebbtide.plan(case.model, case.args, budget="100%", effort=100)
+    moving = ebbtide.plan(case.model, case.args, budget="100%", effort=100, tiers=f"disk:{disk}")
     assert moving.smallest_bytes < alone.smallest_bytes
     budget = moving.smallest_bytes + (alone.smallest_bytes - moving.smallest_bytes) // 2
     with pytest.raises(BudgetError):
-        ebbflow.plan(case.model, case.args, budget=budget, effort=100, rewrites="none")
+        ebbtide.plan(case.model, case.args, budget=budget, effort=100, rewrites="none")
     eager = copy.deepcopy(case.model)
-    model = ebbflow.fit(case.model, budget, tiers=[f"disk:{disk}"])
+    model = ebbtide.fit(case.model, budget, tiers=[f"disk:{disk}"])
     assert_trains(model, eager, case.args)
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.plan is not None
     assert step.plan.tiers == ("disk",)
@@ -99,8 +99,8 @@ def test_a_budget_that_recomputing_cannot_keep_is_kept_by_moving(tmp_path: Path)
 def test_a_plan_that_moves_is_no_slower_than_one_that_recomputes(tmp_path: Path) -> None:
     case = subject()
     budget = "60%"
-    alone = ebbflow.plan(case.model, case.args, budget=budget, effort=300)
-    moving = ebbflow.plan(case.model, case.args, budget=budget, effort=300, tiers=f"disk:{tmp_path}")
+    alone = ebbtide.plan(case.model, case.args, budget=budget, effort=300)
+    moving = ebbtide.plan(case.model, case.args, budget=budget, effort=300, tiers=f"disk:{tmp_path}")
     assert moving.overhead <= alone.overhead
     assert "tiers: disk" in moving.bound_class
 
@@ -110,7 +110,7 @@ def test_a_loss_outside_is_learned_under_plans_that_move(tmp_path: Path) -> None
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
     eager, x = copy.deepcopy(model), torch.randn(256, 64)
-    ebbflow.fit(model, "60%", tiers=f"disk:{tmp_path}")
+    ebbtide.fit(model, "60%", tiers=f"disk:{tmp_path}")
     for _ in range(4):
         for each in (model, eager):
             each.zero_grad()
@@ -132,9 +132,9 @@ def test_inside_of_a_checkpoint_nothing_moves_and_the_numbers_are_right(tmp_path
 
     case = subject()
     eager = copy.deepcopy(case.model)
-    model = ebbflow.fit(case.model, "95%", tiers=f"disk:{tmp_path}")
+    model = ebbtide.fit(case.model, "95%", tiers=f"disk:{tmp_path}")
     assert_trains(Outer(model), Outer(eager), case.args, steps=2)
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.plan is not None
     assert not step.plan.schedule.moves
@@ -146,9 +146,9 @@ def test_a_forward_under_hooks_beside_one_that_moves(tmp_path: Path, order: str)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
     eager, x = copy.deepcopy(model), torch.randn(256, 64, requires_grad=True)
-    ebbflow.fit(model, "70%", tiers=f"disk:{tmp_path}", effort=200)
+    ebbtide.fit(model, "70%", tiers=f"disk:{tmp_path}", effort=200)
     assert_trains(model, eager, (x,), steps=1)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.schedule.moves
 
@@ -170,11 +170,11 @@ def test_losses_that_no_walk_finds(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Boxed(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
     model.depth, x = 5, torch.randn(256, 64)
-    ebbflow.fit(model, "60%", tiers=f"disk:{tmp_path}", effort=100)
+    ebbtide.fit(model, "60%", tiers=f"disk:{tmp_path}", effort=100)
     flights = FITTED[model].flights
     flights.unseen = deque(maxlen=1)
     first, second = model(x), model(x)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.schedule.moves
     with pytest.raises(TierError, match="one of too many whose backward has not come"):
@@ -192,38 +192,38 @@ def test_a_budget_after_a_given_plan_moves_to_the_tiers_of_the_plan(tmp_path: Pa
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
     eager, x = copy.deepcopy(model), torch.randn(256, 64)
     disk = f"disk:{tmp_path}"
-    plan = ebbflow.plan(model, (x,), budget="60%", effort=100, tiers=disk)
-    ebbflow.fit(model, plan, tiers=disk, effort=100)
+    plan = ebbtide.plan(model, (x,), budget="60%", effort=100, tiers=disk)
+    ebbtide.fit(model, plan, tiers=disk, effort=100)
     for budget in ("55%", plan):
-        ebbflow.set_budget(model, budget)
+        ebbtide.set_budget(model, budget)
         assert_trains(model, eager, (x,), steps=1)
-        running = ebbflow.plan_of(model)
+        running = ebbtide.plan_of(model)
         assert running is not None
         assert running.schedule.moves
 
 
 def test_a_plan_that_moves_is_refused_where_its_tier_is_not(tmp_path: Path) -> None:
     case = subject()
-    plan = ebbflow.plan(case.model, case.args, budget="60%", effort=100, tiers=f"disk:{tmp_path}")
+    plan = ebbtide.plan(case.model, case.args, budget="60%", effort=100, tiers=f"disk:{tmp_path}")
     assert plan.schedule.moves
-    model = ebbflow.fit(case.model, "100%")
+    model = ebbtide.fit(case.model, "100%")
     with pytest.raises(PlanMismatch, match="moves tensors to disk, and the model was fitted without tiers"):
-        ebbflow.set_budget(model, plan)
+        ebbtide.set_budget(model, plan)
     with pytest.raises(PlanMismatch, match="does not name that"):
-        ebbflow.fit(copy.deepcopy(model), plan, tiers=[])
-    assert ebbflow.calls_of(model).planned == 0
+        ebbtide.fit(copy.deepcopy(model), plan, tiers=[])
+    assert ebbtide.calls_of(model).planned == 0
 
 
 def test_the_hosts_memory_is_refused_before_anything_is_fitted() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="memory of a CPU is the host's"):
-        ebbflow.fit(model, "100%", tiers="host")
-    ebbflow.fit(model, "100%")
+        ebbtide.fit(model, "100%", tiers="host")
+    ebbtide.fit(model, "100%")
 
 
 def test_a_machine_without_the_tier_is_refused_by_name() -> None:
     case = subject()
     with pytest.raises(UsageError, match=r"a100-80gb' has no link to tier disk; it has: host"):
-        ebbflow.plan(case.model, case.args, budget="60%", machine="a100-80gb", tiers="disk")
-    plan = ebbflow.plan(case.model, case.args, budget="64MiB", machine="a100-80gb", tiers="host", effort=100)
+        ebbtide.plan(case.model, case.args, budget="60%", machine="a100-80gb", tiers="disk")
+    plan = ebbtide.plan(case.model, case.args, budget="64MiB", machine="a100-80gb", tiers="host", effort=100)
     assert plan.tiers == ("host",)

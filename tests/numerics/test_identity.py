@@ -9,15 +9,15 @@ import re
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.errors import UsageError
-from ebbflow.units import format_bytes
-from ebbflow.zoo import MLPChain
+import ebbtide
+from ebbtide.errors import UsageError
+from ebbtide.units import format_bytes
+from ebbtide.zoo import MLPChain
 
 
 @pytest.fixture
 def model() -> MLPChain:
-    return ebbflow.fit(MLPChain(layers=2, width=8), "1MiB")
+    return ebbtide.fit(MLPChain(layers=2, width=8), "1MiB")
 
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -25,7 +25,7 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 def test_fit_returns_the_same_object_under_the_same_name() -> None:
     plain = MLPChain(layers=2, width=8)
-    fitted = ebbflow.fit(plain, "1MiB")
+    fitted = ebbtide.fit(plain, "1MiB")
     assert fitted is plain
     assert isinstance(fitted, MLPChain)
     assert type(fitted).__name__ == "MLPChain"
@@ -56,25 +56,25 @@ def test_copies_are_plain_models(model: MLPChain, how: str, when: str, tmp_path:
         twin = torch.load(f"{tmp_path}/model.pt", weights_only=False)
     assert type(twin) is MLPChain
     with pytest.raises(UsageError, match="a copy of a fitted model"):
-        ebbflow.plan_of(twin)
+        ebbtide.plan_of(twin)
     assert torch.equal(twin(X), model(X))
-    ebbflow.fit(twin, "1MiB")(X).backward()
-    assert ebbflow.plan_of(twin) is not None
+    ebbtide.fit(twin, "1MiB")(X).backward()
+    assert ebbtide.plan_of(twin) is not None
 
 
 def test_unfit_gives_the_plain_class_back(model: MLPChain) -> None:
     model(X).backward()
-    assert ebbflow.unfit(model) is model
+    assert ebbtide.unfit(model) is model
     assert type(model) is MLPChain
     model(X).backward()
-    for ask in (ebbflow.unfit, ebbflow.plan_of, ebbflow.step_of, ebbflow.calls_of):
+    for ask in (ebbtide.unfit, ebbtide.plan_of, ebbtide.step_of, ebbtide.calls_of):
         with pytest.raises(UsageError, match="not fitted"):
             ask(model)
 
 
 def test_a_backward_pending_at_unfit_still_runs(model: MLPChain) -> None:
     loss = model(X)
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
     loss.backward()
     planned = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -83,28 +83,28 @@ def test_a_backward_pending_at_unfit_still_runs(model: MLPChain) -> None:
 
 
 def test_fit_again_after_unfit(model: MLPChain) -> None:
-    ebbflow.unfit(model)
-    ebbflow.fit(model, "2MiB")(X).backward()
-    plan = ebbflow.plan_of(model)
+    ebbtide.unfit(model)
+    ebbtide.fit(model, "2MiB")(X).backward()
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.budget_bytes == 2 * 2**20
 
 
 def test_fit_twice_is_refused(model: MLPChain) -> None:
     with pytest.raises(UsageError, match="unfit"):
-        ebbflow.fit(model, "1MiB")
+        ebbtide.fit(model, "1MiB")
 
 
 def test_a_step_says_what_it_is(model: MLPChain) -> None:
     model(X).backward()
     assert re.fullmatch(
         r"<Step of MLPChain, \w+: planned [\d.]+ .iB of 1\.00 MiB, not measured, \d+ buffers verified>",
-        repr(ebbflow.step_of(model)),
+        repr(ebbtide.step_of(model)),
     )
     for _ in range(2):
         model.zero_grad()
         model(X).backward()
-    step, plan = ebbflow.step_of(model), ebbflow.plan_of(model)
+    step, plan = ebbtide.step_of(model), ebbtide.plan_of(model)
     assert step is not None
     assert plan is not None
     assert step.measured_above_bytes is not None
@@ -112,5 +112,5 @@ def test_a_step_says_what_it_is(model: MLPChain) -> None:
 
 
 def test_nothing_is_known_before_the_first_step(model: MLPChain) -> None:
-    assert ebbflow.plan_of(model) is None
-    assert ebbflow.step_of(model) is None
+    assert ebbtide.plan_of(model) is None
+    assert ebbtide.step_of(model) is None

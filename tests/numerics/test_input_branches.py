@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.engine import compiled
-from ebbflow.errors import BudgetError, CaptureError
-from ebbflow.measurement.cpu_allocations import AllocationRecorder
-from ebbflow.measurement.peak import peak_above
-from ebbflow.torch_seams.patches import open_patches
+import ebbtide
+from ebbtide.engine import compiled
+from ebbtide.errors import BudgetError, CaptureError
+from ebbtide.measurement.cpu_allocations import AllocationRecorder
+from ebbtide.measurement.peak import peak_above
+from ebbtide.torch_seams.patches import open_patches
 
 Body = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MASKS = ([1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 1])
@@ -40,7 +40,7 @@ def trains_as_eager(body: Body, masks: Iterator[torch.Tensor] | None = None) -> 
     """Train eager and fitted side by side on calls that go several ways; what comes of it is equal in every bit."""
     torch.manual_seed(0)
     eager = Model(body)
-    fitted = ebbflow.fit(copy.deepcopy(eager), "1GiB", progress=None)
+    fitted = ebbtide.fit(copy.deepcopy(eager), "1GiB", progress=None)
     given = masks or (torch.tensor(each) for each in MASKS)
     for count, mask in enumerate(given, start=1):
         x = torch.randn(len(mask), 8)
@@ -51,8 +51,8 @@ def trains_as_eager(body: Body, masks: Iterator[torch.Tensor] | None = None) -> 
             loss.backward()
             found.append([loss.detach(), *(each.grad for each in model.parameters()), *model.buffers()])
         assert all(map(torch.equal, *found)), f"call {count} of {body.__name__}"
-        assert ebbflow.calls_of(fitted).planned == count
-    assert not ebbflow.calls_of(fitted).unplanned
+        assert ebbtide.calls_of(fitted).planned == count
+    assert not ebbtide.calls_of(fitted).unplanned
     return fitted
 
 
@@ -236,31 +236,31 @@ def test_what_asking_takes_is_in_the_budget(share: str | None) -> None:
     asked = 2 * x.nbytes + x.numel()  # products, magnitudes, and whether they are large
     model = Looking()
     own = sum(each.nbytes for each in model.parameters())
-    fitted = ebbflow.fit(model, share or own + x.nbytes + asked + (1 << 16), progress=None)
+    fitted = ebbtide.fit(model, share or own + x.nbytes + asked + (1 << 16), progress=None)
     fitted(x).backward()
     for _ in range(2):
         fitted.zero_grad()
-        with ebbflow.measure(fitted, x) as measured:
+        with ebbtide.measure(fitted, x) as measured:
             fitted(x).backward()
-        plan = ebbflow.plan_of(fitted)
+        plan = ebbtide.plan_of(fitted)
         assert plan is not None
         assert own + x.nbytes + x.nbytes < measured.peak_bytes <= plan.budget_bytes
-    assert ebbflow.calls_of(fitted).planned == 3
+    assert ebbtide.calls_of(fitted).planned == 3
 
 
 def test_a_budget_without_room_for_asking_is_refused() -> None:
     x = torch.randn(1 << 16, 8)
     model = Looking()
     small = sum(each.nbytes for each in model.parameters()) + x.nbytes + (1 << 18)
-    fitted = ebbflow.fit(model, small, progress=None)
+    fitted = ebbtide.fit(model, small, progress=None)
     for _ in range(2):
         with pytest.raises(BudgetError, match="asks of values of its inputs take") as refused:
             fitted(x)
     least = refused.value.smallest_bytes
     assert least is not None
-    ebbflow.set_budget(fitted, least)
+    ebbtide.set_budget(fitted, least)
     fitted(x).backward()
-    assert ebbflow.calls_of(fitted).planned == 1
+    assert ebbtide.calls_of(fitted).planned == 1
 
 
 ASKING: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -287,10 +287,10 @@ def test_what_kernels_take_to_answer_is_in_the_smallest_budget(name: str) -> Non
     x, looked_at = torch.randn(4, 8), torch.randn(1 << 17)
     ask = ASKING[name]
     with pytest.raises(BudgetError) as refused:
-        ebbflow.fit(Asking(ask), 1, progress=None)(x, looked_at)
+        ebbtide.fit(Asking(ask), 1, progress=None)(x, looked_at)
     least = refused.value.smallest_bytes
     assert least is not None
-    fitted = ebbflow.fit(Asking(ask), least, progress=None)
+    fitted = ebbtide.fit(Asking(ask), least, progress=None)
     for _ in range(2):
         recorder = AllocationRecorder()
         recorder.start()
@@ -301,7 +301,7 @@ def test_what_kernels_take_to_answer_is_in_the_smallest_budget(name: str) -> Non
         assert own + alone <= least
         fitted(x, looked_at).backward()
         fitted.zero_grad()
-    assert ebbflow.calls_of(fitted).planned == 2
+    assert ebbtide.calls_of(fitted).planned == 2
 
 
 # -- in which precision, and of which numbers ----------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_branch_is_looked_at_in_eagers_precision(inside: bool, outside: bool, 
     """Or it is refused at its line; never is the other way taken, and never is a call without a plan."""
     torch.manual_seed(0)
     eager = Rounded(inside, around)
-    fitted = ebbflow.fit(copy.deepcopy(eager), "1MiB", progress=None)
+    fitted = ebbtide.fit(copy.deepcopy(eager), "1MiB", progress=None)
     x = torch.randn(4, 8)
     for value in (1.001, 1.5, 1.001):
         y = torch.zeros(4, 8)
@@ -349,8 +349,8 @@ def test_a_branch_is_looked_at_in_eagers_precision(inside: bool, outside: bool, 
             loss.backward()
             found.append([loss.detach(), *(each.grad for each in model.parameters())])
         assert all(map(torch.equal, *found)), value
-    assert ebbflow.calls_of(fitted).planned == 3
-    assert not ebbflow.calls_of(fitted).unplanned
+    assert ebbtide.calls_of(fitted).planned == 3
+    assert not ebbtide.calls_of(fitted).unplanned
 
 
 NANS: dict[str, Callable[[Any], bool]] = {
@@ -377,7 +377,7 @@ def test_a_comparison_that_tells_nan_from_what_the_step_computes_is_refused() ->
         number = y.detach().sum().item()
         return y * 2 if number != number else y
 
-    fitted = ebbflow.fit(Model(told), "1GiB", progress=None)
+    fitted = ebbtide.fit(Model(told), "1GiB", progress=None)
     with pytest.raises(CaptureError, match="to tell a NaN"):
         fitted(torch.randn(4, 8), torch.ones(4))
 
@@ -400,7 +400,7 @@ def test_what_changes_while_it_is_captured_is_captured_again(monkeypatch: pytest
     """Such as a flag that another thread sets: no training call runs without a plan."""
     torch.manual_seed(0)
     eager = Flagged()
-    fitted = ebbflow.fit(copy.deepcopy(eager), "1MiB", progress=None)
+    fitted = ebbtide.fit(copy.deepcopy(eager), "1MiB", progress=None)
     partition, left = compiled.Capture.partition, [changes]
 
     def flips(self: Any, *args: Any) -> Any:
@@ -418,16 +418,16 @@ def test_what_changes_while_it_is_captured_is_captured_again(monkeypatch: pytest
     found.append(eager(x))
     assert torch.equal(*found)
     assert left[0] < changes
-    assert ebbflow.calls_of(fitted).planned == 1
-    assert not ebbflow.calls_of(fitted).unplanned
+    assert ebbtide.calls_of(fitted).planned == 1
+    assert not ebbtide.calls_of(fitted).unplanned
 
 
 def test_what_never_is_as_it_was_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fitted = ebbflow.fit(Flagged(), "1MiB", progress=None)
-    monkeypatch.setattr("ebbflow.torch_seams.input_branches.Question.holds", lambda *_: False)
+    fitted = ebbtide.fit(Flagged(), "1MiB", progress=None)
+    monkeypatch.setattr("ebbtide.torch_seams.input_branches.Question.holds", lambda *_: False)
     with pytest.raises(CaptureError, match="nothing change the model"):
         fitted(torch.randn(4, 8))
-    assert not ebbflow.calls_of(fitted).unplanned
+    assert not ebbtide.calls_of(fitted).unplanned
 
 
 # -- what is no question of the inputs -----------------------------------------------------------------------------
@@ -482,7 +482,7 @@ def of_a_buffer_written_by_an_operator(m: Any, y: Any, x: Any, mask: Any) -> Any
     return _asks_flag(m, y)
 
 
-@torch.library.custom_op("ebbflow_input_branches::turn", mutates_args=("flag",))
+@torch.library.custom_op("ebbtide_input_branches::turn", mutates_args=("flag",))
 def turn(flag: torch.Tensor) -> None:
     flag.logical_not_()
 
@@ -516,7 +516,7 @@ def of_statistics(m: Any, y: Any, x: Any, mask: Any) -> Any:
     ids=lambda body: body.__name__,
 )
 def test_other_questions_are_refused_at_their_line(body: Body) -> None:
-    model = ebbflow.fit(Model(body), "1GiB", progress=None)
+    model = ebbtide.fit(Model(body), "1GiB", progress=None)
     mask = torch.ones(4, dtype=torch.int64)
     state = torch.get_rng_state()
     before = [each.clone() for each in model.buffers()]
@@ -544,7 +544,7 @@ def test_a_mask_that_masks_nothing_is_left_out_as_in_eager(autocast: bool) -> No
         vocab_size=64,
     )
     eager = transformers.LlamaForCausalLM(config)
-    fitted = ebbflow.fit(copy.deepcopy(eager), "90%", progress=None)
+    fitted = ebbtide.fit(copy.deepcopy(eager), "90%", progress=None)
     for padded in (False, True, False):
         ids = torch.randint(0, 64, (2, 16))
         mask = torch.ones_like(ids)
@@ -557,7 +557,7 @@ def test_a_mask_that_masks_nothing_is_left_out_as_in_eager(autocast: bool) -> No
             loss.backward()
             found.append([loss.detach(), *(each.grad for each in model.parameters())])
         assert all(map(torch.equal, *found)), f"padded: {padded}"
-    assert ebbflow.calls_of(fitted).planned == 3
+    assert ebbtide.calls_of(fitted).planned == 3
 
 
 def test_each_of_many_ways_is_captured_once(captures: list[Any]) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.inside.updates import PREFIX
-from ebbflow.measurement.cpu_allocations import AllocationRecorder
-from ebbflow.measurement.peak import peak_above
-from ebbflow.measurement.resident import resident_bytes
-from ebbflow.step.legality import check
+import ebbtide
+from ebbtide.inside.updates import PREFIX
+from ebbtide.measurement.cpu_allocations import AllocationRecorder
+from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.resident import resident_bytes
+from ebbtide.step.legality import check
 
 STEPS = 20
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
@@ -106,7 +106,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 def fitted(model: nn.Module, of: OptimizerOf, budget: str | int = "100%", **options: Any) -> torch.optim.Optimizer:
     optimizer = of(model)
-    ebbflow.fit(model, budget, optimizer=optimizer, step="inside", progress=None, **options)
+    ebbtide.fit(model, budget, optimizer=optimizer, step="inside", progress=None, **options)
     return optimizer
 
 
@@ -124,13 +124,13 @@ def assert_as_outside(
     expected = trained(plain, of(plain), arguments, steps)
     optimizer = fitted(model, of, budget, **options)
     assert_same(trained(model, optimizer, arguments, steps), expected)
-    assert ebbflow.calls_of(model).planned == steps
-    assert not ebbflow.calls_of(model).unplanned
+    assert ebbtide.calls_of(model).planned == steps
+    assert not ebbtide.calls_of(model).unplanned
     return model
 
 
 def updates_of(model: nn.Module) -> int:
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert not check(plan.program, plan.schedule)
     return sum(op.target.startswith(PREFIX) for op in plan.program.ops)
@@ -218,11 +218,11 @@ def test_models_train_as_with_the_optimizer_outside(
     within: str | int = budget
     if budget == "smallest":
         within = int(
-            1.01 * ebbflow.plan(make(), arguments(), budget="100%", optimizer=of, step="inside").smallest_bytes
+            1.01 * ebbtide.plan(make(), arguments(), budget="100%", optimizer=of, step="inside").smallest_bytes
         )
     model = assert_as_outside(make, of, arguments, within)
     assert updates_of(model) > 0
-    assert ebbflow.plan_of(model).program.gradients == ()  # type: ignore[union-attr]
+    assert ebbtide.plan_of(model).program.gradients == ()  # type: ignore[union-attr]
 
 
 def test_some_of_the_parameters_belong_to_another_optimizer() -> None:
@@ -232,7 +232,7 @@ def test_some_of_the_parameters_belong_to_another_optimizer() -> None:
         mine = torch.optim.AdamW([*model.first.parameters(), *model.shared.parameters()], lr=0.01)
         other = torch.optim.SGD(model.last.parameters(), lr=0.1)
         if fit:
-            ebbflow.fit(model, "100%", optimizer=mine, step="inside", progress=None)
+            ebbtide.fit(model, "100%", optimizer=mine, step="inside", progress=None)
         torch.manual_seed(3)
         for _ in range(5):
             loss = model(torch.randn(16, 8))
@@ -267,7 +267,7 @@ def test_gradients_are_not_resident_at_any_time(of: OptimizerOf) -> None:
         torch.manual_seed(0)
         model, x = Deep(), torch.randn(8, 96)
         optimizer = of(model)
-        ebbflow.fit(model, "100%", optimizer=optimizer, step=step, progress=None)  # type: ignore[arg-type]
+        ebbtide.fit(model, "100%", optimizer=optimizer, step=step, progress=None)  # type: ignore[arg-type]
         for number in range(4):
             start = resident_bytes([model, optimizer, x])
             recorder = AllocationRecorder()
@@ -279,7 +279,7 @@ def test_gradients_are_not_resident_at_any_time(of: OptimizerOf) -> None:
             optimizer.zero_grad()
             if number == 3:
                 peaks[step] = start + peak_above(recorder.stop())
-                plan = ebbflow.plan_of(model)
+                plan = ebbtide.plan_of(model)
                 assert plan is not None
                 assert step == "outside" or peaks[step] <= plan.predicted_peak_bytes + 4096
     weights = sum(each.nbytes for each in Deep().parameters())
@@ -290,7 +290,7 @@ def test_the_first_step_stays_within_the_budget_too() -> None:
     """Its rehearsal and its updates, with all that the optimizer makes."""
     torch.manual_seed(0)
     model, x = Deep(), torch.randn(256, 96)
-    smallest = ebbflow.plan(model, (x,), budget="100%", optimizer=adamw, step="inside", progress=None).smallest_bytes
+    smallest = ebbtide.plan(model, (x,), budget="100%", optimizer=adamw, step="inside", progress=None).smallest_bytes
     optimizer = fitted(model, adamw, int(1.05 * smallest))
     model(x)  # captured and planned, and rehearsed; its graph goes
     start = resident_bytes([model, optimizer, x])
@@ -299,4 +299,4 @@ def test_the_first_step_stays_within_the_budget_too() -> None:
     model(x).backward()
     optimizer.step()
     assert start + peak_above(recorder.stop()) <= int(1.05 * smallest)
-    assert ebbflow.step_of(model).verified_buffers > 0  # type: ignore[union-attr]
+    assert ebbtide.step_of(model).verified_buffers > 0  # type: ignore[union-attr]

@@ -15,13 +15,13 @@ from test_budgets import as_predicted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ebbflow
-from ebbflow.errors import CaptureError, PlanMismatch, TierError, VerificationError
-from ebbflow.step import legality
-from ebbflow.step.plan import Plan
-from ebbflow.step.schedule import Compute, Offload, Reload
-from ebbflow.transfers.arena import Arena
-from ebbflow.transfers.disk import Region
+import ebbtide
+from ebbtide.errors import CaptureError, PlanMismatch, TierError, VerificationError
+from ebbtide.step import legality
+from ebbtide.step.plan import Plan
+from ebbtide.step.schedule import Compute, Offload, Reload
+from ebbtide.transfers.arena import Arena
+from ebbtide.transfers.disk import Region
 from random_schedule import DISK_MACHINE, random_schedule, with_schedule
 
 MODELS = ("mlp_chain with dropout", "gpt with dropout")
@@ -43,7 +43,7 @@ def test_a_schedule_that_moves_is_the_same_step(study: Any, model: str, seed: in
     subject = study(model)
     plan = moving(subject, seed, drop=0.02 + 0.02 * seed)
     case = subject.case
-    result = ebbflow.verify(case.model, case.args, case.kwargs, plan, tiers=f"disk:{tmp_path}")
+    result = ebbtide.verify(case.model, case.args, case.kwargs, plan, tiers=f"disk:{tmp_path}")
     assert result.differences == ()
     assert result.eager_differences == ()
     assert as_predicted(result), (result.predicted_above_bytes, result.measured_above_bytes)
@@ -66,7 +66,7 @@ class Fitted:
     def __init__(self, subject: Any, plan: Plan, directory: Path) -> None:
         self.case = subject.case
         self.eager = copy.deepcopy(self.case.model)
-        self.model = ebbflow.fit(copy.deepcopy(self.case.model), plan, tiers=f"disk:{directory}", progress=None)
+        self.model = ebbtide.fit(copy.deepcopy(self.case.model), plan, tiers=f"disk:{directory}", progress=None)
 
     def step(self) -> Any:
         """One step of both; what ran."""
@@ -76,7 +76,7 @@ class Fitted:
             torch.set_rng_state(state)
             model(*self.case.args, **self.case.kwargs).backward()
         self.compare()
-        return ebbflow.step_of(self.model)
+        return ebbtide.step_of(self.model)
 
     def compare(self) -> None:
         for one, other in zip(self.model.parameters(), self.eager.parameters(), strict=True):
@@ -257,7 +257,7 @@ def test_inside_of_a_checkpoint_a_given_plan_that_moves_is_refused_by_name(fitte
 def test_a_plan_whose_tier_is_not_named_is_a_mismatch(study: Any) -> None:
     subject = study("gpt with dropout")
     with pytest.raises(PlanMismatch, match="does not name that"):
-        ebbflow.fit(copy.deepcopy(subject.case.model), moving(subject, 3), tiers=[])
+        ebbtide.fit(copy.deepcopy(subject.case.model), moving(subject, 3), tiers=[])
 
 
 def test_an_arena_goes_with_its_flight(fitted: Fitted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.errors import BudgetError, CaptureError, UsageError
+import ebbtide
+from ebbtide.errors import BudgetError, CaptureError, UsageError
 
 Loss = Callable[[Any], torch.Tensor]
 CLASSES = 512
@@ -48,8 +48,8 @@ TARGET = torch.randint(CLASSES, (256,), generator=torch.Generator().manual_seed(
 
 
 @functools.cache
-def peak_of(returned: str, **options: Any) -> ebbflow.Plan:
-    return ebbflow.plan(Classifier(returned), (X, TARGET), budget="1000%", **options)
+def peak_of(returned: str, **options: Any) -> ebbtide.Plan:
+    return ebbtide.plan(Classifier(returned), (X, TARGET), budget="1000%", **options)
 
 
 def trained(model: nn.Module, loss_of: Loss, steps: int = 3) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ def trained(model: nn.Module, loss_of: Loss, steps: int = 3) -> list[torch.Tenso
 def assert_trains_as_eager(returned: str, budget: int, loss_of: Loss, **options: Any) -> nn.Module:
     model = Classifier(returned)
     expected = trained(copy.deepcopy(model), loss_of)
-    found = trained(ebbflow.fit(model, budget, **options), loss_of)
+    found = trained(ebbtide.fit(model, budget, **options), loss_of)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     return model
 
@@ -86,7 +86,7 @@ def test_outputs_beside_a_loss_cost_no_gradient(returned: str) -> None:
 
 
 def test_outputs_beside_a_loss_look_as_in_eager() -> None:
-    model = ebbflow.fit(Classifier("dict"), "1GiB")
+    model = ebbtide.fit(Classifier("dict"), "1GiB")
     outputs = model(X, TARGET)
     eager = Classifier("dict")
     eager.load_state_dict(model.state_dict())
@@ -99,7 +99,7 @@ def test_outputs_beside_a_loss_look_as_in_eager() -> None:
 
 
 def test_a_gradient_for_an_output_beside_the_loss_raises_and_names_the_remedy() -> None:
-    model = ebbflow.fit(Classifier("pair"), "1GiB")
+    model = ebbtide.fit(Classifier("pair"), "1GiB")
     loss, logits = model(X, TARGET)
     with pytest.raises(CaptureError, match=r'\(256, 512\).*gradients="all"'):
         (loss + logits.square().mean()).backward()
@@ -109,13 +109,13 @@ def test_a_gradient_for_an_output_beside_the_loss_raises_and_names_the_remedy() 
 def test_with_gradients_for_all_every_output_can_be_used() -> None:
     budget = peak_of("pair", gradients="all").baseline_peak_bytes * 2
     model = assert_trains_as_eager("pair", budget, lambda o: o[0] + o[1].square().mean(), gradients="all")
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
 
 
 def test_gradients_takes_two_values() -> None:
     with pytest.raises(UsageError, match="'some'"):
-        ebbflow.fit(Classifier("pair"), "1GiB", gradients="some")  # type: ignore[arg-type]
+        ebbtide.fit(Classifier("pair"), "1GiB", gradients="some")  # type: ignore[arg-type]
 
 
 def outside(outputs: Any) -> torch.Tensor:
@@ -126,11 +126,11 @@ def test_a_loss_outside_is_measured_in_the_first_step_and_planned_for_from_the_s
     logits = X.shape[0] * CLASSES * 4
     budget = peak_of("logits").resident_bytes + 5 * logits
     model = assert_trains_as_eager("logits", budget, outside)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert 2 * logits <= plan.program.between_bytes <= 3 * logits + 64
     model.zero_grad()
-    with ebbflow.measure(model, X, TARGET) as gauge:
+    with ebbtide.measure(model, X, TARGET) as gauge:
         outside(model(X, TARGET)).backward()
     assert plan.predicted_peak_bytes <= budget
     # The caller drops the logits, which the plan has to count as held.
@@ -139,7 +139,7 @@ def test_a_loss_outside_is_measured_in_the_first_step_and_planned_for_from_the_s
 
 
 def test_a_budget_too_small_says_that_the_loss_outside_comes_on_top() -> None:
-    model = ebbflow.fit(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), 1000)
+    model = ebbtide.fit(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), 1000)
     with pytest.raises(BudgetError) as caught:
         model(torch.randn(16, 64))
     assert "first step measures what it takes" in caught.value.__notes__[0]
@@ -148,33 +148,33 @@ def test_a_budget_too_small_says_that_the_loss_outside_comes_on_top() -> None:
 def test_a_loss_outside_that_does_not_fit_is_told_before_the_second_step() -> None:
     logits = X.shape[0] * CLASSES * 4
     alone = peak_of("logits")
-    model = ebbflow.fit(Classifier("logits"), alone.smallest_bytes + logits // 2)
+    model = ebbtide.fit(Classifier("logits"), alone.smallest_bytes + logits // 2)
     with pytest.warns(UserWarning, match="code outside the model took"):
         outside(model(X, TARGET)).backward()
     model.zero_grad()
-    with pytest.raises(ebbflow.errors.BudgetError) as caught:
+    with pytest.raises(ebbtide.errors.BudgetError) as caught:
         model(X, TARGET)
     assert caught.value.smallest_bytes > caught.value.budget_bytes
 
 
 def test_a_profiler_postpones_the_measurement_of_a_loss_outside() -> None:
-    model = ebbflow.fit(Classifier("logits"), "1GiB")
+    model = ebbtide.fit(Classifier("logits"), "1GiB")
     outside(model(X, TARGET)).backward()  # capture needs to measure costs, which no profiler may disturb
-    model = ebbflow.fit(Classifier("logits"), "1GiB")
+    model = ebbtide.fit(Classifier("logits"), "1GiB")
     with torch.profiler.profile(acc_events=True):
         outside(model(X, TARGET)).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     outside(model(X, TARGET)).backward()
     outside(model(X, TARGET)).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.program.between_bytes > 0
 
 
 @pytest.mark.parametrize("how", ["backward", "autograd.backward", "autograd.grad"])
 def test_every_way_to_start_a_backward_ends_the_measurement(how: str) -> None:
-    model = ebbflow.fit(Classifier("logits"), "1GiB")
+    model = ebbtide.fit(Classifier("logits"), "1GiB")
     backward, grad = torch.autograd.backward, torch.autograd.grad
     for _ in range(2):
         loss = outside(model(X, TARGET))
@@ -185,13 +185,13 @@ def test_every_way_to_start_a_backward_ends_the_measurement(how: str) -> None:
         else:
             torch.autograd.grad(loss, list(model.parameters()))
         assert (torch.autograd.backward, torch.autograd.grad) == (backward, grad)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.program.between_bytes > 0
 
 
 def test_a_loss_outside_that_never_comes_leaves_nothing_behind() -> None:
-    model = ebbflow.fit(Classifier("logits"), "1GiB")
+    model = ebbtide.fit(Classifier("logits"), "1GiB")
     backward = torch.autograd.backward
     model(X, TARGET)
     for _ in range(2):
@@ -205,10 +205,10 @@ def test_a_loss_outside_that_never_comes_leaves_nothing_behind() -> None:
 def test_a_process_may_end_while_a_loss_outside_is_awaited() -> None:
     """Two do, one of them by an exception; they share what they import."""
     lines = [
-        "import os, torch, torch._dynamo, ebbflow",
+        "import os, torch, torch._dynamo, ebbtide",
         "other = os.fork()",
         "model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))",
-        "output = ebbflow.fit(model, '150%', effort=100)(torch.randn(16, 64))",
+        "output = ebbtide.fit(model, '150%', effort=100)(torch.randn(16, 64))",
         "if other:",
         "    print(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]), flush=True)",
         "    raise ValueError('in the loss')",
@@ -227,8 +227,8 @@ def test_plan_with_a_loss_counts_it_as_part_of_the_step() -> None:
 
 def test_verify_starts_from_all_outputs_where_there_is_no_loss() -> None:
     model = Classifier("logits")
-    plan = ebbflow.plan(model, (X, TARGET), budget=peak_of("logits").smallest_bytes)
-    seen = ebbflow.verify(model, (X, TARGET), None, plan)
+    plan = ebbtide.plan(model, (X, TARGET), budget=peak_of("logits").smallest_bytes)
+    seen = ebbtide.verify(model, (X, TARGET), None, plan)
     assert seen.differences == seen.eager_differences == ()
     assert abs(seen.prediction_error) < 1e-3
     assert seen.within_budget
@@ -248,7 +248,7 @@ def test_a_view_of_a_result_may_be_returned(returned: str) -> None:
             ]
 
     plain = Model()
-    model = ebbflow.fit(copy.deepcopy(plain), "1MiB", effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=100)
     for _ in range(3):
         x = torch.randn(4, 8)
         for each in (model, plain):
@@ -277,7 +277,7 @@ class HandsThrough(nn.Module):
 def test_what_is_handed_through_is_what_it_was(gradients: Any, takes: bool) -> None:
     model = HandsThrough()
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "1GiB", gradients=gradients)
+    ebbtide.fit(model, "1GiB", gradients=gradients)
     for _ in range(2):
         rows = torch.randn(3, 4, requires_grad=takes)
         other = rows.detach().clone().requires_grad_(takes)
@@ -294,13 +294,13 @@ def test_what_is_handed_through_is_what_it_was(gradients: Any, takes: bool) -> N
 def test_the_first_step_of_another_shape_has_room_for_what_a_loss_outside_took_for_the_first() -> None:
     """As much more as the step is larger; the next step goes by what was measured."""
     torch.manual_seed(0)
-    model = ebbflow.fit(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 64)), "1GiB", progress=None)
+    model = ebbtide.fit(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 64)), "1GiB", progress=None)
     seen: list[int] = []
     for rows in (64, 64, 192, 192):
         model.zero_grad()
         out = model(torch.randn(rows, 16))
         (torch.log_softmax(out, 1).exp() * torch.log_softmax(out * 2, 1)).mean().backward()
-        plan = ebbflow.plan_of(model)
+        plan = ebbtide.plan_of(model)
         assert plan is not None
         seen.append(plan.program.between_bytes)
     first, known, likely, measured = seen

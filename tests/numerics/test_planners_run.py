@@ -8,38 +8,38 @@ from dataclasses import replace
 import pytest
 import torch
 
-import ebbflow
-from ebbflow._api.verify import Verifier
-from ebbflow.step import legality
-from ebbflow.step.schedule import Schedule
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide._api.verify import Verifier
+from ebbtide.step import legality
+from ebbtide.step.schedule import Schedule
+from ebbtide.zoo import mlp_chain
 
 # Those with plans of a form of their own; what the others return are reruns in captured order, like greedy's.
 PLANNERS = ("chain", "revolve", "min_cut", "linearized_greedy")
 
 
-def budgets(case: ebbflow.Case) -> list[int]:
+def budgets(case: ebbtide.Case) -> list[int]:
     """From tight to ample."""
-    top = ebbflow.plan(case.model, case.args, budget="1000%", planner="keep_all", effort=50)
+    top = ebbtide.plan(case.model, case.args, budget="1000%", planner="keep_all", effort=50)
     return [int(share * top.predicted_peak_bytes) for share in (0.6, 0.7, 0.8, 0.9, 1.1)]
 
 
 @pytest.fixture(scope="module")
-def case() -> ebbflow.Case:
+def case() -> ebbtide.Case:
     torch.manual_seed(0)
     return mlp_chain(128, layers=8)
 
 
 @pytest.fixture(scope="module")
-def verifier(case: ebbflow.Case) -> Verifier:
+def verifier(case: ebbtide.Case) -> Verifier:
     return Verifier(case.model, case.args, case.kwargs)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_plans_run(planner: str, case: ebbflow.Case, verifier: Verifier) -> None:
+def test_plans_run(planner: str, case: ebbtide.Case, verifier: Verifier) -> None:
     for budget in budgets(case):
-        with contextlib.suppress(ebbflow.errors.BudgetError):
-            plan = ebbflow.plan(case.model, case.args, budget=budget, planner=planner, effort=500)
+        with contextlib.suppress(ebbtide.errors.BudgetError):
+            plan = ebbtide.plan(case.model, case.args, budget=budget, planner=planner, effort=500)
             break
     assert len(plan.schedule.computes) > len(plan.program.ops) + 1, "nothing runs again: nothing is tested"
     found = verifier.check(plan)
@@ -48,8 +48,8 @@ def test_plans_run(planner: str, case: ebbflow.Case, verifier: Verifier) -> None
     assert abs(found.prediction_error) <= 0.001
 
 
-def test_first_runs_in_another_order_run_too(case: ebbflow.Case, verifier: Verifier) -> None:
-    plan = ebbflow.plan(case.model, case.args, budget="1000%", planner="keep_all", effort=50)
+def test_first_runs_in_another_order_run_too(case: ebbtide.Case, verifier: Verifier) -> None:
+    plan = ebbtide.plan(case.model, case.args, budget="1000%", planner="keep_all", effort=50)
     program = plan.program
     order = list(plan.schedule.computes)
     swapped: list[int] = []

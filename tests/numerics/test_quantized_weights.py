@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-import ebbflow
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.errors import CaptureError
 
 
 class Int8(nn.Parameter):
@@ -68,7 +68,7 @@ def trained(*, fitted: bool) -> tuple[nn.Module, list[torch.Tensor]]:
     torch.manual_seed(1)
     model = Net()
     if fitted:
-        ebbflow.fit(model, "80%", progress=None)
+        ebbtide.fit(model, "80%", progress=None)
     left: list[torch.Tensor] = []
     for _ in range(3):
         model.zero_grad()
@@ -82,7 +82,7 @@ def test_a_subclass_of_bytes_is_planned_with_eagers_bits() -> None:
     (model, ours), (_, theirs) = trained(fitted=True), trained(fitted=False)
     assert len(ours) == len(theirs)
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert ebbflow.calls_of(model).planned == 3
+    assert ebbtide.calls_of(model).planned == 3
 
 
 class Wrapping(torch.Tensor):
@@ -114,7 +114,7 @@ def wrapped(*, fitted: bool) -> torch.Tensor | None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].weight = nn.Parameter(Wrapping(torch.randn(8, 8)), requires_grad=False)
     if fitted:
-        ebbflow.fit(model, "1MiB", progress=None)
+        ebbtide.fit(model, "1MiB", progress=None)
     model(torch.randn(4, 8)).sum().backward()
     return model[1].weight.grad
 
@@ -148,10 +148,10 @@ def test_a_tensor_around_several_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[0].weight = nn.Parameter(Scaled(torch.ones(8, 8, dtype=torch.int8), torch.tensor(0.1)), requires_grad=False)
     model(torch.randn(4, 8)).sum().backward()
-    ebbflow.fit(model, "1MiB", progress=None)
+    ebbtide.fit(model, "1MiB", progress=None)
     with pytest.raises(CaptureError, match=r"wraps several others \(Scaled\)"):
         model(torch.randn(4, 8))
-    assert not ebbflow.calls_of(model).planned
+    assert not ebbtide.calls_of(model).planned
 
 
 class Outer(Scaled):
@@ -167,12 +167,12 @@ class Outer(Scaled):
 
 def test_a_tensor_around_several_is_refused_before_anything_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing such a one may crash: kernels of what it wraps run while they are described."""
-    monkeypatch.setattr("ebbflow.torch_seams.stance.OwnStance.compiling", lambda *_: pytest.fail("traced"))
+    monkeypatch.setattr("ebbtide.torch_seams.stance.OwnStance.compiling", lambda *_: pytest.fail("traced"))
     for kind in (Scaled, Outer):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         weight = kind(torch.ones(8, 8, dtype=torch.int8), torch.tensor(0.1))
         model[0].weight = nn.Parameter(weight, requires_grad=False)
-        ebbflow.fit(model, "1MiB", progress=None)
+        ebbtide.fit(model, "1MiB", progress=None)
         with pytest.raises(CaptureError, match=rf"wraps several others \({kind.__name__}\)"):
             model(torch.randn(4, 8))
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.units import Budget
+import ebbtide
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.units import Budget
 from random_models import BLOCKS, EAGER_DIFFERS, random_case
 
 SEEDS = (5, 14, 16)
@@ -20,15 +20,15 @@ EFFORT = 400
 SLACK_BYTES = 64  # scalars that autograd itself makes
 
 
-def seen(seed: int) -> tuple[ebbflow.Case, ebbflow.Plan, ebbflow.Verification]:
+def seen(seed: int) -> tuple[ebbtide.Case, ebbtide.Plan, ebbtide.Verification]:
     """The case, its plan 2 % above the smallest peak and what verifying it gave."""
     case = random_case(seed)
-    top = ebbflow.plan(case.model, case.args, case.kwargs, budget="1000%", planner="keep_all", effort=EFFORT)
+    top = ebbtide.plan(case.model, case.args, case.kwargs, budget="1000%", planner="keep_all", effort=EFFORT)
     smallest, _ = smallest_of(top.program)
     resident = top.resident_bytes
     budget = Budget(bytes=resident + int(1.02 * smallest))
     plan = make_plan(top.program, budget, resident_bytes=resident, options=PlanningOptions(effort=EFFORT))
-    return case, plan, ebbflow.verify(case.model, case.args, case.kwargs, plan)
+    return case, plan, ebbtide.verify(case.model, case.args, case.kwargs, plan)
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG_SEEDS)])

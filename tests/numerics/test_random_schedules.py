@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from test_budgets import as_predicted
 
-import ebbflow
-from ebbflow.step import legality
+import ebbtide
+from ebbtide.step import legality
 from random_schedule import random_schedule, with_schedule
 
 
@@ -20,7 +20,7 @@ def test_random_schedule_is_the_same_step(study: Any, model: str, seed: int) -> 
     schedule = random_schedule(program, seed, drop=0.02 + 0.01 * seed)
     assert legality.check(program, schedule) == []
     plan = with_schedule(subject.unplanned, schedule)
-    result = ebbflow.verify(subject.case.model, subject.case.args, subject.case.kwargs, plan)
+    result = ebbtide.verify(subject.case.model, subject.case.args, subject.case.kwargs, plan)
     assert result.differences == ()
     assert result.eager_differences == ()
     assert as_predicted(result), (result.predicted_above_bytes, result.measured_above_bytes)
@@ -44,12 +44,12 @@ def test_random_schedules_repeat_before_and_after_the_boundary_and_replay_random
 def test_a_random_schedule_passes_the_dynamic_proof(study: Any) -> None:
     subject = study("gpt with dropout")
     plan = with_schedule(subject.unplanned, random_schedule(subject.unplanned.program, 3, drop=0.03))
-    model = ebbflow.fit(subject.case.model, plan)
+    model = ebbtide.fit(subject.case.model, plan)
     try:
         model(*subject.case.args).backward()
-        step = ebbflow.step_of(model)
+        step = ebbtide.step_of(model)
         assert step is not None
         assert step.verified_buffers > 0
     finally:
-        ebbflow.unfit(model)
+        ebbtide.unfit(model)
         model.zero_grad()

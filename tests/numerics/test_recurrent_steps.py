@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-import ebbflow
-from ebbflow._api.verify import Verifier
-from ebbflow.errors import CaptureError
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.units import Budget
+import ebbtide
+from ebbtide._api.verify import Verifier
+from ebbtide.errors import CaptureError
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.units import Budget
 
 # torch.backends.mkldnn.flags says so on any CPU build.
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
@@ -70,13 +70,13 @@ def language_model(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tens
 
 
 @pytest.fixture(scope="session")
-def unplanned() -> Callable[[str], ebbflow.Plan]:
+def unplanned() -> Callable[[str], ebbtide.Plan]:
     """The plan that keeps all, of each kind of language model."""
 
     @functools.cache
-    def of(kind: str) -> ebbflow.Plan:
+    def of(kind: str) -> ebbtide.Plan:
         model, args = language_model(kind)
-        return ebbflow.plan(model, args, budget="1000%", effort=EFFORT)
+        return ebbtide.plan(model, args, budget="1000%", effort=EFFORT)
 
     return of
 
@@ -106,7 +106,7 @@ def assert_same(fitted: nn.Module, plain: nn.Module, *args: Any) -> None:
     ours, eager = gradients_of(fitted, *args), gradients_of(plain, *args)
     assert ours.keys() == eager.keys()
     assert [name for name in ours if not torch.equal(ours[name], eager[name])] == []
-    step = ebbflow.step_of(fitted)
+    step = ebbtide.step_of(fitted)
     assert step is not None
     assert step.forward_calls > 0
 
@@ -134,13 +134,13 @@ def test_fitted_step_is_eagers_with_its_dropout(unplanned: Any, kind: str) -> No
     model, args = language_model(kind)
     eager = gradients_of(model, *args)
     # What fit holds in reserve goes on top, or the budget would be below what works.
-    fitted = ebbflow.fit(model, unplanned(kind).smallest_bytes + 2**14, effort=EFFORT)
+    fitted = ebbtide.fit(model, unplanned(kind).smallest_bytes + 2**14, effort=EFFORT)
     ours = gradients_of(fitted, *args)
     for name in ours:
         # nn.LSTM goes to oneDNN, which rounds otherwise; a lost or other dropout is off by far more.
         rtol, atol = (1e-4, 1e-6) if kind == "lstm" else (0.0, 0.0)
         torch.testing.assert_close(ours[name], eager[name], rtol=rtol, atol=atol)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert sum(op.target == "aten.bernoulli.p" for op in plan.program.ops) == 1
 
@@ -149,7 +149,7 @@ def test_fitted_step_is_eagers_with_its_dropout(unplanned: Any, kind: str) -> No
 def test_float64() -> None:
     model, args = language_model("lstm")
     plain = model.double()
-    assert_same(ebbflow.fit(copy.deepcopy(plain), "1MiB", effort=EFFORT), plain, *args)
+    assert_same(ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=EFFORT), plain, *args)
 
 
 def states(*shape: int) -> torch.Tensor:
@@ -240,7 +240,7 @@ class Cells(nn.Module):
 def test_call_is_eagers(case: str) -> None:
     module, args = CALLS[case]()
     plain = Loss(module)
-    assert_same(ebbflow.fit(copy.deepcopy(plain), "1MiB", effort=EFFORT), plain, *args)
+    assert_same(ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=EFFORT), plain, *args)
 
 
 class Packs(nn.Module):
@@ -271,26 +271,26 @@ def test_packed_sequence_is_refused_with_what_works(kind: str, where: str) -> No
         model, args = TakesPacked(module), (pack_sequence([torch.zeros(3, 4), torch.zeros(2, 4)]),)
     else:
         model, args = Packs(module), (torch.zeros(3, 2, 4), torch.tensor([3, 2]))
-    fitted = ebbflow.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)
-    for attempt in (lambda: fitted(*args), lambda: ebbflow.plan(model, args, budget="1MiB", effort=EFFORT)):
+    fitted = ebbtide.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)
+    for attempt in (lambda: fitted(*args), lambda: ebbtide.plan(model, args, budget="1MiB", effort=EFFORT)):
         with pytest.raises(CaptureError, match=r"test_recurrent_steps\.py.* PackedSequence .* the padded tensor"):
             attempt()
 
 
 def test_plans_of_meta_and_fake_models_are_the_plan() -> None:
     model, args = language_model("lstm")
-    plans = [ebbflow.plan(model, args, budget="1MiB", effort=EFFORT)]
+    plans = [ebbtide.plan(model, args, budget="1MiB", effort=EFFORT)]
     for mode in (torch.device("meta"), FakeTensorMode()):
         with mode:
             twin = LanguageModel(nn.LSTM)
             tokens = torch.zeros(STEPS + 1, BATCH, dtype=torch.int64)
-        plans.append(ebbflow.plan(twin, (tokens[:-1], tokens[1:]), budget="1MiB", effort=EFFORT))
+        plans.append(ebbtide.plan(twin, (tokens[:-1], tokens[1:]), budget="1MiB", effort=EFFORT))
     assert len({plan.program.fingerprint for plan in plans}) == 1
 
 
 def test_weights_set_anew_are_planned_anew() -> None:
     model, args = language_model("gru")
-    fitted = ebbflow.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)
+    fitted = ebbtide.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)
     assert_same(fitted, model, *args)
     for each in (fitted, model):
         each.recurrent.weight_hh_l1 = nn.Parameter(torch.ones(3 * WIDTH, WIDTH))  # type: ignore[union-attr]
@@ -299,7 +299,7 @@ def test_weights_set_anew_are_planned_anew() -> None:
 
 def test_users_own_compile_treats_recurrent_modules_as_before() -> None:
     model, args = language_model("gru")
-    ebbflow.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)(*args)
+    ebbtide.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)(*args)
     assert dynamo_config.allow_rnn is False
     seen: list[Any] = []
 

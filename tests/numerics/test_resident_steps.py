@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.measurement.leftovers import LOOKED_AT
-from ebbflow.torch_seams.storages import StorageWatch
+import ebbtide
+from ebbtide.measurement.leftovers import LOOKED_AT
+from ebbtide.torch_seams.storages import StorageWatch
 
 ROWS, WIDTH = 256, 64
 BATCH = ROWS * WIDTH * 4  # bytes
@@ -42,7 +42,7 @@ class Tower(nn.Module):
 
 
 def resident(model: nn.Module) -> int:
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     return plan.resident_bytes
 
@@ -67,7 +67,7 @@ def test_a_batch_in_an_object_counts(kind: str) -> None:
         def rows(self, x: Any) -> torch.Tensor:
             return x.x if isinstance(x, Fields) else x["x"]
 
-    model = ebbflow.fit(Model(), "1GiB", effort=100)
+    model = ebbtide.fit(Model(), "1GiB", effort=100)
     model(Fields(rows()) if kind == "dataclass" else UserDict(x=rows()))[0].backward()
     assert resident(model) == parameters(model) + BATCH
 
@@ -82,7 +82,7 @@ def test_a_tensor_that_is_a_plain_attribute_and_a_teacher_in_a_list_count() -> N
         def rows(self, x: Any) -> torch.Tensor:
             return self.teacher[0](x @ self.plain[0])
 
-    model = ebbflow.fit(Model(), "1GiB", effort=100)
+    model = ebbtide.fit(Model(), "1GiB", effort=100)
     model(rows())[0].backward()
     teacher = parameters(model.teacher[0])  # type: ignore[index, arg-type]
     assert resident(model) == parameters(model) + BATCH + WIDTH * WIDTH * 4 + teacher
@@ -90,8 +90,8 @@ def test_a_tensor_that_is_a_plain_attribute_and_a_teacher_in_a_list_count() -> N
 
 def test_outputs_of_the_last_call_are_resident_while_somebody_has_them() -> None:
     model = Tower()
-    tight = ebbflow.plan(Tower(), (rows(),), budget="1000%").smallest_bytes + parameters(model) + BATCH + 10_000
-    ebbflow.fit(model, tight, effort=500)
+    tight = ebbtide.plan(Tower(), (rows(),), budget="1000%").smallest_bytes + parameters(model) + BATCH + 10_000
+    ebbtide.fit(model, tight, effort=500)
     out: Any = None
     for seed in range(4):
         x = rows(seed)
@@ -100,7 +100,7 @@ def test_outputs_of_the_last_call_are_resident_while_somebody_has_them() -> None
             out = model(x)
             out[0].backward()
         else:
-            with ebbflow.measure(model, x, held) as gauge:
+            with ebbtide.measure(model, x, held) as gauge:
                 del held
                 out = model(x)
                 out[0].backward()
@@ -109,11 +109,11 @@ def test_outputs_of_the_last_call_are_resident_while_somebody_has_them() -> None
 
 
 def test_an_output_that_is_dropped_is_not() -> None:
-    model = ebbflow.fit(Tower(), "1GiB", effort=100)
+    model = ebbtide.fit(Tower(), "1GiB", effort=100)
     for seed in range(3):
         model.zero_grad()
         model(rows(seed))[0].backward()
-    ebbflow.set_budget(model, "2GiB")  # planned anew, with what is resident now
+    ebbtide.set_budget(model, "2GiB")  # planned anew, with what is resident now
     model.zero_grad()
     model(rows())[0].backward()
     assert resident(model) == parameters(model) + BATCH
@@ -121,10 +121,10 @@ def test_an_output_that_is_dropped_is_not() -> None:
 
 @pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
 def test_what_another_models_step_in_flight_keeps_counts() -> None:
-    first, second = ebbflow.fit(Tower(), "1GiB", effort=100), ebbflow.fit(Tower(), "1GiB", effort=100)
+    first, second = ebbtide.fit(Tower(), "1GiB", effort=100), ebbtide.fit(Tower(), "1GiB", effort=100)
     loss, _ = first(rows())
     second(rows())[0].backward()
-    plan = ebbflow.plan_of(first)
+    plan = ebbtide.plan_of(first)
     assert plan is not None
     # Of the first, its batch is saved for the backward as well.
     assert resident(second) == parameters(second) + 2 * BATCH + plan.boundary_bytes
@@ -140,7 +140,7 @@ def test_collected_losses_count_and_do_not_slow_the_next_call(monkeypatch: pytes
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).square().mean()
 
-    model, losses, x = ebbflow.fit(Small(), "1GiB", effort=10), [], torch.randn(2, 4)
+    model, losses, x = ebbtide.fit(Small(), "1GiB", effort=10), [], torch.randn(2, 4)
     looked: list[int] = []
     honest = StorageWatch.alive.fget
     assert honest is not None
@@ -152,11 +152,11 @@ def test_collected_losses_count_and_do_not_slow_the_next_call(monkeypatch: pytes
         work.append(len(looked))
         looked.clear()
     assert max(work[-50:]) <= LOOKED_AT + 8
-    ebbflow.set_budget(model, "2GiB")
+    ebbtide.set_budget(model, "2GiB")
     model(x).backward()
     before = resident(model)
     losses.clear()
-    ebbflow.set_budget(model, "3GiB")
+    ebbtide.set_budget(model, "3GiB")
     model(x).backward()
     assert before - resident(model) == 300 * 4
 
@@ -170,23 +170,23 @@ def test_gradients_of_a_module_in_a_list_count() -> None:
         def rows(self, x: Any) -> torch.Tensor:
             return self.hidden[0](x)
 
-    model = ebbflow.fit(Model(), "1GiB", effort=100)
+    model = ebbtide.fit(Model(), "1GiB", effort=100)
     hidden = parameters(model.hidden[0])  # type: ignore[index, arg-type]
     for _ in range(2):
         model(rows())[0].backward()
-    ebbflow.set_budget(model, "2GiB")
+    ebbtide.set_budget(model, "2GiB")
     model(rows())[0].backward()
     assert resident(model) == 2 * parameters(model) + BATCH + 2 * hidden
 
 
 def test_what_a_retained_graph_keeps_counts() -> None:
-    model = ebbflow.fit(Tower(), "1GiB", effort=100)
+    model = ebbtide.fit(Tower(), "1GiB", effort=100)
     kept = model(rows())[0]
     kept.backward(retain_graph=True)
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     for budget, retained in (("2GiB", plan.boundary_bytes), ("3GiB", 0)):
-        ebbflow.set_budget(model, budget)
+        ebbtide.set_budget(model, budget)
         model.zero_grad()
         model(rows())[0].backward()
         # Its own batch is saved as well, and the loss that is kept is a few bytes.
@@ -197,7 +197,7 @@ def test_what_a_retained_graph_keeps_counts() -> None:
 
 
 def test_a_decoder_that_reads_an_encoders_output_counts_it_once() -> None:
-    encoder, decoder = ebbflow.fit(Tower(), "1GiB", effort=100), ebbflow.fit(Tower(), "1GiB", effort=100)
+    encoder, decoder = ebbtide.fit(Tower(), "1GiB", effort=100), ebbtide.fit(Tower(), "1GiB", effort=100)
     _, hidden = encoder(rows())
     hidden = hidden.detach()
     del _

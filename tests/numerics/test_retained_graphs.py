@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine import plans as plans_of_steps
+import ebbtide
+from ebbtide.engine import plans as plans_of_steps
 
 ROWS, WIDTH = 512, 64
 
@@ -56,8 +56,8 @@ def three_times(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 @functools.cache
-def _unplanned() -> ebbflow.Plan:
-    return ebbflow.plan(Tower(), (torch.randn(ROWS, WIDTH),), budget="1000%", effort=100)
+def _unplanned() -> ebbtide.Plan:
+    return ebbtide.plan(Tower(), (torch.randn(ROWS, WIDTH),), budget="1000%", effort=100)
 
 
 def _plain() -> tuple[nn.Module, int, int]:
@@ -81,7 +81,7 @@ def test_from_the_second_step_on_there_is_room(
         return honest(*args, **kwargs)
 
     monkeypatch.setattr(plans_of_steps, "make_plan", counted)
-    model = ebbflow.fit(copy.deepcopy(plain), budget, effort=50)
+    model = ebbtide.fit(copy.deepcopy(plain), budget, effort=50)
     settled = 0
     for step in range(first + 4):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -98,7 +98,7 @@ def test_from_the_second_step_on_there_is_room(
             how(*model(x))
             settled = len(plans)
         else:
-            with warnings.catch_warnings(), ebbflow.measure(model, x) as gauge:
+            with warnings.catch_warnings(), ebbtide.measure(model, x) as gauge:
                 warnings.simplefilter("error")
                 how(*model(x))
             assert gauge.peak_bytes <= budget, (step, gauge.peak_bytes / budget)
@@ -109,7 +109,7 @@ def test_from_the_second_step_on_there_is_room(
 
 def test_where_there_is_no_room_that_is_said_once() -> None:
     plain, _, _ = _plain()
-    model = ebbflow.fit(copy.deepcopy(plain), _unplanned().smallest_bytes + 20_000, effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), _unplanned().smallest_bytes + 20_000, effort=100)
     x = torch.randn(ROWS, WIDTH)
     with pytest.warns(UserWarning, match="retains its graph"):
         twice(*model(x))
@@ -132,12 +132,12 @@ def test_where_there_is_no_room_that_is_said_once() -> None:
 
 def test_a_budget_with_room_for_everything_changes_nothing() -> None:
     plain, _, _ = _plain()
-    model = ebbflow.fit(copy.deepcopy(plain), "1GiB")
+    model = ebbtide.fit(copy.deepcopy(plain), "1GiB")
     x = torch.randn(ROWS, WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
             twice(*model(x))
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.overhead == 0

@@ -15,10 +15,10 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow._api.verify import Verification, Verifier
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.units import Budget
+import ebbtide
+from ebbtide._api.verify import Verification, Verifier
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.units import Budget
 
 Case = tuple[nn.Module, tuple[Any, ...]]
 CASES: dict[str, Callable[[], Case]] = {}
@@ -348,12 +348,12 @@ def _() -> Case:
     return Written(body, linear(), linear(), linear()), (rows(),)
 
 
-@torch.library.custom_op("ebbflow_rules::sine", mutates_args=())
+@torch.library.custom_op("ebbtide_rules::sine", mutates_args=())
 def sine(x: torch.Tensor) -> torch.Tensor:
     return x.detach().sin()
 
 
-@torch.library.custom_op("ebbflow_rules::increment", mutates_args=("x",))
+@torch.library.custom_op("ebbtide_rules::increment", mutates_args=("x",))
 def increment(x: torch.Tensor) -> None:
     x.add_(1)
 
@@ -509,10 +509,10 @@ def _() -> Case:
 
 
 @functools.cache
-def verified(name: str) -> tuple[list[Verification], ebbflow.Plan]:
+def verified(name: str) -> tuple[list[Verification], ebbtide.Plan]:
     """The case at its smallest budget and half-way up."""
     model, args = CASES[name]()
-    top = ebbflow.plan(model, args, budget="1000%", planner="keep_all")
+    top = ebbtide.plan(model, args, budget="1000%", planner="keep_all")
     above = top.predicted_peak_bytes - top.resident_bytes
     smallest = top.smallest_bytes - top.resident_bytes - top.reserve_bytes
     options = PlanningOptions(effort=200, provenance=top.provenance)
@@ -536,7 +536,7 @@ def test_the_step_is_the_same_within_its_budget_and_as_predicted(name: str) -> N
         assert bool(each.eager_differences) == (name in CAUSES), each.eager_differences
 
 
-def _read_statistics(plan: ebbflow.Plan) -> int:
+def _read_statistics(plan: ebbtide.Plan) -> int:
     """Bytes of running statistics that another batch norm reads: counted to the step's end, gone before."""
     program = plan.program
     once = {b for op in program.ops for b in op.outputs[len(op.outputs) - op.once :]}
@@ -559,11 +559,11 @@ def test_random_ops_run_again() -> None:
 def test_a_fitted_model_proves_its_first_step_and_measures_the_second(name: str) -> None:
     model, args = CASES[name]()
     _, plan = verified(name)
-    ebbflow.fit(model, plan.smallest_bytes + 1_000, effort=200)
+    ebbtide.fit(model, plan.smallest_bytes + 1_000, effort=200)
     for _ in range(2):
         model(*args).backward()
         model.zero_grad()
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.verified_buffers > 0
     assert step.measured_above_bytes is not None

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.errors import CaptureError
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 def twins(model: nn.Module, budget: str = "1MiB") -> tuple[nn.Module, nn.Module]:
-    return ebbflow.fit(copy.deepcopy(model), budget, effort=100), model
+    return ebbtide.fit(copy.deepcopy(model), budget, effort=100), model
 
 
 def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
@@ -142,10 +142,10 @@ def test_bytes_and_bits_are_those_of_the_precision_of_products() -> None:
             if run < 2:
                 assert_same(left_by(model, x), expected)
                 continue
-            with ebbflow.measure(model) as gauge:
+            with ebbtide.measure(model) as gauge:
                 found = left_by(model, x)
             assert_same(found, expected)
-            plan = ebbflow.plan_of(model)
+            plan = ebbtide.plan_of(model)
             assert plan is not None
             assert gauge.above_bytes <= plan.timeline.above_bytes
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow._api.fit import step_of
-from ebbflow.capture.offline import capture
-from ebbflow.engine import compiled, shared_calls
-from ebbflow.engine import model as fitted_module
-from ebbflow.engine.shared_calls import MOST_FAILURES, OWN_CAPTURES
-from ebbflow.errors import BudgetError
-from ebbflow.zoo import GPTConfig, gpt
+import ebbtide
+from ebbtide._api.fit import step_of
+from ebbtide.capture.offline import capture
+from ebbtide.engine import compiled, shared_calls
+from ebbtide.engine import model as fitted_module
+from ebbtide.engine.shared_calls import MOST_FAILURES, OWN_CAPTURES
+from ebbtide.errors import BudgetError
+from ebbtide.zoo import GPTConfig, gpt
 
 LENGTHS = (9, 12, 15, 18, 21, 24, 10, 30)
 
@@ -92,7 +92,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def twins(kind: type[nn.Module] = Model, budget: str | int = "85%") -> tuple[nn.Module, nn.Module]:
     model = kind()
-    return ebbflow.fit(copy.deepcopy(model), budget, effort=500), model
+    return ebbtide.fit(copy.deepcopy(model), budget, effort=500), model
 
 
 @pytest.fixture
@@ -136,14 +136,14 @@ def test_what_is_written_out_is_the_program_of_a_capture_of_its_own(
 ) -> None:
     case = gpt(4, GPTConfig(vocabulary=64, length=40, layers=1, width=32, heads=2, dropout=0.1))
     inputs, targets = case.args
-    model = ebbflow.fit(case.model, "90%", effort=200, rewrites="none")
+    model = ebbtide.fit(case.model, "90%", effort=200, rewrites="none")
     for length in lengths:
         args = inputs[:batch, :length].contiguous(), targets[:batch, :length].contiguous()
         model(*args).backward()
         model.zero_grad()
         if length in (9, 12):
             continue
-        plan = ebbflow.plan_of(model)
+        plan = ebbtide.plan_of(model)
         assert plan is not None
         exact = capture(case.model, args, {}, name="own", granularity_bytes=1, context={}).program
         ours = plan.program
@@ -234,7 +234,7 @@ def test_backwards_of_several_shapes_find_their_own_forwards(warm: tuple[nn.Modu
 
 @pytest.mark.usefixtures("sooner")
 def test_a_refused_shape_leaves_the_capture_to_the_others() -> None:
-    smallest = ebbflow.plan(Model(), (tokens(24),), budget="1000%").smallest_bytes
+    smallest = ebbtide.plan(Model(), (tokens(24),), budget="1000%").smallest_bytes
     model, plain = twins(budget=smallest + 40_000)
     for length in (9, 12, 18, 24):
         assert equal(step(model, tokens(length)), step(plain, tokens(length)))

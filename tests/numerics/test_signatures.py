@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine import model as fitted_module
-from ebbflow.errors import CaptureError
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide.engine import model as fitted_module
+from ebbtide.errors import CaptureError
+from ebbtide.zoo import mlp_chain
 
 
 class Scaled(nn.Module):
@@ -50,31 +50,31 @@ def assert_same(fitted: nn.Module, plain: nn.Module, x: torch.Tensor, *args: int
     assert loss == expected
     assert (gradient is None) == (other is None)
     assert gradient is None or torch.equal(gradient, other)  # type: ignore[arg-type]
-    step = ebbflow.step_of(fitted)
+    step = ebbtide.step_of(fitted)
     assert step is not None
     assert step.forward_calls > 0
 
 
 def twins(kind: type[Scaled] = Scaled) -> tuple[Scaled, Scaled]:
     model = kind()
-    return ebbflow.fit(copy.deepcopy(model), "1MiB"), model
+    return ebbtide.fit(copy.deepcopy(model), "1MiB"), model
 
 
 @pytest.mark.long
 def test_twenty_shapes_have_twenty_plans() -> None:
     model = mlp_chain(8, layers=1, width=4).model
-    ebbflow.fit(model, "1MiB")
+    ebbtide.fit(model, "1MiB")
     plans: set[int] = set()
     for rows in range(1, 21):
         model(torch.randn(rows, 4)).backward()
-        step, plan = ebbflow.step_of(model), ebbflow.plan_of(model)
+        step, plan = ebbtide.step_of(model), ebbtide.plan_of(model)
         assert step is not None
         assert plan is not None
         assert step.forward_calls == 1
         plans.add(id(plan))
     assert len(plans) == 20
     model(torch.randn(7, 4)).backward()
-    assert id(ebbflow.plan_of(model)) in plans
+    assert id(ebbtide.plan_of(model)) in plans
 
 
 def test_attribute_that_changes_back_and_forth() -> None:
@@ -150,7 +150,7 @@ def test_what_grows_in_every_call_settles_or_is_refused_by_name(
     monkeypatch.setattr(fitted_module, "_MOST_IN_A_ROW", 3)
     model = Logging(copy.copy(empty), note)
     plain = copy.deepcopy(model)
-    ebbflow.fit(model, "1GiB")
+    ebbtide.fit(model, "1GiB")
 
     def step(each: nn.Module) -> list[torch.Tensor]:
         loss = each(torch.ones(4, 8))
@@ -168,7 +168,7 @@ def test_what_grows_in_every_call_settles_or_is_refused_by_name(
         assert model.log == plain.log
         model.log = copy.copy(empty)  # what is known still serves
         step(model)
-    assert not ebbflow.calls_of(model).unplanned
+    assert not ebbtide.calls_of(model).unplanned
 
 
 def test_mode_of_a_submodule() -> None:
@@ -198,7 +198,7 @@ def test_another_thread_count_is_another_plan() -> None:
     for threads in (1, 2, 1):
         torch.set_num_threads(threads)
         assert_same(fitted, plain, torch.ones(4, 8))
-        plan = ebbflow.plan_of(fitted)
+        plan = ebbtide.plan_of(fitted)
         assert plan is not None
         assert plan.provenance["threads"] == str(threads)
 
@@ -206,8 +206,8 @@ def test_another_thread_count_is_another_plan() -> None:
 def test_models_do_not_share_steps() -> None:
     one, two = Scaled(), Scaled()
     expected = [loss_and_gradient(copy.deepcopy(m), torch.ones(4, 8)) for m in (one, two)]
-    ebbflow.fit(one, "1MiB")
-    ebbflow.fit(two, "1MiB")
+    ebbtide.fit(one, "1MiB")
+    ebbtide.fit(two, "1MiB")
     for model, (loss, gradient) in zip((one, two), expected, strict=True):
         ours = loss_and_gradient(model, torch.ones(4, 8))
         assert ours[0] == loss
@@ -215,7 +215,7 @@ def test_models_do_not_share_steps() -> None:
 
 
 def test_a_fitted_model_is_freed_with_its_last_reference() -> None:
-    model = ebbflow.fit(Scaled(), "1MiB")
+    model = ebbtide.fit(Scaled(), "1MiB")
     model(torch.ones(4, 8)).backward()
     alive = weakref.ref(model)
     del model
@@ -225,10 +225,10 @@ def test_a_fitted_model_is_freed_with_its_last_reference() -> None:
 
 def test_calls_that_raise_as_in_eager_are_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitted_module, "_MOST_IN_A_ROW", 3)
-    model = ebbflow.fit(nn.Sequential(nn.Linear(8, 8), nn.GELU()), "1GiB")
+    model = ebbtide.fit(nn.Sequential(nn.Linear(8, 8), nn.GELU()), "1GiB")
     for _ in range(5):
         with pytest.raises(RuntimeError, match=r"reduction dim|cannot be multiplied") as raised:
             model(torch.ones(4, 7))
         assert not isinstance(raised.value, CaptureError)
     model(torch.ones(4, 8)).sum().backward()
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1

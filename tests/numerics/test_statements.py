@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-import ebbflow
+import ebbtide
 from eager_steps import assert_trains_as_eager
 
 WIDTH = 8
@@ -146,14 +146,14 @@ def test_a_hook_that_makes_an_embedding_take_a_gradient(frozen: bool) -> None:
 
 
 def test_a_matrix_that_is_singular_raises_as_in_eager() -> None:
-    model = ebbflow.fit(Model(lambda m, x: (torch.linalg.inv(x) @ m.one.weight).sum()), "1GiB")
+    model = ebbtide.fit(Model(lambda m, x: (torch.linalg.inv(x) @ m.one.weight).sum()), "1GiB")
     for given in (torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH)):
         if given.any():
             model(given).backward()
             continue
         with pytest.raises(torch.linalg.LinAlgError, match="singular"):
             model(given)
-    assert ebbflow.plan_of(model) is not None
+    assert ebbtide.plan_of(model) is not None
 
 
 FRAMES = torch.randn(6, 2, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -195,10 +195,10 @@ def test_ctc_loss_of_targets_in_one_line_and_of_a_single_sequence() -> None:
 
 def test_lengths_that_change_are_one_step() -> None:
     """Bytes of the step do not depend on them."""
-    model = ebbflow.fit(Model(ctc()), "1GiB")
+    model = ebbtide.fit(Model(ctc()), "1GiB")
     for longest in (3, 1, 2, 3):
         model(FRAMES, ROWS, torch.tensor([6, 6]), torch.tensor([longest, 1])).backward()
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.forward_calls == 4
     assert step.measured_above_bytes is not None

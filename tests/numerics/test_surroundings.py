@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.errors import CaptureError
+import ebbtide
+from ebbtide.errors import CaptureError
 
 Pair = tuple[torch.nn.Module, torch.nn.Module]
 
@@ -23,8 +23,8 @@ def pair(study: Any) -> Iterator[Pair]:
     subject = study("mlp_chain with dropout")
     fitted, plain = copy.deepcopy(subject.case.model), copy.deepcopy(subject.case.model)
     gradients = sum(p.nbytes for p in fitted.parameters())
-    yield ebbflow.fit(fitted, subject.at(0.2).budget_bytes + gradients + 12_000), plain
-    plan = ebbflow.plan_of(fitted)
+    yield ebbtide.fit(fitted, subject.at(0.2).budget_bytes + gradients + 12_000), plain
+    plan = ebbtide.plan_of(fitted)
     assert plan is None or len(plan.schedule.computes) > len(plan.program.ops) + 1
 
 
@@ -136,7 +136,7 @@ def test_double_backward_is_refused(pair: Pair) -> None:
 
 def test_calls_without_gradients_run_as_before_and_leave_the_plan(pair: Pair) -> None:
     pair[0](rows(1)).backward()
-    plan, step = ebbflow.plan_of(pair[0]), ebbflow.step_of(pair[0])
+    plan, step = ebbtide.plan_of(pair[0]), ebbtide.step_of(pair[0])
     assert step is not None
     calls = step.forward_calls
     for switch in (torch.no_grad, torch.inference_mode):
@@ -145,7 +145,7 @@ def test_calls_without_gradients_run_as_before_and_leave_the_plan(pair: Pair) ->
             ours = pair[0](rows(2))
             torch.manual_seed(1)
             assert torch.equal(ours, pair[1](rows(2)))
-    assert ebbflow.plan_of(pair[0]) is plan
+    assert ebbtide.plan_of(pair[0]) is plan
     assert step.forward_calls == calls
 
 
@@ -154,7 +154,7 @@ def test_evaluation_mode_with_gradients_has_a_plan_of_its_own(pair: Pair) -> Non
         model.eval()
         model(rows(1)).backward()
     assert_same_gradients(pair)
-    plan = ebbflow.plan_of(pair[0])
+    plan = ebbtide.plan_of(pair[0])
     assert plan is not None
     assert not any(op.random for op in plan.program.ops)
     for model in pair:
@@ -170,7 +170,7 @@ def test_forward_whose_loss_is_dropped(pair: Pair) -> None:
         model(rows(1))
         model(rows(2)).backward()
     assert_same_gradients(pair)
-    step = ebbflow.step_of(pair[0])
+    step = ebbtide.step_of(pair[0])
     assert step is not None
     assert step.verified_buffers > 0
 
@@ -216,7 +216,7 @@ def test_hooks_run_as_in_eager(study: Any) -> None:
         model.layers[0].register_forward_hook(lambda _, args, out: out * 2)
         model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] - 1,))
         model.layers[2].weight.register_hook(lambda gradient: gradient * 3)
-    ebbflow.fit(pair[0], "1MiB")
+    ebbtide.fit(pair[0], "1MiB")
     for model in pair:
         model(rows(1).requires_grad_()).backward()
     assert log == ["before", "after", "backward"] * 2
@@ -229,7 +229,7 @@ def test_profiler_at_later_calls_postpones_the_measurement(pair: Pair) -> None:
     model.zero_grad()
     with torch.profiler.profile(profile_memory=True, acc_events=True):
         model(rows(1)).backward()
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.measured_above_bytes is None
     model.zero_grad()
@@ -241,16 +241,16 @@ def test_autocast_around_the_call_is_a_key_of_its_own(study: Any) -> None:
     # Without dropout: eager rounds its noise to bfloat16, the op that a capture takes for it does not.
     subject = study("mlp_chain")
     fitted, plain = copy.deepcopy(subject.case.model), copy.deepcopy(subject.case.model)
-    ebbflow.fit(fitted, subject.at(0.4).budget_bytes + sum(p.nbytes for p in fitted.parameters()))
+    ebbtide.fit(fitted, subject.at(0.4).budget_bytes + sum(p.nbytes for p in fitted.parameters()))
     fitted(rows(1)).backward()
-    full = ebbflow.plan_of(fitted)
+    full = ebbtide.plan_of(fitted)
     fitted.zero_grad()
     for model in (fitted, plain):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(rows(2))
         loss.backward()
     assert_same_gradients((fitted, plain))
-    halved = ebbflow.plan_of(fitted)
+    halved = ebbtide.plan_of(fitted)
     assert full is not None
     assert halved is not None
     assert halved.program.fingerprint != full.program.fingerprint
@@ -280,13 +280,13 @@ def test_a_gradient_scaler_scales_and_skips_as_in_eager(pair: Pair) -> None:
 
 def test_hooks_that_change_saved_values_are_blamed_by_name() -> None:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU()))).double()
-    ebbflow.fit(model, "60%", effort=100)
+    ebbtide.fit(model, "60%", effort=100)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: t if t.dtype != torch.float64 or isinstance(t, nn.Parameter) else t.float(),
         lambda t: t if t.dtype != torch.float32 else t.double(),
     ):
         loss = model(torch.randn(256, 64, dtype=torch.float64)).square().mean()
-    with pytest.raises(ebbflow.errors.VerificationError, match="saved-tensor hooks"):
+    with pytest.raises(ebbtide.errors.VerificationError, match="saved-tensor hooks"):
         loss.backward()
 
 

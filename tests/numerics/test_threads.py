@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.engine.executor import choose_checks
-from ebbflow.engine.fitted_class import FITTED
-from ebbflow.engine.flights import Flight
+import ebbtide
+from ebbtide.engine.executor import choose_checks
+from ebbtide.engine.fitted_class import FITTED
+from ebbtide.engine.flights import Flight
 
 SCRIPT = """
-import copy, threading, torch, ebbflow
+import copy, threading, torch, ebbtide
 from torch import nn
 
 class Net(nn.Module):
@@ -33,7 +33,7 @@ def trained(models, warm):
     loss = (lambda output: output.square().mean()) if OUTSIDE else (lambda output: output)
     expected = [torch.autograd.grad(loss(plain(x)), list(plain.parameters())) for x in batches]
     budget = "300%" if OUTSIDE else smallest + 2_000_000
-    fitted = [ebbflow.fit(copy.deepcopy(plain), budget, effort=100) for _ in range(models)]
+    fitted = [ebbtide.fit(copy.deepcopy(plain), budget, effort=100) for _ in range(models)]
     for model in fitted * warm:
         loss(model(batches[0])).backward()
     right = []
@@ -53,7 +53,7 @@ def trained(models, warm):
 
 torch.set_num_threads(1)
 OUTSIDE = False
-smallest = ebbflow.plan(Net(), (torch.randn(256, 64),), budget="1000%", effort=10).smallest_bytes
+smallest = ebbtide.plan(Net(), (torch.randn(256, 64),), budget="1000%", effort=10).smallest_bytes
 for OUTSIDE, models, warm in ((False, 1, 0), (False, 1, 1), (False, 3, 1), (True, 1, 1)):
     print(OUTSIDE, models, warm, *trained(models, warm), flush=True)
 """
@@ -73,7 +73,7 @@ def test_threads_train_at_once_on_batches_of_their_own() -> None:
 LEAVES = """
 import sys, threading, torch
 from torch import nn
-from ebbflow.torch_seams.autograd import gradient_leaf
+from ebbtide.torch_seams.autograd import gradient_leaf
 
 class Step(torch.autograd.Function):
     @staticmethod
@@ -108,7 +108,7 @@ def test_a_look_at_a_leaf_and_the_begin_of_a_step_in_another_thread_do_not_wait_
 
 
 COLD = """
-import copy, sys, threading, torch, ebbflow
+import copy, sys, threading, torch, ebbtide
 from torch import nn
 
 class Net(nn.Module):
@@ -127,7 +127,7 @@ batches = [torch.randn(32, 96) for _ in range(4)]
 def trained(model, step):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if step is not None:
-        ebbflow.fit(model, "1GiB", optimizer=optimizer, step=step, effort=1, progress=None)
+        ebbtide.fit(model, "1GiB", optimizer=optimizer, step=step, effort=1, progress=None)
     for x in batches * 4:
         model(x).backward()
         optimizer.step()
@@ -168,16 +168,16 @@ def test_a_budget_that_is_set_while_another_thread_plans_is_not_lost() -> None:
             told.wait(60)
 
     body = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
-    model = ebbflow.fit(nn.Sequential(*body, _Mean()), "1GiB", progress=progress, effort=1)
+    model = ebbtide.fit(nn.Sequential(*body, _Mean()), "1GiB", progress=progress, effort=1)
     x = torch.randn(512, 64)
     thread = threading.Thread(target=lambda: model(x).backward())
     thread.start()
     assert planning.wait(60)
-    ebbflow.set_budget(model, 1_500_000)
+    ebbtide.set_budget(model, 1_500_000)
     told.set()
     thread.join()
     model(x).backward()
-    plan = ebbflow.plan_of(model)
+    plan = ebbtide.plan_of(model)
     assert plan is not None
     assert plan.budget_bytes == 1_500_000
 
@@ -188,12 +188,12 @@ class _Mean(nn.Module):
 
 
 def test_a_flight_that_is_being_proven_is_left_alone_until_it_came_to_nothing() -> None:
-    model = ebbflow.fit(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)), "1GiB", effort=10)
+    model = ebbtide.fit(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)), "1GiB", effort=10)
     x = torch.randn(1, 4)
     model(x).backward()
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
-    ebbflow.set_budget(model, "2GiB")
+    ebbtide.set_budget(model, "2GiB")
     loss = model(x)  # a new plan, in the air and being proven
     executable = step.executable
     assert executable is not None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.errors import BudgetError
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide.errors import BudgetError
+from ebbtide.zoo import mlp_chain
 
 Train = Callable[[torch.nn.Module, torch.optim.Optimizer], list[float]]
 
@@ -60,10 +60,10 @@ def test_training_is_bit_equal_to_eager(study: Any, train: Train, reserved: bool
     # Gradients and two moments per parameter come to be resident, and the proof keeps a generator state twice.
     state = 3 * parameters + 40_000
     budget = subject.at(0.4).budget_bytes + state
-    ebbflow.fit(planned, budget, optimizer=optimizer if reserved else None)
+    ebbtide.fit(planned, budget, optimizer=optimizer if reserved else None)
     assert train(planned, optimizer) == train(plain, adamw(plain))
     assert same_parameters(planned, plain)
-    step = ebbflow.step_of(planned)
+    step = ebbtide.step_of(planned)
     assert step is not None
     assert step.plan is not None
     assert step.plan.predicted_peak_bytes <= budget
@@ -72,11 +72,11 @@ def test_training_is_bit_equal_to_eager(study: Any, train: Train, reserved: bool
 def test_every_step_is_measured_once_and_within_the_prediction(study: Any) -> None:
     subject = study("gpt with dropout")
     model = copy.deepcopy(subject.case.model)
-    ebbflow.fit(model, subject.at(0.4).budget_bytes + 20_000)
+    ebbtide.fit(model, subject.at(0.4).budget_bytes + 20_000)
     for _ in range(3):
         model.zero_grad()
         model(*subject.case.args).backward()
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     assert step.plan is not None
     assert step.verified_buffers > 0
@@ -86,15 +86,15 @@ def test_every_step_is_measured_once_and_within_the_prediction(study: Any) -> No
 
 def test_state_that_appears_is_planned_around() -> None:
     case = mlp_chain(256, layers=6, width=32)
-    unplanned = ebbflow.plan(case.model, case.args, budget="1000%")
+    unplanned = ebbtide.plan(case.model, case.args, budget="1000%")
     optimizer = adamw(case.model)
     # Room for the unplanned step now, not once moments and gradients are there.
-    ebbflow.fit(case.model, unplanned.baseline_peak_bytes + 20_000, optimizer=optimizer, verify=False)
+    ebbtide.fit(case.model, unplanned.baseline_peak_bytes + 20_000, optimizer=optimizer, verify=False)
     case.model(*case.args).backward()
-    before = ebbflow.plan_of(case.model)
+    before = ebbtide.plan_of(case.model)
     optimizer.step()
     case.model(*case.args).backward()
-    after = ebbflow.plan_of(case.model)
+    after = ebbtide.plan_of(case.model)
     assert before is not None
     assert after is not None
     assert after.resident_bytes > before.resident_bytes
@@ -104,10 +104,10 @@ def test_state_that_appears_is_planned_around() -> None:
 
 def test_growth_beyond_the_budget_is_refused_before_the_step_runs() -> None:
     case = mlp_chain(128, layers=6, width=64)
-    ahead = ebbflow.plan(case.model, case.args, budget="1000%")
+    ahead = ebbtide.plan(case.model, case.args, budget="1000%")
     growth = sum(p.numel() * p.element_size() for p in case.model.parameters())
     assert growth > 2 * (ahead.smallest_bytes - ahead.floor_bytes)  # what no better search makes up for
-    ebbflow.fit(case.model, ahead.smallest_bytes + 64)
+    ebbtide.fit(case.model, ahead.smallest_bytes + 64)
     case.model(*case.args).backward()
     gradients = [p.grad.clone() for p in case.model.parameters() if p.grad is not None]
     state = torch.get_rng_state()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from ebbflow.step.program import Program
+from ebbtide.step.program import Program
 
 __all__ = ["optimal_overhead"]
 

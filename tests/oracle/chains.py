@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ebbflow.step.program import Buffer, Op, Program
+from ebbtide.step.program import Buffer, Op, Program
 
 __all__ = ["mlp_chain", "random_chain", "unit_chain"]
 

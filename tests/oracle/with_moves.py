@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from ebbflow.step.machine import Link
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Action, Boundary, Compute, Free, Offload, Reload, Schedule
+from ebbtide.step.machine import Link
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Action, Boundary, Compute, Free, Offload, Reload, Schedule
 
 __all__ = ["TooManyStates", "optimal_with_moves"]
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners.reductions.carried import carried
-from ebbflow.planners.search import smallest
-from ebbflow.planners.search.interval_state import IntervalState, reruns_of
-from ebbflow.planners.search.smallest import forget_smallest, note_alike, smallest_of
-from ebbflow.step.legality import check
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
+from ebbtide.planners.reductions.carried import carried
+from ebbtide.planners.search import smallest
+from ebbtide.planners.search.interval_state import IntervalState, reruns_of
+from ebbtide.planners.search.smallest import forget_smallest, note_alike, smallest_of
+from ebbtide.step.legality import check
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
 from strategies import examples, programs
 
 EFFORT = 60
@@ -71,7 +71,7 @@ def test_reruns_are_carried_by_name(program: Program, data: st.DataObject) -> No
 
 
 def test_three_descents_take_the_place_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbflow.step.program import Buffer, Op
+    from ebbtide.step.program import Buffer, Op
 
     length = 12
     ops = [Op(f"f{i}", "f", inputs=(i - 1,) if i else (), outputs=(i,), seconds=1.0) for i in range(length)]

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners import Interrupt, Problem, Status
-from ebbflow.planners.published.fastsa import GREEDY_SHARE, RunSequence, anneal
-from ebbflow.planners.search import sequence as Q
-from ebbflow.planners.search.greedy import greedy
-from ebbflow.planners.search.layout import H_RANDOM
-from ebbflow.step import legality
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners import Interrupt, Problem, Status
+from ebbtide.planners.published.fastsa import GREEDY_SHARE, RunSequence, anneal
+from ebbtide.planners.search import sequence as Q
+from ebbtide.planners.search.greedy import greedy
+from ebbtide.planners.search.layout import H_RANDOM
+from ebbtide.step import legality
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from strategies import chain, programs
 

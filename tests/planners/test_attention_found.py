@@ -18,15 +18,15 @@ import pytest
 import torch
 from torch import nn
 
-from ebbflow import Budget, Case, Plan
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.capture.without_memory import without_memory
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planning.pipeline import PlanningOptions
-from ebbflow.step.schedule import Compute
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.zoo import NMTConfig, nmt, nmt_luong
-from ebbflow.zoo.attention import AdditiveAttention
+from ebbtide import Budget, Case, Plan
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.capture.without_memory import without_memory
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.step.schedule import Compute
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo import NMTConfig, nmt, nmt_luong
+from ebbtide.zoo.attention import AdditiveAttention
 
 PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"}
 _Counts = Counter[tuple[str, str]]

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Problem, Status, planner_named
-from ebbflow.planners.base import FREE_ORDER
-from ebbflow.planners.reductions.reorder import reorder
-from ebbflow.planners.search.orders import FreeOrder, precedences
-from ebbflow.step import legality
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners import Problem, Status, planner_named
+from ebbtide.planners.base import FREE_ORDER
+from ebbtide.planners.reductions.reorder import reorder
+from ebbtide.planners.search.orders import FreeOrder, precedences
+from ebbtide.step import legality
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from strategies import examples, programs
 

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow import Program
-from ebbflow.planners import Answer, Interrupt, Problem, Status, planner_named
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.published.chen import sqrt_checkpoints
-from ebbflow.planners.published.min_cut import CHEAP, HEAVY, Flow, saved_buffers
-from ebbflow.planners.published.per_block import blocks_of
-from ebbflow.planners.published.revolve import forward_steps_again, residents_with_slots
-from ebbflow.planners.published.segments import articulation_points, residents_of_segments, segments_between, separators
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.reruns_from_kept import reruns_for_residents
-from ebbflow.step import legality
-from ebbflow.step.program import Buffer, Op
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide import Program
+from ebbtide.planners import Answer, Interrupt, Problem, Status, planner_named
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.published.chen import sqrt_checkpoints
+from ebbtide.planners.published.min_cut import CHEAP, HEAVY, Flow, saved_buffers
+from ebbtide.planners.published.per_block import blocks_of
+from ebbtide.planners.published.revolve import forward_steps_again, residents_with_slots
+from ebbtide.planners.published.segments import articulation_points, residents_of_segments, segments_between, separators
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
+from ebbtide.step import legality
+from ebbtide.step.program import Buffer, Op
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from strategies import chain, examples, programs
 

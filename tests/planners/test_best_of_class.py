@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from ebbflow.planners import Answer, Interrupt, Problem, Status, planner_named, planner_names
-from ebbflow.planners.base import silent
-from ebbflow.planners.finalists import FINALISTS, MOST_OPS, MOVING, best_of_class
-from ebbflow.planners.search.smallest import smallest_of, smallest_schedule
-from ebbflow.step import legality
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.simulate import overhead_of
-from ebbflow.step.unplanned import unplanned_bytes
+from ebbtide.planners import Answer, Interrupt, Problem, Status, planner_named, planner_names
+from ebbtide.planners.base import silent
+from ebbtide.planners.finalists import FINALISTS, MOST_OPS, MOVING, best_of_class
+from ebbtide.planners.search.smallest import smallest_of, smallest_schedule
+from ebbtide.step import legality
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.simulate import overhead_of
+from ebbtide.step.unplanned import unplanned_bytes
 from layered import SIZE, layered, linked
 from random_moves import random_links
 from strategies import chain

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Answer, Problem, Status, planner_named
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
+from ebbtide.planners import Answer, Problem, Status, planner_named
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from layered import SIZE, layered, linked, offloaded, reloads, reruns, sound
 from random_moves import random_links
 from strategies import chain, examples, programs

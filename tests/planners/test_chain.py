@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Interrupt, Problem, Status, planner_named
-from ebbflow.planners.auto import auto
-from ebbflow.planners.published.chain_table import NO_PLAN, Steps, Table
-from ebbflow.planners.published.rotor import chain
-from ebbflow.step import legality
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners import Interrupt, Problem, Status, planner_named
+from ebbtide.planners.auto import auto
+from ebbtide.planners.published.chain_table import NO_PLAN, Steps, Table
+from ebbtide.planners.published.rotor import chain
+from ebbtide.step import legality
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from oracle.chains import mlp_chain
 from strategies import chain as chain_program

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Interrupt, Problem, Status, planner_named
-from ebbflow.planners.bounds import stage_model
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.bounds.stage_model import StageModel
-from ebbflow.planners.solvers.highs import Model
-from ebbflow.step import legality
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners import Interrupt, Problem, Status, planner_named
+from ebbtide.planners.bounds import stage_model
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.bounds.stage_model import StageModel
+from ebbtide.planners.solvers.highs import Model
+from ebbtide.step import legality
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from strategies import chain, examples, programs
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Problem, Status, planner_named
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.reductions.coarsen import Coarse, by_layer, fuse, layers, planned_coarse
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.step import legality
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Free, Offload, Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners import Problem, Status, planner_named
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.reductions.coarsen import Coarse, by_layer, fuse, layers, planned_coarse
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.step import legality
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Free, Offload, Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from random_schedule import random_schedule
 from strategies import chain, examples, programs, reruns

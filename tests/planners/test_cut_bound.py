@@ -9,16 +9,16 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners import Interrupt, Problem, planner_named
-from ebbflow.planners.bounds.cut_bound import CutModel, cut_bound, quick_bound
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.orders import CapturedOrder, FreeOrder
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
-from ebbflow.zoo import GPTConfig, gpt
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners import Interrupt, Problem, planner_named
+from ebbtide.planners.bounds.cut_bound import CutModel, cut_bound, quick_bound
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.orders import CapturedOrder, FreeOrder
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
+from ebbtide.zoo import GPTConfig, gpt
 from strategies import examples, programs
 
 TOLERANCE = 1e-5  # HiGHS' gap; bounds are shares of the step

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Interrupt
-from ebbflow.planners.bounds.cut_bound import CutModel
-from ebbflow.planners.hybrid.bounds import LaneBound, lane_bounds
-from ebbflow.planners.hybrid.choice import Choice, schedule_of
-from ebbflow.planners.hybrid.cut_lanes import GAP, PRICE, LaneModel
-from ebbflow.planners.hybrid.floor import floor_with_tiers
-from ebbflow.planners.hybrid.rounding import looked_at
-from ebbflow.planners.search.orders import CapturedOrder
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Boundary, Compute, Hold, Offload, Reload, Schedule
-from ebbflow.step.simulate import overhead_of, simulate
-from ebbflow.step.unplanned import unplanned_bytes
+from ebbtide.planners import Interrupt
+from ebbtide.planners.bounds.cut_bound import CutModel
+from ebbtide.planners.hybrid.bounds import LaneBound, lane_bounds
+from ebbtide.planners.hybrid.choice import Choice, schedule_of
+from ebbtide.planners.hybrid.cut_lanes import GAP, PRICE, LaneModel
+from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.planners.hybrid.rounding import looked_at
+from ebbtide.planners.search.orders import CapturedOrder
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Boundary, Compute, Hold, Offload, Reload, Schedule
+from ebbtide.step.simulate import overhead_of, simulate
+from ebbtide.step.unplanned import unplanned_bytes
 from oracle.brute_force import optimal_overhead
 from oracle.chains import mlp_chain, random_chain
 from oracle.with_moves import TooManyStates, optimal_with_moves

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Interrupt, Problem, missing_extra, planner_named, planner_names
-from ebbflow.planners.search.smallest import smallest_of, smallest_schedule
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners import Interrupt, Problem, missing_extra, planner_named, planner_names
+from ebbtide.planners.search.smallest import smallest_of, smallest_schedule
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from strategies import chain, examples, programs
 
 FREE_ORDER = ("anneal", "auto_free")

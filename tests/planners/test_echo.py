@@ -10,22 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow import Program
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners import Problem, Status, planner_named
-from ebbflow.planners.published.arithmetic import aten_name
-from ebbflow.planners.published.echo import charged, decided, residents_of, stash_bytes
-from ebbflow.planners.published.echo_estimate import made_again
-from ebbflow.planners.published.echo_policy import TABLE, Policy, policies
-from ebbflow.planners.published.echo_regions import borders, regions
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.reruns_from_kept import reruns_for_residents
-from ebbflow.step import legality
-from ebbflow.step.program import Buffer, Op
-from ebbflow.step.schedule import Boundary, Compute, Free, Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.zoo import nmt
+from ebbtide import Program
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners import Problem, Status, planner_named
+from ebbtide.planners.published.arithmetic import aten_name
+from ebbtide.planners.published.echo import charged, decided, residents_of, stash_bytes
+from ebbtide.planners.published.echo_estimate import made_again
+from ebbtide.planners.published.echo_policy import TABLE, Policy, policies
+from ebbtide.planners.published.echo_regions import borders, regions
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
+from ebbtide.step import legality
+from ebbtide.step.program import Buffer, Op
+from ebbtide.step.schedule import Boundary, Compute, Free, Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo import nmt
 from strategies import examples, programs
 
 TARGETS = ("add.Tensor", "tanh.default", "mul.Tensor", "native_batch_norm.default", "mm.default", "cat.default")

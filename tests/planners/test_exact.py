@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Problem
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.search.exact import LEAST_ROWS, OPS, start_from_model
-from ebbflow.planners.search.greedy import Found, start_from
-from ebbflow.step.program import Program
-from ebbflow.step.unplanned import unplanned_bytes
+from ebbtide.planners import Problem
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.search.exact import LEAST_ROWS, OPS, start_from_model
+from ebbtide.planners.search.greedy import Found, start_from
+from ebbtide.step.program import Program
+from ebbtide.step.unplanned import unplanned_bytes
 from oracle.brute_force import optimal_overhead
 from strategies import chain, examples, programs
 

@@ -16,26 +16,26 @@ from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
-import ebbflow
-from ebbflow._api.batches import interpolated, judged, largest, one_forward
-from ebbflow._api.estimate import AheadStep
-from ebbflow.cli import app
-from ebbflow.errors import BudgetError, UsageError
-from ebbflow.planners import Interrupt, Progress
-from ebbflow.planners.narration import INTERRUPTED
-from ebbflow.planners.search.smallest import forget_smallest
-from ebbflow.planning.frontier import Refusal, frontier
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.planning.step_end import NOTHING_AFTER, StepEnd
-from ebbflow.report.text.compare import row_of, write_rows
-from ebbflow.step.program import Program
-from ebbflow.units import Budget, format_bytes
+import ebbtide
+from ebbtide._api.batches import interpolated, judged, largest, one_forward
+from ebbtide._api.estimate import AheadStep
+from ebbtide.cli import app
+from ebbtide.errors import BudgetError, UsageError
+from ebbtide.planners import Interrupt, Progress
+from ebbtide.planners.narration import INTERRUPTED
+from ebbtide.planners.search.smallest import forget_smallest
+from ebbtide.planning.frontier import Refusal, frontier
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
+from ebbtide.report.text.compare import row_of, write_rows
+from ebbtide.step.program import Program
+from ebbtide.units import Budget, format_bytes
 from strategies import chain, programs
 
 PROGRAM = chain(12)
 
 
-def outcomes(budgets: list[str], planners: list[str], program: Program = PROGRAM) -> list[ebbflow.Plan | Refusal]:
+def outcomes(budgets: list[str], planners: list[str], program: Program = PROGRAM) -> list[ebbtide.Plan | Refusal]:
     parsed = [Budget.parse(each) for each in budgets]
     return list(
         frontier(program, parsed, planners, resident_bytes=0, reserve_bytes=0, options=PlanningOptions(effort=200))
@@ -46,7 +46,7 @@ def test_the_frontier_is_monotone_and_refuses_what_is_too_small() -> None:
     found = outcomes(["100%", "60%", "40%", "80%", "1%"], ["auto", "greedy", "keep_all"])
     assert [each.budget_bytes for each in found] == sorted(each.budget_bytes for each in found)
     for planner in ("auto", "greedy"):
-        overheads = [each.overhead for each in found if isinstance(each, ebbflow.Plan) and each.planner == planner]
+        overheads = [each.overhead for each in found if isinstance(each, ebbtide.Plan) and each.planner == planner]
         assert len(overheads) == 4
         assert overheads == sorted(overheads, reverse=True)
         assert overheads[-1] == 0
@@ -64,13 +64,13 @@ class Blocks(nn.Module):
         return self.parts(x).square().mean()
 
 
-def make(batch: int) -> ebbflow.Case:
-    return ebbflow.Case(Blocks(), (torch.ones(batch * 8, 32),), {}, f"blocks-{batch}")
+def make(batch: int) -> ebbtide.Case:
+    return ebbtide.Case(Blocks(), (torch.ones(batch * 8, 32),), {}, f"blocks-{batch}")
 
 
 def test_sweep_captures_once_and_gives_a_plan_per_budget() -> None:
     case = make(8)
-    plans = ebbflow.sweep(case.model, case.args, budgets=["1000%", "90%", "80%"], effort=100)
+    plans = ebbtide.sweep(case.model, case.args, budgets=["1000%", "90%", "80%"], effort=100)
     assert [plan.overhead for plan in plans] == sorted((plan.overhead for plan in plans), reverse=True)
     assert len({plan.program.fingerprint for plan in plans}) == 1
     assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans)
@@ -79,7 +79,7 @@ def test_sweep_captures_once_and_gives_a_plan_per_budget() -> None:
 def test_sweep_says_which_budgets_have_no_plan() -> None:
     case = make(8)
     with pytest.warns(UserWarning, match=r"auto within 8.00 KiB \(8192 bytes\): the smallest for which"):
-        plans = ebbflow.sweep(case.model, case.args, budgets=["90%", "8KiB"], effort=100, name="blocks")
+        plans = ebbtide.sweep(case.model, case.args, budgets=["90%", "8KiB"], effort=100, name="blocks")
     assert len(plans) == 1
     (refusal,) = plans.refusals
     assert (refusal.planner, refusal.budget_bytes) == ("auto", 8192)
@@ -87,15 +87,15 @@ def test_sweep_says_which_budgets_have_no_plan() -> None:
     text = str(plans)
     assert "blocks within 8.00 KiB" in text
     assert "too small: plans were found from" in text
-    assert not ebbflow.sweep(case.model, case.args, budgets=["90%"], effort=100).refusals
+    assert not ebbtide.sweep(case.model, case.args, budgets=["90%"], effort=100).refusals
 
 
 def test_sweep_raises_where_nothing_is_workable() -> None:
     case = make(2)
     with pytest.raises(BudgetError, match="the smallest for which a plan was found"):
-        ebbflow.sweep(case.model, case.args, budgets=["1KiB", "2KiB"], effort=50)
+        ebbtide.sweep(case.model, case.args, budgets=["1KiB", "2KiB"], effort=50)
     with pytest.raises(UsageError, match="does not exist"):
-        ebbflow.sweep(case.model, case.args, budgets=["1GiB"], planners=["nobody"])
+        ebbtide.sweep(case.model, case.args, budgets=["1GiB"], planners=["nobody"])
 
 
 @pytest.mark.parametrize("guess", [1, 3, 37, 38, 200])
@@ -139,9 +139,9 @@ def test_a_batch_is_judged_as_a_plan_made_to_its_end_says(planner: str, share: s
 @pytest.mark.slow
 def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
     budget = 250_000
-    free = ebbflow.max_batch(make, budget=budget, effort=200)
-    none = ebbflow.max_batch(make, budget=budget, overhead=0.0, effort=200)
-    once = ebbflow.max_batch(make, budget=budget, overhead="one-forward", effort=200)
+    free = ebbtide.max_batch(make, budget=budget, effort=200)
+    none = ebbtide.max_batch(make, budget=budget, overhead=0.0, effort=200)
+    once = ebbtide.max_batch(make, budget=budget, overhead="one-forward", effort=200)
     assert none.unplanned_batch == free.unplanned_batch > 0
     assert none.unplanned_batch <= none.batch <= once.batch <= free.batch
     assert free.batch > free.unplanned_batch
@@ -154,26 +154,26 @@ def test_the_largest_batch_is_tight_and_grows_with_recomputation() -> None:
     assert once.plan.overhead <= once.overhead_limit == one_forward(once.plan.program)
     case = make(free.batch + 1)
     with pytest.raises(BudgetError):
-        ebbflow.plan(case.model, case.args, budget=budget, effort=200)
+        ebbtide.plan(case.model, case.args, budget=budget, effort=200)
 
 
 @pytest.mark.slow
 def test_a_batch_of_one_that_does_not_fit_is_refused_with_the_least_budget_for_it() -> None:
     case = make(8)
     with pytest.raises(BudgetError) as refused:  # a plan that fits as captured has not looked at what could be less
-        ebbflow.plan(case.model, case.args, budget="20KiB", effort=50)
+        ebbtide.plan(case.model, case.args, budget="20KiB", effort=50)
     smallest = refused.value.smallest_bytes
     with pytest.raises(BudgetError, match="not even a batch of 1 fits") as raised:
-        ebbflow.max_batch(lambda batch: make(8 * batch), budget="20KiB", effort=50)
+        ebbtide.max_batch(lambda batch: make(8 * batch), budget="20KiB", effort=50)
     assert raised.value.budget_bytes == 20 * 1024
     assert raised.value.smallest_bytes == smallest
     assert str(smallest) in str(raised.value)
     with pytest.raises(BudgetError, match=r"not even a batch of 1 fits.*at most 0\.00 % is allowed") as raised:
-        ebbflow.max_batch(lambda batch: make(8 * batch), budget=smallest, overhead=0.0, effort=50)
+        ebbtide.max_batch(lambda batch: make(8 * batch), budget=smallest, overhead=0.0, effort=50)
     assert raised.value.smallest_bytes <= smallest
     enough = re.search(r"(\d+) need no recomputation", str(raised.value))
     assert enough is not None
-    assert ebbflow.max_batch(lambda batch: make(8 * batch), budget=int(enough[1]), overhead=0.0, effort=50).batch == 1
+    assert ebbtide.max_batch(lambda batch: make(8 * batch), budget=int(enough[1]), overhead=0.0, effort=50).batch == 1
 
 
 def test_progress_of_several_plans_says_which_is_made() -> None:
@@ -211,12 +211,12 @@ def test_a_table_of_measured_plans_says_what_its_bounds_are_of() -> None:
 )
 def test_bad_input_to_max_batch_is_named(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ebbflow.max_batch(**{"make_case": make, **arguments})  # type: ignore[arg-type]
+        ebbtide.max_batch(**{"make_case": make, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 def test_interpolation_gives_the_step_between() -> None:
-    from ebbflow._api.estimate import capture_ahead
+    from ebbtide._api.estimate import capture_ahead
 
     def step(batch: int):
         case = make(batch)
@@ -229,7 +229,7 @@ def test_interpolation_gives_the_step_between() -> None:
 
 
 SHORT_CHAIN = """
-from ebbflow.zoo import mlp_chain
+from ebbtide.zoo import mlp_chain
 
 def chain(batch):
     return mlp_chain(batch, layers=6)
@@ -313,7 +313,7 @@ def test_max_batch_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_limit_too_short_for_any_plan_gives_one_all_the_same(planner: str) -> None:
     options = PlanningOptions(planner=planner, time_limit_seconds=0.0)
     found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)
-    assert found.status is ebbflow.Status.TIME_LIMIT
+    assert found.status is ebbtide.Status.TIME_LIMIT
     assert found.predicted_peak_bytes <= found.budget_bytes
 
 
@@ -322,12 +322,12 @@ def test_a_time_limit_holds_with_an_interrupt_given(own_limit: float | None) -> 
     interrupt = Interrupt(own_limit)
     options = PlanningOptions(time_limit_seconds=0.0, interrupt=interrupt)
     found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)
-    assert found.status is ebbflow.Status.TIME_LIMIT
+    assert found.status is ebbtide.Status.TIME_LIMIT
     assert not interrupt, "the caller's own is left alone"
     options = PlanningOptions(time_limit_seconds=1e6, interrupt=interrupt)
     interrupt.set()
     found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)
-    assert found.status is ebbflow.Status.TIME_LIMIT
+    assert found.status is ebbtide.Status.TIME_LIMIT
 
 
 def test_what_follows_an_interrupt_knows_that_it_was_set() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners.hybrid.choice import Choice, choice_of, schedule_of
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.step.legality import check
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Offload, Reload
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners.hybrid.choice import Choice, choice_of, schedule_of
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.step.legality import check
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Offload, Reload
+from ebbtide.step.unplanned import unplanned_schedule
 from strategies import programs, reruns
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.hybrid.choice import Choice, schedule_of
-from ebbflow.planners.hybrid.floor import floor_with_tiers
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.hybrid.choice import Choice, schedule_of
+from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
 from strategies import programs
 
 LINK = Link("host", 10**9, 1.0, 1.0)

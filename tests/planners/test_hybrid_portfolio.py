@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.errors import BudgetError, UsageError
-from ebbflow.planners.base import Interrupt, Problem, Status, planner_named
-from ebbflow.planners.hybrid.portfolio import moves_alone
-from ebbflow.planners.search.smallest import smallest_of
-from ebbflow.planning.cache import PlanCache
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Offload
-from ebbflow.step.simulate import overhead_of, simulate
-from ebbflow.step.unplanned import unplanned_bytes
-from ebbflow.units import Budget
+from ebbtide.errors import BudgetError, UsageError
+from ebbtide.planners.base import Interrupt, Problem, Status, planner_named
+from ebbtide.planners.hybrid.portfolio import moves_alone
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.cache import PlanCache
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Offload
+from ebbtide.step.simulate import overhead_of, simulate
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.units import Budget
 
 SIZE = 1000
 

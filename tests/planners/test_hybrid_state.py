@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners.base import Interrupt
-from ebbflow.planners.hybrid import local_search
-from ebbflow.planners.hybrid.choice import Choice, schedule_of
-from ebbflow.planners.hybrid.floor import floor_with_tiers
-from ebbflow.planners.hybrid.state import HybridState
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_bytes
+from ebbtide.planners.base import Interrupt
+from ebbtide.planners.hybrid import local_search
+from ebbtide.planners.hybrid.choice import Choice, schedule_of
+from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.planners.hybrid.state import HybridState
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_bytes
 from strategies import examples, programs, reruns
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners.search.interval_state import IntervalState, reruns_of
-from ebbflow.step import legality
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Boundary, Compute
-from ebbflow.step.simulate import simulate
+from ebbtide.planners.search.interval_state import IntervalState, reruns_of
+from ebbtide.step import legality
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Boundary, Compute
+from ebbtide.step.simulate import simulate
 from strategies import programs, reruns
 
 

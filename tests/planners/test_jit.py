@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.planners.search import jit
+from ebbtide.planners.search import jit
 
 
 def test_a_file_of_other_sources_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.reruns_from_kept import last_rerun_stage, reruns_for_residents
-from ebbflow.step import legality
-from ebbflow.step.program import Program
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.reruns_from_kept import last_rerun_stage, reruns_for_residents
+from ebbtide.step import legality
+from ebbtide.step.program import Program
 from strategies import chain, programs
 
 

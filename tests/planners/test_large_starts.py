@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners.base import Answer, Interrupt, Problem, Status, planner_named
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.hybrid import bounds, portfolio
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planners.search.smallest import _descended
-from ebbflow.step.legality import check
-from ebbflow.step.machine import Link
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import overhead_of
-from ebbflow.step.unplanned import unplanned_bytes
+from ebbtide.planners.base import Answer, Interrupt, Problem, Status, planner_named
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.hybrid import bounds, portfolio
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planners.search.smallest import _descended
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import overhead_of
+from ebbtide.step.unplanned import unplanned_bytes
 from layered import layered, linked
 from random_schedule import random_schedule
 from strategies import programs
@@ -23,7 +23,7 @@ from strategies import programs
 
 @given(programs(), st.integers(0, 99))
 def test_a_descent_ends_no_higher_than_it_starts(program: Program, seed: int) -> None:
-    from ebbflow.planners.search.interval_state import reruns_of
+    from ebbtide.planners.search.interval_state import reruns_of
 
     start = reruns_of(program, random_schedule(program, seed, drop=0.3)) or []
     state = IntervalState(program)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from ebbflow.planners import Problem
-from ebbflow.planners.reductions.levels import FEWEST, MOST, coarse_starts, levels
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.step.legality import check
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners import Problem
+from ebbtide.planners.reductions.levels import FEWEST, MOST, coarse_starts, levels
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.step.legality import check
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from strategies import chain
 
 

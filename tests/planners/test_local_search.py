@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ebbflow.planners import Problem, planner_named
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.simulate import overhead_of
+from ebbtide.planners import Problem, planner_named
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.simulate import overhead_of
 
 WIDE, NARROW = 8, 4
 

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.planners import Problem, Status, planner_named
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.chains.bound import path_bound, path_bounds
-from ebbflow.planners.chains.find import chains_of, paths_of
-from ebbflow.planners.chains.plan import path_reruns, start_from_paths
-from ebbflow.planners.search.greedy import Found
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.step import legality
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.planners import Problem, Status, planner_named
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.chains.bound import path_bound, path_bounds
+from ebbtide.planners.chains.find import chains_of, paths_of
+from ebbtide.planners.chains.plan import path_reruns, start_from_paths
+from ebbtide.planners.search.greedy import Found
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.step import legality
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
 from oracle.brute_force import optimal_overhead
 from oracle.chains import mlp_chain, random_chain, unit_chain
 from strategies import chain, programs

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.files import keep
-from ebbflow.planners import Answer, Problem, Status
-from ebbflow.planning import pipeline as planning
-from ebbflow.planning.cache import CachedAnswer, PlanCache
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.step.plan import Plan
-from ebbflow.step.program import Program
-from ebbflow.step.provenance import Planned
-from ebbflow.units import Budget
+import ebbtide
+from ebbtide.files import keep
+from ebbtide.planners import Answer, Problem, Status
+from ebbtide.planning import pipeline as planning
+from ebbtide.planning.cache import CachedAnswer, PlanCache
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Program
+from ebbtide.step.provenance import Planned
+from ebbtide.units import Budget
 from strategies import chain
 
 PROGRAM = chain(24)
@@ -93,7 +93,7 @@ def test_another_size_of_the_same_structure_starts_the_search(directory: Path) -
     assert PlanCache(directory).near(Problem(chain(23), plan.budget_bytes)) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "ebbflow-plans/1"}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "ebbtide-plans/1"}', "[" * 100_000])
 def test_a_damaged_file_is_planned_anew(directory: Path, text: str) -> None:
     first = planned(directory)
     (path,) = files(directory)
@@ -175,10 +175,10 @@ def test_a_second_fit_takes_the_plan_of_the_first(cache_directory: Path) -> None
     def step() -> Plan:
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)], nn.Linear(32, 1))
-        fitted = ebbflow.fit(model, "70%")
+        fitted = ebbtide.fit(model, "70%")
         fitted(torch.randn(256, 32)).sum().backward()
         fitted(torch.randn(256, 32)).sum().backward()
-        plan = ebbflow.plan_of(model)
+        plan = ebbtide.plan_of(model)
         assert plan is not None
         return plan
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.errors import UsageError
-from ebbflow.options import Options
-from ebbflow.planners.base import HOMES, NEED_TIERS, moves_buffers, planner_named, require_planner
-from ebbflow.planners.settings import setting, settings_from, several_planners
-from ebbflow.planning.cache import PlanCache
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.step.plan import Plan
-from ebbflow.units import Budget
+import ebbtide
+from ebbtide.errors import UsageError
+from ebbtide.options import Options
+from ebbtide.planners.base import HOMES, NEED_TIERS, moves_buffers, planner_named, require_planner
+from ebbtide.planners.settings import setting, settings_from, several_planners
+from ebbtide.planning.cache import PlanCache
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.step.plan import Plan
+from ebbtide.units import Budget
 from layered import SIZE, layered, linked
 
 
@@ -126,13 +126,13 @@ def entries() -> dict[str, Callable[..., object]]:
     """Every public function that takes a planner, as calls that never come to a capture."""
     model, batch = torch.nn.Linear(2, 2), (torch.ones(2, 2),)
     return {
-        "fit": lambda planner, **given: ebbflow.fit(model, "50%", planner=planner, **given),
-        "plan": lambda planner, **given: ebbflow.plan(model, batch, budget="50%", planner=planner, **given),
-        "sweep": lambda planner, **given: ebbflow.sweep(model, batch, budgets=["50%"], planners=[planner], **given),
-        "max_batch": lambda planner, **given: ebbflow.max_batch(
+        "fit": lambda planner, **given: ebbtide.fit(model, "50%", planner=planner, **given),
+        "plan": lambda planner, **given: ebbtide.plan(model, batch, budget="50%", planner=planner, **given),
+        "sweep": lambda planner, **given: ebbtide.sweep(model, batch, budgets=["50%"], planners=[planner], **given),
+        "max_batch": lambda planner, **given: ebbtide.max_batch(
             lambda size: pytest.fail(f"made for {size}"), budget=2**20, planner=planner, **given
         ),
-        "doctor": lambda planner, **given: ebbflow.doctor(model, batch, planner=planner, **given),
+        "doctor": lambda planner, **given: ebbtide.doctor(model, batch, planner=planner, **given),
     }
 
 

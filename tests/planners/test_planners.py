@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.errors import BudgetError
-from ebbflow.planners import Interrupt, Problem, Status, planner_named
-from ebbflow.planners.base import AS_CAPTURED, PROGRAM_ORDER
-from ebbflow.planners.bounds.cut_bound import cut_bound
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.search.smallest import smallest_schedule
-from ebbflow.planning.pipeline import make_plan
-from ebbflow.step import legality
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.schedule import Schedule
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
-from ebbflow.units import Budget
+from ebbtide.errors import BudgetError
+from ebbtide.planners import Interrupt, Problem, Status, planner_named
+from ebbtide.planners.base import AS_CAPTURED, PROGRAM_ORDER
+from ebbtide.planners.bounds.cut_bound import cut_bound
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.search.smallest import smallest_schedule
+from ebbtide.planning.pipeline import make_plan
+from ebbtide.step import legality
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
+from ebbtide.units import Budget
 from oracle.brute_force import optimal_overhead
 from strategies import chain, examples, programs
 

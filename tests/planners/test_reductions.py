@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners import Problem
-from ebbflow.planners.reductions.base import ExactReduction, StartReduction
-from ebbflow.planners.reductions.coarsen import by_layer, fuse
-from ebbflow.planners.reductions.reorder import reorder
-from ebbflow.planners.reductions.repeats import find_repeats, with_blocks
-from ebbflow.planners.reductions.shrink import stand_in_of
-from ebbflow.planners.search.greedy import greedy
-from ebbflow.planners.search.interval_state import IntervalState, reruns_of
-from ebbflow.planners.search.orders import precedences
-from ebbflow.step.legality import check
-from ebbflow.step.program import Program
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
-from ebbflow.zoo import GPTConfig, gpt
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners import Problem
+from ebbtide.planners.reductions.base import ExactReduction, StartReduction
+from ebbtide.planners.reductions.coarsen import by_layer, fuse
+from ebbtide.planners.reductions.reorder import reorder
+from ebbtide.planners.reductions.repeats import find_repeats, with_blocks
+from ebbtide.planners.reductions.shrink import stand_in_of
+from ebbtide.planners.search.greedy import greedy
+from ebbtide.planners.search.interval_state import IntervalState, reruns_of
+from ebbtide.planners.search.orders import precedences
+from ebbtide.step.legality import check
+from ebbtide.step.program import Program
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
+from ebbtide.zoo import GPTConfig, gpt
 from random_schedule import random_schedule
 from strategies import programs
 

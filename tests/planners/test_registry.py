@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import ebbflow.planners
-from ebbflow.planners import planner_named, planner_names
-from ebbflow.planners.base import HOMES, missing_extra
+import ebbtide.planners
+from ebbtide.planners import planner_named, planner_names
+from ebbtide.planners.base import HOMES, missing_extra
 
-ROOT = Path(ebbflow.planners.__file__).parent
+ROOT = Path(ebbtide.planners.__file__).parent
 HEAVY = ("numba", "llvmlite", "highspy", "ortools")
 
 
@@ -21,7 +21,7 @@ def registered() -> dict[str, str]:
     """Per name given to ``@planner`` in a source file of the package, its module."""
     found: dict[str, str] = {}
     for path in sorted(ROOT.rglob("*.py")):
-        module = ".".join(("ebbflow.planners", *path.relative_to(ROOT).with_suffix("").parts))
+        module = ".".join(("ebbtide.planners", *path.relative_to(ROOT).with_suffix("").parts))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for call in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "planner":
@@ -54,10 +54,10 @@ def loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import ebbflow.planners; ebbflow.planners.planner_names()",
-        "from ebbflow.planners.base import require_planner; require_planner('auto')",
-        "import ebbflow.planning.frontier, ebbflow.planning.shape_plans, ebbflow.step.plan, ebbflow.report.text.plan",
-        pytest.param("import ebbflow; [getattr(ebbflow, name) for name in ebbflow.__all__]", marks=pytest.mark.slow),
+        "import ebbtide.planners; ebbtide.planners.planner_names()",
+        "from ebbtide.planners.base import require_planner; require_planner('auto')",
+        "import ebbtide.planning.frontier, ebbtide.planning.shape_plans, ebbtide.step.plan, ebbtide.report.text.plan",
+        pytest.param("import ebbtide; [getattr(ebbtide, name) for name in ebbtide.__all__]", marks=pytest.mark.slow),
     ],
     ids=["planners", "a name checked", "planning", "every public name"],
 )
@@ -67,4 +67,4 @@ def test_nothing_heavy_is_loaded_before_planning_starts(statement: str) -> None:
 
 def test_a_planner_loads_what_it_needs() -> None:
     """The check above can fail."""
-    assert "numba" in loaded_by("from ebbflow.planners import planner_named; planner_named('greedy')")
+    assert "numba" in loaded_by("from ebbtide.planners import planner_named; planner_named('greedy')")

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from ebbflow._api.estimate import capture_ahead
-from ebbflow.planners import Interrupt, Problem, planner_named
-from ebbflow.planners.bounds.cut_bound import cut_bounds
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.reductions.repeats import Repeats, carry, fellows, find_repeats, with_blocks
-from ebbflow.planners.reductions.shrink import stand_in_of
-from ebbflow.planners.reductions.starts import linear_start
-from ebbflow.planners.search.interval_state import IntervalState, reruns_of
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.simulate import simulate
-from ebbflow.zoo import GPTConfig, gpt, lstm_lm
+from ebbtide._api.estimate import capture_ahead
+from ebbtide.planners import Interrupt, Problem, planner_named
+from ebbtide.planners.bounds.cut_bound import cut_bounds
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.reductions.repeats import Repeats, carry, fellows, find_repeats, with_blocks
+from ebbtide.planners.reductions.shrink import stand_in_of
+from ebbtide.planners.reductions.starts import linear_start
+from ebbtide.planners.search.interval_state import IntervalState, reruns_of
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.simulate import simulate
+from ebbtide.zoo import GPTConfig, gpt, lstm_lm
 
 pytestmark = pytest.mark.slow
 

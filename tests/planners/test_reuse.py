@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbflow.errors import BudgetError
-from ebbflow.planners import Interrupt, Problem, Status
-from ebbflow.planners.bounds.cut_bound import cut_bound, quick_bound
-from ebbflow.planners.reductions.adapt import adapted_to
-from ebbflow.planners.search.interval_state import IntervalState
-from ebbflow.planning import pipeline as planning
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.planning.shape_plans import WASTE, Buckets
-from ebbflow.step.legality import check
-from ebbflow.step.plan import Plan
-from ebbflow.step.program import Program
-from ebbflow.step.provenance import Planned
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_schedule
-from ebbflow.units import Budget
+from ebbtide.errors import BudgetError
+from ebbtide.planners import Interrupt, Problem, Status
+from ebbtide.planners.bounds.cut_bound import cut_bound, quick_bound
+from ebbtide.planners.reductions.adapt import adapted_to
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.planning import pipeline as planning
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.planning.shape_plans import WASTE, Buckets
+from ebbtide.step.legality import check
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Program
+from ebbtide.step.provenance import Planned
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_schedule
+from ebbtide.units import Budget
 from strategies import chain, programs
 
 EFFORT = 4_000
@@ -145,7 +145,7 @@ def test_what_is_not_close_to_the_bound_is_searched_for(searches: list[str], mon
     buckets = Buckets()
     budget = unplanned_bytes(PROGRAM) // 2
     planned(buckets, PROGRAM, budget)
-    monkeypatch.setattr("ebbflow.planning.shape_plans.WASTE", -1.0)  # nothing can be good enough
+    monkeypatch.setattr("ebbtide.planning.shape_plans.WASTE", -1.0)  # nothing can be good enough
     before = len(buckets)
     plan = planned(buckets, longer(PROGRAM, 0.9, 0.1), budget)
     assert not was_fitted(plan)
@@ -166,7 +166,7 @@ def test_a_larger_shape_that_cannot_fit_is_refused_with_its_own_smallest_budget(
 
 
 def test_buckets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbflow.planning.shape_plans.MOST", 2)
+    monkeypatch.setattr("ebbtide.planning.shape_plans.MOST", 2)
     buckets = Buckets()
     for layers in (8, 9, 10, 11):
         program = chain(layers)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.planners.search.smallest import ENOUGH, smallest_schedule
-from ebbflow.step.legality import check
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.search.smallest import ENOUGH, smallest_schedule
+from ebbtide.step.legality import check
 from strategies import chain
 
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.errors import BudgetError
-from ebbflow.planners import Problem, Status, planner_named
-from ebbflow.planning.pipeline import PlanningOptions, make_plan
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Offload
-from ebbflow.step.simulate import simulate
-from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
-from ebbflow.units import Budget
+from ebbtide.errors import BudgetError
+from ebbtide.planners import Problem, Status, planner_named
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Offload
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
+from ebbtide.units import Budget
 from layered import SIZE, freed_before, layered, linked, offloaded, reloads, reruns, sound
 from random_moves import random_links
 from strategies import examples, programs

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.planners import Interrupt, Problem, planner_named
-from ebbflow.planners.hybrid.bounds import ORDERED_OPS, lane_bounds
-from ebbflow.planners.hybrid.cut_lanes import GAP, PRICE
-from ebbflow.planners.hybrid.floor import floor_with_tiers
-from ebbflow.planners.hybrid.whole_lanes import HORIZON, WholeModel
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.simulate import overhead_of, simulate
-from ebbflow.step.unplanned import unplanned_bytes
+from ebbtide.planners import Interrupt, Problem, planner_named
+from ebbtide.planners.hybrid.bounds import ORDERED_OPS, lane_bounds
+from ebbtide.planners.hybrid.cut_lanes import GAP, PRICE
+from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.planners.hybrid.whole_lanes import HORIZON, WholeModel
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.simulate import overhead_of, simulate
+from ebbtide.step.unplanned import unplanned_bytes
 from oracle.with_moves import TooManyStates, optimal_with_moves
 from random_moves import random_links, random_moves
 from strategies import examples, programs

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from ebbflow.case import Case
+from ebbtide.case import Case
 
 # Each registers its blocks.
 from random_models import foreign, layers, memory, nests, sequences, values  # noqa: F401

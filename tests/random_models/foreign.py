@@ -33,13 +33,13 @@ class _StraightThrough(torch.autograd.Function):
         return gradient.clone()
 
 
-@torch.library.custom_op("ebbflow_random::swish", mutates_args=())
+@torch.library.custom_op("ebbtide_random::swish", mutates_args=())
 def _swish(x: Tensor, scale: float) -> list[Tensor]:
     gate = torch.sigmoid(scale * x)
     return [x * gate, gate]
 
 
-@torch.library.custom_op("ebbflow_random::decay", mutates_args=("x",))
+@torch.library.custom_op("ebbtide_random::decay", mutates_args=("x",))
 def _decay(x: Tensor, rate: float) -> None:
     x.mul_(rate)
 

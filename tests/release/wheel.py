@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / "dist"
 IN_ARCHIVE = (
-    "src/ebbflow/py.typed", "src/ebbflow/step/machines.toml", "tests/conftest.py", "docs/api.md", "docs/plots",
+    "src/ebbtide/py.typed", "src/ebbtide/step/machines.toml", "tests/conftest.py", "docs/api.md", "docs/plots",
     "benchmarks/path.py", "benchmarks/results/path.json", "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md",
     "CITATION.cff", "CONTRIBUTING.md", "Makefile", "constraints.txt", "pyproject.toml",
 )  # fmt: skip
@@ -95,7 +95,7 @@ def clean_environment(folder: Path, wheel: Path) -> Path:
     run([str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], folder)
     [packages] = (folder / "lib").glob("python*/site-packages")
     known: dict[str, metadata.Distribution] = {}
-    required("ebbflow", known)
+    required("ebbtide", known)
     for each in known.values():
         for top in {file.parts[0] for file in each.files or () if file.parts[0] not in ("..", "__pycache__")}:
             link = packages / top
@@ -108,9 +108,9 @@ def clean_environment(folder: Path, wheel: Path) -> Path:
 def tried(python: Path, empty: Path) -> None:
     """Definition 3."""
     empty.mkdir()
-    where = run([str(python), "-c", "import ebbflow; print(ebbflow.__file__)"], empty)
-    assert Path(where.strip()).is_relative_to(python.parents[1]), f"ebbflow is imported from {where}"
-    command = str(python.with_name("ebbflow"))
+    where = run([str(python), "-c", "import ebbtide; print(ebbtide.__file__)"], empty)
+    assert Path(where.strip()).is_relative_to(python.parents[1]), f"ebbtide is imported from {where}"
+    command = str(python.with_name("ebbtide"))
     said = json.loads(run([command, "demo", "--steps", "4", "--json"], empty).splitlines()[-1])
     assert said["losses_equal"], said
     assert said["measured_peak_bytes"] <= said["budget_bytes"], said

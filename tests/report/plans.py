@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbflow.planners.bounds.floor import floor_bytes
-from ebbflow.step.machine import Link, Machine
-from ebbflow.step.plan import Plan
-from ebbflow.step.program import Program
-from ebbflow.step.provenance import Provenance
-from ebbflow.step.schedule import Boundary, Compute, Offload, Reload, Schedule
-from ebbflow.step.status import Status
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.step.machine import Link, Machine
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Program
+from ebbtide.step.provenance import Provenance
+from ebbtide.step.schedule import Boundary, Compute, Offload, Reload, Schedule
+from ebbtide.step.status import Status
 from strategies import chain
 
 __all__ = ["LINKED", "hybrid", "plan_of", "recomputed"]

@@ -14,12 +14,12 @@ from browser import Browser, needs_browser
 from plans import hybrid, recomputed
 from test_page import ODD, html_of
 
-from ebbflow.report.records.course import planned_course
-from ebbflow.report.records.curve import Curve
-from ebbflow.report.records.points import Measured
-from ebbflow.report.records.stack import Category, stack_of
-from ebbflow.step.plan import Plan
-from ebbflow.units import format_allowed, format_bytes, format_percent, format_seconds, format_share
+from ebbtide.report.records.course import planned_course
+from ebbtide.report.records.curve import Curve
+from ebbtide.report.records.points import Measured
+from ebbtide.report.records.stack import Category, stack_of
+from ebbtide.step.plan import Plan
+from ebbtide.units import format_allowed, format_bytes, format_percent, format_seconds, format_share
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
@@ -66,7 +66,7 @@ def test_a_measured_step_is_drawn_where_it_ran(browser: Browser, folder: Path) -
     browser.open(path)
     browser.frame()
     drawn = """(() => {
-        const canvas = ebbflow.chart.memory, [r, g, b] = [0x2c, 0x7a, 0x4b];
+        const canvas = ebbtide.chart.memory, [r, g, b] = [0x2c, 0x7a, 0x4b];
         const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data, found = new Set();
         for (let i = 0; i < data.length; i += 4)
             if (Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) < 40)
@@ -76,7 +76,7 @@ def test_a_measured_step_is_drawn_where_it_ran(browser: Browser, folder: Path) -
     rows_of_pixels: dict[tuple[str, str], int] = {}
     for which in ("planned", "unplanned"):
         for axis in ("time", "order"):
-            browser(f"ebbflow.chart.choose('{which}', '{axis}')")
+            browser(f"ebbtide.chart.choose('{which}', '{axis}')")
             browser.frame()
             rows_of_pixels[which, axis] = browser(drawn)
     few = max(rows_of_pixels["unplanned", axis] for axis in ("time", "order"))  # of the peak's rule and its label
@@ -98,13 +98,13 @@ def test_a_reader_finds_a_way(name: str, browser: Browser, folder: Path) -> None
 
     # What is stacked adds up to the simulator's bytes at every moment, and nothing is negative.
     sums = browser(
-        "(c => [...c.bytes.keys()].map(m => c.stack.reduce((sum, each) => sum + each[m], 0)))(ebbflow.plan.planned)"
+        "(c => [...c.bytes.keys()].map(m => c.stack.reduce((sum, each) => sum + each[m], 0)))(ebbtide.plan.planned)"
     )
     assert sums == [plan.resident_bytes + moment.bytes for moment in course.moments]
-    assert browser("Math.min(...ebbflow.plan.planned.stack.map(each => Math.min(...each)))") == 0
+    assert browser("Math.min(...ebbtide.plan.planned.stack.map(each => Math.min(...each)))") == 0
     stack = stack_of(plan.program, course, plan.resident_bytes)
     assert browser("CATEGORIES.map(each => each[1])") == [category.value for category in Category]
-    assert browser("ebbflow.plan.planned.stack.map(each => [...each])") == [each.tolist() for each in stack.values()]
+    assert browser("ebbtide.plan.planned.stack.map(each => [...each])") == [each.tolist() for each in stack.values()]
 
     # The table holds what can be seen and no more, the largest first.
     assert 5 < len(rows(browser)) < 40
@@ -114,7 +114,7 @@ def test_a_reader_finds_a_way(name: str, browser: Browser, folder: Path) -> None
 
     # A row leads to the timeline.
     browser.click("#body .row")
-    selected = browser("ebbflow.chart.buffer")
+    selected = browser("ebbtide.chart.buffer")
     assert plan.program.buffers[selected].bytes == max(buffer.bytes for buffer in plan.program.buffers)
     assert plan.program.buffers[selected].name in browser("document.querySelector('#detail').textContent")
     lanes = browser("document.querySelector('#lanes').height")
@@ -122,23 +122,23 @@ def test_a_reader_finds_a_way(name: str, browser: Browser, folder: Path) -> None
 
     # The timeline leads to what is in memory there.
     browser.click("#chart", 0.6, 0.5)
-    pinned = browser("ebbflow.chart.pinned")
+    pinned = browser("ebbtide.chart.pinned")
     there = {stay.buffer for stay in course.stays if stay.first <= pinned <= stay.last}
-    assert set(browser("ebbflow.table.rows")) == there
+    assert set(browser("ebbtide.table.rows")) == there
     browser("document.querySelector('#count button').click()")
-    assert len(browser("ebbflow.table.rows")) == len(plan.program.buffers)
+    assert len(browser("ebbtide.table.rows")) == len(plan.program.buffers)
 
     # Search, decisions and sorting.
-    browser("(s => { s.value = 'weight1 blocks'; ebbflow.table.update() })(document.querySelector('#search'))")
-    found = [plan.program.buffers[b].name for b in browser("ebbflow.table.rows")]
+    browser("(s => { s.value = 'weight1 blocks'; ebbtide.table.update() })(document.querySelector('#search'))")
+    found = [plan.program.buffers[b].name for b in browser("ebbtide.table.rows")]
     assert found
     assert all("weight1" in each for each in found)
-    browser("(s => { s.value = ''; ebbflow.table.update() })(document.querySelector('#search'))")
+    browser("(s => { s.value = ''; ebbtide.table.update() })(document.querySelector('#search'))")
     chip = "moved" if name == "hybrid" else "recomputed"
     browser(f"[...document.querySelectorAll('#chips button')].find(b => b.textContent.startsWith('{chip}')).click()")
-    assert {browser(f"ebbflow.plan.decisionOf({b})") for b in browser("ebbflow.table.rows")[:50]} == {chip}
+    assert {browser(f"ebbtide.plan.decisionOf({b})") for b in browser("ebbtide.table.rows")[:50]} == {chip}
     browser.click("#head [role=columnheader]:nth-child(1) button")
-    names = [plan.program.buffers[b].name for b in browser("ebbflow.table.rows")]
+    names = [plan.program.buffers[b].name for b in browser("ebbtide.table.rows")]
     assert names == sorted(names, key=lambda each: int("".join(filter(str.isdigit, each))))
     assert browser.errors == []
 
@@ -154,35 +154,35 @@ def test_the_keyboard_is_enough(browser: Browser, folder: Path) -> None:
     told = browser("document.querySelector('#chart').getAttribute('aria-valuetext')")
     assert told.startswith(f"Peak: {format_bytes(plan.predicted_peak_bytes)} at ")
     browser.press("Enter")
-    assert browser("ebbflow.chart.pinned") == course.peak
+    assert browser("ebbtide.chart.pinned") == course.peak
     browser.press("Escape")
-    assert browser("ebbflow.chart.pinned") is None
+    assert browser("ebbtide.chart.pinned") is None
     browser("document.querySelector('#body').focus()")
     browser.press("ArrowDown", "ArrowDown")
-    assert browser("ebbflow.table.rows.indexOf(ebbflow.table.current)") == 1
+    assert browser("ebbtide.table.rows.indexOf(ebbtide.table.current)") == 1
     assert browser("document.querySelector('[aria-current=true]') !== null")
 
 
 def test_dragging_and_buttons_zoom(browser: Browser, folder: Path) -> None:
     shown(browser, folder, recomputed(40))
     browser.drag("#chart", 0.4, 0.6)
-    low, high = browser("ebbflow.chart.view")
+    low, high = browser("ebbtide.chart.view")
     assert 0.15 < high - low < 0.3
-    assert browser("ebbflow.chart.pinned") is None, "a drag is no click"
+    assert browser("ebbtide.chart.pinned") is None, "a drag is no click"
     browser.click("#zoom-all")
-    assert browser("ebbflow.chart.view") == [0, 1]
+    assert browser("ebbtide.chart.view") == [0, 1]
     browser.click("#zoom-in")
-    assert browser("ebbflow.chart.view[1] - ebbflow.chart.view[0]") == pytest.approx(0.5)
+    assert browser("ebbtide.chart.view[1] - ebbtide.chart.view[0]") == pytest.approx(0.5)
 
 
 def test_the_unplanned_step_can_be_stacked_too(browser: Browser, folder: Path) -> None:
     plan = hybrid(12)
     shown(browser, folder, plan)
     browser.click("#which button:nth-child(2)")
-    assert browser("ebbflow.chart.which") == "unplanned"
+    assert browser("ebbtide.chart.which") == "unplanned"
     assert format_bytes(plan.baseline_peak_bytes) in browser("document.querySelector('#readout').textContent")
     browser.click("#axis button:nth-child(2)")
-    assert browser("ebbflow.chart.axis") == "order"
+    assert browser("ebbtide.chart.axis") == "order"
     assert browser.errors == []
 
 

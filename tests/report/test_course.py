@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import LINKED, hybrid, recomputed
 
-from ebbflow.report.records.course import Course, course_of
-from ebbflow.report.records.decisions import Decision
-from ebbflow.report.records.page import page_of
-from ebbflow.step.occupancy import moment_at
-from ebbflow.step.program import Program
-from ebbflow.step.schedule import Compute, Free, Schedule
-from ebbflow.step.simulate import simulate
+from ebbtide.report.records.course import Course, course_of
+from ebbtide.report.records.decisions import Decision
+from ebbtide.report.records.page import page_of
+from ebbtide.step.occupancy import moment_at
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Compute, Free, Schedule
+from ebbtide.step.simulate import simulate
 from random_moves import random_links, random_moves
 from random_schedule import random_schedule
 from strategies import examples, programs

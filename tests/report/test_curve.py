@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow.report.records.course import planned_course, unplanned_course
-from ebbflow.report.records.curve import Curve, Marks, curve_of
-from ebbflow.zoo import mlp_chain
+import ebbtide
+from ebbtide.report.records.course import planned_course, unplanned_course
+from ebbtide.report.records.curve import Curve, Marks, curve_of
+from ebbtide.zoo import mlp_chain
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def test_a_verified_step_has_its_curve() -> None:
     """Held against the plan: its peak in each part is what the schedule takes there, and eager's is eager's."""
     torch.set_num_threads(1)
     case = mlp_chain(256, layers=6)
-    plan = ebbflow.plan(case.model, case.args, budget="60%", progress=None)
-    verified = ebbflow.verify(case.model, case.args, plan=plan)
+    plan = ebbtide.plan(case.model, case.args, budget="60%", progress=None)
+    verified = ebbtide.verify(case.model, case.args, plan=plan)
     measured = {each.label: each for each in verified.measured}
     assert [*measured] == ["planned", "unplanned", "eager"]
     for label, course in (("planned", planned_course(plan)), ("unplanned", unplanned_course(plan))):
@@ -87,10 +87,10 @@ def test_a_plan_and_its_file_know_what_is_resident(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     x = torch.zeros(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    plan = ebbflow.plan(model, (x,), budget="1GiB", optimizer=optimizer, gradients="all", progress=None)
+    plan = ebbtide.plan(model, (x,), budget="1GiB", optimizer=optimizer, gradients="all", progress=None)
     weights = 4 * (8 * 8 + 8 + 8 + 8)
     assert plan.resident_parts == {
         "weights": weights, "buffers of modules": 2 * 32 + 8, "optimizer state": weights, "arguments of the call": 128
     }  # fmt: skip
     assert sum(plan.resident_parts.values()) == plan.resident_bytes
-    assert ebbflow.Plan.load(plan.save(tmp_path / "plan.json")).resident_parts == plan.resident_parts
+    assert ebbtide.Plan.load(plan.save(tmp_path / "plan.json")).resident_parts == plan.resident_parts

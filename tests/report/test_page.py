@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from plans import hybrid, plan_of, recomputed
 
-from ebbflow.errors import UsageError
-from ebbflow.report.html.page import write_page
-from ebbflow.report.records.curve import Curve
-from ebbflow.report.records.page import page_of
-from ebbflow.report.records.points import Measured
-from ebbflow.step.plan import Plan
-from ebbflow.step.program import Buffer, Op, Program
-from ebbflow.step.rewrite import Rewrite, Rewritten
-from ebbflow.step.schedule import Boundary, Compute, Free, Schedule
-from ebbflow.step.unplanned import unplanned_schedule
+from ebbtide.errors import UsageError
+from ebbtide.report.html.page import write_page
+from ebbtide.report.records.curve import Curve
+from ebbtide.report.records.page import page_of
+from ebbtide.report.records.points import Measured
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Buffer, Op, Program
+from ebbtide.step.rewrite import Rewrite, Rewritten
+from ebbtide.step.schedule import Boundary, Compute, Free, Schedule
+from ebbtide.step.unplanned import unplanned_schedule
 
 MOST_BYTES = 5_000_000
 DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
@@ -140,7 +140,7 @@ ONE_OP = of_ops(Op("a", "aten.mm", (), (0,), seconds=1.0), buffers=(Buffer("a", 
 NO_SECONDS = of_ops(Op("a", "aten.mm", (), (0,)), buffers=(Buffer("a", 0, 0),), boundary=1)
 HUGE = of_ops(Op("a", "aten.mm", (), (0,), seconds=1e99), buffers=(Buffer("a", 2**60, 0),), boundary=1)
 REWRITTEN = replace(
-    of_ops(Op("a", "ebbflow_rewrites.loss.default", (), (0,), seconds=1.0), buffers=(Buffer("a", 100, 0),), boundary=1),
+    of_ops(Op("a", "ebbtide_rewrites.loss.default", (), (0,), seconds=1.0), buffers=(Buffer("a", 100, 0),), boundary=1),
     rewritten=Rewritten((Rewrite("linear-cross-entropy", "a", "m.py:1", "rows", (("rows", 8),)),), 0.5, 2**20),
 )
 INFEASIBLE = replace(recomputed(3), budget_bytes=1)

@@ -12,14 +12,14 @@ from plans import hybrid, recomputed
 from test_page import ODD
 from typer.testing import CliRunner
 
-import ebbflow
-from ebbflow.cli import app
-from ebbflow.errors import UsageError
-from ebbflow.report.records.course import planned_course, unplanned_course
-from ebbflow.report.records.page import page_of
-from ebbflow.report.records.points import Measured
-from ebbflow.report.records.stack import Category, stack_of
-from ebbflow.step.unplanned import unplanned_schedule
+import ebbtide
+from ebbtide.cli import app
+from ebbtide.errors import UsageError
+from ebbtide.report.records.course import planned_course, unplanned_course
+from ebbtide.report.records.page import page_of
+from ebbtide.report.records.points import Measured
+from ebbtide.report.records.stack import Category, stack_of
+from ebbtide.step.unplanned import unplanned_schedule
 
 matplotlib = pytest.importorskip("matplotlib", reason="needs the extra plot: matplotlib is not installed")
 matplotlib.use("Agg")
@@ -56,7 +56,7 @@ def test_it_draws_into_axes_that_are_there() -> None:
     figure = Figure()
     ax = figure.subplots()
     assert recomputed(5).plot(ax=ax) is figure
-    assert ebbflow.plot_frontier([recomputed(5)], ax) is figure
+    assert ebbtide.plot_frontier([recomputed(5)], ax) is figure
     with pytest.raises(UsageError, match="give matplotlib axes"):
         recomputed(5).plot(ax=3)  # type: ignore[arg-type]
 
@@ -65,7 +65,7 @@ def test_it_draws_into_axes_that_are_there() -> None:
 def test_odd_plans_are_drawn(name: str) -> None:
     from matplotlib.figure import Figure
 
-    for drawn in (ODD[name].plot(Figure().subplots()), ebbflow.plot_frontier([ODD[name]], Figure().subplots())):
+    for drawn in (ODD[name].plot(Figure().subplots()), ebbtide.plot_frontier([ODD[name]], Figure().subplots())):
         [ax] = drawn.axes
         assert ax.has_data()
         assert ax.get_xlabel()
@@ -78,16 +78,16 @@ def test_a_frontier_has_every_plan() -> None:
     plan = recomputed(9)
     other = replace(plan, schedule=unplanned_schedule(plan.program), budget_bytes=2**40)
     figure = Figure()
-    ebbflow.plot_frontier([plan, other], figure.subplots(), runs=[(plan, Measured("planned", 2**27, 0.2))])
+    ebbtide.plot_frontier([plan, other], figure.subplots(), runs=[(plan, Measured("planned", 2**27, 0.2))])
     [ax] = figure.axes
     drawn = {(x, y) for line in ax.lines for x, y in zip(*line.get_data(), strict=True)}
     for each in (plan, other):
         assert (each.predicted_peak_bytes, 100 * each.overhead) in drawn
     assert (2**27, 20.0) in drawn
     with pytest.raises(UsageError, match="one plan or more"):
-        ebbflow.plot_frontier([])
+        ebbtide.plot_frontier([])
     with pytest.raises(UsageError, match="not of int"):
-        ebbflow.plot_frontier([3])  # type: ignore[list-item]
+        ebbtide.plot_frontier([3])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf", "json", "pickle", "html"])
@@ -106,7 +106,7 @@ def test_what_no_report_can_be_is_refused(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["report", str(saved), "--out", str(out)])
         assert result.exit_code == 2
         assert words in result.stderr
-    assert page_of(ebbflow.Plan.load(saved))
+    assert page_of(ebbtide.Plan.load(saved))
     several = CliRunner().invoke(app, ["report", str(saved), str(saved), "--out", str(tmp_path / "out.pickle")])
     assert several.exit_code == 2
     assert "holds one plan" in several.stderr
@@ -116,12 +116,12 @@ def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path) -> None:
     saved = recomputed(5).save(tmp_path / "plan.json")
     script = (
         "import sys\nimport importlib.util as found\nfind = found.find_spec\n"
-        "found.find_spec = lambda name, *more: None if name == 'matplotlib' else find(name, *more)\nimport ebbflow\n"
-        f"plan = ebbflow.Plan.load({str(saved)!r})\n"
-        "try:\n    plan.plot()\nexcept ebbflow.errors.UsageError as error:\n    print(error)\n"
+        "found.find_spec = lambda name, *more: None if name == 'matplotlib' else find(name, *more)\nimport ebbtide\n"
+        f"plan = ebbtide.Plan.load({str(saved)!r})\n"
+        "try:\n    plan.plot()\nexcept ebbtide.errors.UsageError as error:\n    print(error)\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     told, torch = done.stdout.splitlines()
-    assert "pip install 'ebbflow[plot]'" in told
+    assert "pip install matplotlib" in told
     assert torch == "False"

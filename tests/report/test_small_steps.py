@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 from plans import LINKED, recomputed
 
-from ebbflow.report.text.compare import write_rows
-from ebbflow.report.text.plan import starting_of, text_of, write_plan
+from ebbtide.report.text.compare import write_rows
+from ebbtide.report.text.plan import starting_of, text_of, write_plan
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(1.25e-4, "80.00 %"), (2.1e-4, ""), (9e-5, "100.00 %"), (0.0, "")])

@@ -15,25 +15,25 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import ebbflow
-from ebbflow import options
-from ebbflow._api.estimate import capture_program
-from ebbflow._api.verify import Verifier
-from ebbflow.capture.claims import RewriteError
-from ebbflow.capture.joint import Captured
-from ebbflow.errors import BudgetError
-from ebbflow.lower.lowering import lower
-from ebbflow.lower.proof import prove
-from ebbflow.rewrites import choices
-from ebbflow.rewrites.attention.calls import FLAT, SPREAD, WHOLE, ByEntry, blocks, calls_of, part_of_entries
-from ebbflow.rewrites.attention.facts import entry_facts
-from ebbflow.rewrites.attention.proof import prove_attention
-from ebbflow.rewrites.attention.regions import find_attention
-from ebbflow.rewrites.attention.rule import AttentionRule, left_attention
-from ebbflow.rewrites.choices import Choice, apply_proven
-from ebbflow.rewrites.sliced.places import PARTS
-from ebbflow.step.rewrite import Rewritten
-from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
+import ebbtide
+from ebbtide import options
+from ebbtide._api.estimate import capture_program
+from ebbtide._api.verify import Verifier
+from ebbtide.capture.claims import RewriteError
+from ebbtide.capture.joint import Captured
+from ebbtide.errors import BudgetError
+from ebbtide.lower.lowering import lower
+from ebbtide.lower.proof import prove
+from ebbtide.rewrites import choices
+from ebbtide.rewrites.attention.calls import FLAT, SPREAD, WHOLE, ByEntry, blocks, calls_of, part_of_entries
+from ebbtide.rewrites.attention.facts import entry_facts
+from ebbtide.rewrites.attention.proof import prove_attention
+from ebbtide.rewrites.attention.regions import find_attention
+from ebbtide.rewrites.attention.rule import AttentionRule, left_attention
+from ebbtide.rewrites.choices import Choice, apply_proven
+from ebbtide.rewrites.sliced.places import PARTS
+from ebbtide.step.rewrite import Rewritten
+from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 
 RULE = AttentionRule()
 aten = torch.ops.aten
@@ -109,7 +109,7 @@ def data(dtype: torch.dtype = torch.float32, seed: int = 1, length: int = 97) ->
     return torch.randn(3, length, HEADS * WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def captured_of(model: nn.Module, *args: torch.Tensor) -> tuple[Captured, ebbflow.Program]:
+def captured_of(model: nn.Module, *args: torch.Tensor) -> tuple[Captured, ebbtide.Program]:
     step, program, _ = capture_program(model, args, {})
     return step, program
 
@@ -141,7 +141,7 @@ def history(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def least(model: nn.Module, dtype: torch.dtype) -> int:
     """The smallest budget of the captured step."""
-    ebbflow.fit(model, 1, rewrites="none", progress=None)
+    ebbtide.fit(model, 1, rewrites="none", progress=None)
     with pytest.raises(BudgetError) as refused:
         model(data(dtype))
     assert refused.value.smallest_bytes is not None
@@ -178,10 +178,10 @@ def test_trains_as_eager_below_the_captured_steps_least(
         model = made(kind, dtype)
         expected = history(copy.deepcopy(model), dtype)
         budget = int((0.9 if kind == "dropped" else 0.8) * least(made(kind, dtype), dtype))
-        ebbflow.plan(made(kind, dtype), (data(dtype),), budget=budget, rewrites="all", progress=None)  # finds out
-        ebbflow.fit(model, budget, rewrites="all", progress=None)
+        ebbtide.plan(made(kind, dtype), (data(dtype),), budget=budget, rewrites="all", progress=None)  # finds out
+        ebbtide.fit(model, budget, rewrites="all", progress=None)
         assert all(map(torch.equal, history(model, dtype), expected))
-        plan, step = ebbflow.plan_of(model), ebbflow.step_of(model)
+        plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
         assert plan is not None
         assert plan.rewritten is not None
         assert {each.rule for each in plan.rewritten.rewrites} == {RULE.name}
@@ -195,7 +195,7 @@ def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> No
     model = made(kind)
     step, program = captured_of(model, data())
     verifier = Verifier(model, (data(),), {})
-    plain = ebbflow.plan(model, (data(),), budget="200%", progress=None)
+    plain = ebbtide.plan(model, (data(),), budget="200%", progress=None)
     ways = list(RULE.ways(step))
     assert len(ways) >= 2
     for way in (ways[0], ways[-1]):
@@ -351,13 +351,13 @@ def test_each_layer_is_a_region_of_its_own_though_they_share_a_mask() -> None:
 
 def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), False))
-    found = ebbflow.doctor(made("plain"), (data(),), progress=None)
+    found = ebbtide.doctor(made("plain"), (data(),), progress=None)
     sliced = [each for each in found.rewrites if each.what.startswith(RULE.name)]
     assert sliced
     assert all("not the bits of the whole here" in each.why_not for each in sliced)
     budget = int(0.8 * least(made("plain"), torch.float32))
     with pytest.raises(BudgetError):
-        ebbflow.fit(made("plain"), budget, progress=None)(data())
+        ebbtide.fit(made("plain"), budget, progress=None)(data())
 
 
 # -- the proof ----------------------------------------------------------------------------------------------------

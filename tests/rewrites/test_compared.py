@@ -10,33 +10,33 @@ import pytest
 import torch
 from torch import nn
 
-import ebbflow
-from ebbflow._api.estimate import capture_program
-from ebbflow.errors import VerificationError
-from ebbflow.lower.compared import How
-from ebbflow.rewrites.choices import Choice
-from ebbflow.rewrites.feed_forward.rule import TileRule
-from ebbflow.rewrites.feed_forward.tiled import Tiled
-from ebbflow.rewrites.heads import facts as head_facts
-from ebbflow.rewrites.heads import kernels as head_kernels
-from ebbflow.rewrites.heads.reordered import ReorderedHeadRule
-from ebbflow.rewrites.heads.rule import HeadRule
-from ebbflow.rewrites.in_place.forms import InPlace
-from ebbflow.rewrites.in_place.rule import InPlaceRule
-from ebbflow.rewrites.rule import Rule
-from ebbflow.step.rewrite import Rewritten
-from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
+import ebbtide
+from ebbtide._api.estimate import capture_program
+from ebbtide.errors import VerificationError
+from ebbtide.lower.compared import How
+from ebbtide.rewrites.choices import Choice
+from ebbtide.rewrites.feed_forward.rule import TileRule
+from ebbtide.rewrites.feed_forward.tiled import Tiled
+from ebbtide.rewrites.heads import facts as head_facts
+from ebbtide.rewrites.heads import kernels as head_kernels
+from ebbtide.rewrites.heads.reordered import ReorderedHeadRule
+from ebbtide.rewrites.heads.rule import HeadRule
+from ebbtide.rewrites.in_place.forms import InPlace
+from ebbtide.rewrites.in_place.rule import InPlaceRule
+from ebbtide.rewrites.rule import Rule
+from ebbtide.step.rewrite import Rewritten
+from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from head_models import CLASSES, FORMS, TOKENS, arguments
 
 WHOLE, SAMPLED, RESTS = (each.value for each in How)
 HEADS = ("plain", "bfloat16, upcast", "cut, tied", "smoothed")
 
 
-def planned(rule: Rule, model: nn.Module, args: tuple[Any, ...], form: str = "", room: int = 0) -> list[ebbflow.Plan]:
+def planned(rule: Rule, model: nn.Module, args: tuple[Any, ...], form: str = "", room: int = 0) -> list[ebbtide.Plan]:
     """The unplanned step with the first way of each form of ``rule``, and a budget of so much room beyond its peak."""
     step, program, _ = capture_program(model, args, {})
-    roomy = ebbflow.plan(model, args, budget="200%", rewrites="none", progress=None)
-    plans: dict[str, ebbflow.Plan] = {}
+    roomy = ebbtide.plan(model, args, budget="200%", rewrites="none", progress=None)
+    plans: dict[str, ebbtide.Plan] = {}
     for way in rule.ways(step):
         if way[0].form not in plans and (not form or way[0].form == form):
             if (costed := Choice(step, way).costed("cpu", program)) is None:
@@ -83,11 +83,11 @@ def trained(model: nn.Module, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def test_every_op_of_every_form_of_a_head_is_held_where_there_is_room(form: str) -> None:
     expected = trained(FORMS[form](), arguments())
     for plan in planned(HeadRule(), FORMS[form](), arguments(), room=10**9):
-        model = ebbflow.fit(FORMS[form](), plan, progress=None)
+        model = ebbtide.fit(FORMS[form](), plan, progress=None)
         assert all(map(torch.equal, trained(model, arguments()), expected))
-        step = ebbflow.step_of(model)
+        step = ebbtide.step_of(model)
         assert step is not None
-        ops = sum("ebbflow_rewrites" in op.target for op in plan.program.ops)
+        ops = sum("ebbtide_rewrites" in op.target for op in plan.program.ops)
         assert step.rewrites_held == {WHOLE: ops}
         assert f"{ops} rewritten {WHOLE}" in repr(step)
 
@@ -96,23 +96,23 @@ def test_every_op_of_every_form_of_a_head_is_held_where_there_is_room(form: str)
 def test_tiles_and_islands_are_held_too(rule: Rule) -> None:
     expected = trained(Layers(), rows())
     for plan in planned(rule, Layers(), rows(), room=10**9):
-        model = ebbflow.fit(Layers(), plan, progress=None)
+        model = ebbtide.fit(Layers(), plan, progress=None)
         assert all(map(torch.equal, trained(model, rows()), expected))
-        step = ebbflow.step_of(model)
+        step = ebbtide.step_of(model)
         assert step is not None
         assert set(step.rewrites_held) == {WHOLE}
         assert step.rewrites_held[WHOLE] == len(plan.program.ops) - plain_ops(plan)
 
 
-def plain_ops(plan: ebbflow.Plan) -> int:
+def plain_ops(plan: ebbtide.Plan) -> int:
     return sum(op.target.startswith("aten.") for op in plan.program.ops)
 
 
 def test_what_has_other_bits_by_request_is_not_held_to_eagers() -> None:
     for plan in planned(ReorderedHeadRule(), FORMS["bias"](), arguments(), room=10**9):
-        model = ebbflow.fit(FORMS["bias"](), plan, progress=None)
+        model = ebbtide.fit(FORMS["bias"](), plan, progress=None)
         trained(model, arguments())
-        step = ebbflow.step_of(model)
+        step = ebbtide.step_of(model)
         assert step is not None
         assert step.rewrites_held == {WHOLE: 2}  # the loss, and the gradient of the hidden states
 
@@ -130,14 +130,14 @@ def test_what_there_is_no_room_for_is_held_in_samples_or_rests_on_facts() -> Non
     }
 
 
-def held(plan: ebbflow.Plan) -> dict[str, int]:
+def held(plan: ebbtide.Plan) -> dict[str, int]:
     """How its ops are; the first step, in which they are, is within the budget."""
-    model = ebbflow.fit(FORMS["plain"](), plan, progress=None)
+    model = ebbtide.fit(FORMS["plain"](), plan, progress=None)
     args = arguments()
-    with ebbflow.measure(model) as gauge:
+    with ebbtide.measure(model) as gauge:
         model(*args).backward()
     assert plan.resident_bytes + gauge.above_bytes <= plan.budget_bytes
-    step = ebbflow.step_of(model)
+    step = ebbtide.step_of(model)
     assert step is not None
     return dict(step.rewrites_held)
 
@@ -181,11 +181,11 @@ def test_a_result_with_one_other_bit_is_found_before_it_is_handed_out(
         refused(FORMS["plain"](), plan, arguments(), op)
 
 
-def refused(model: nn.Module, plan: ebbflow.Plan, args: tuple[Any, ...], op: str) -> None:
+def refused(model: nn.Module, plan: ebbtide.Plan, args: tuple[Any, ...], op: str) -> None:
     """Its first step raises; no gradient is there, random state is as before, and without the plan it goes on."""
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    ebbflow.fit(model, plan, progress=None)
+    ebbtide.fit(model, plan, progress=None)
     with pytest.raises(VerificationError, match=f"{op}.*takes the place of a part of the captured step") as error:
         model(*args).backward()
     assert op in error.value.op

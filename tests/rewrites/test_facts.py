@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow.cost.room import Room, within
-from ebbflow.errors import BudgetError
-from ebbflow.measurement.cpu_allocations import AllocationRecorder
-from ebbflow.measurement.peak import peak_above
-from ebbflow.rewrites import facts
-from ebbflow.rewrites.facts import ALIGNMENT, Fact, either, measured, normal, own
-from ebbflow.torch_seams.fake_tensors import without_modes
+import ebbtide
+from ebbtide.cost.room import Room, within
+from ebbtide.errors import BudgetError
+from ebbtide.measurement.cpu_allocations import AllocationRecorder
+from ebbtide.measurement.peak import peak_above
+from ebbtide.rewrites import facts
+from ebbtide.rewrites.facts import ALIGNMENT, Fact, either, measured, normal, own
+from ebbtide.torch_seams.fake_tensors import without_modes
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def test_measuring_takes_no_more_than_it_says(
     monkeypatch.setattr(facts, "_measured", counted)
     model = kind().to(dtype)
     with pytest.raises(BudgetError):
-        ebbflow.plan(model, given_to(model, dtype), budget=1, rewrites="all", progress=None)
+        ebbtide.plan(model, given_to(model, dtype), budget=1, rewrites="all", progress=None)
     assert len(taken) > 4
     assert {each: found for each, found in taken.items() if found[1] > facts._BESIDES * found[0]} == {}
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebbflow.rewrites.heads import kernels as head_kernels
-from ebbflow.rewrites.heads.facts import HeadSizes, column_facts, row_facts, softmax_facts
-from ebbflow.rewrites.heads.slices import known_columns
-from ebbflow.rewrites.spans import LEAST, spans
+from ebbtide.rewrites.heads import kernels as head_kernels
+from ebbtide.rewrites.heads.facts import HeadSizes, column_facts, row_facts, softmax_facts
+from ebbtide.rewrites.heads.slices import known_columns
+from ebbtide.rewrites.spans import LEAST, spans
 
 aten = torch.ops.aten
 ops = getattr(torch.ops, head_kernels.NAMESPACE)

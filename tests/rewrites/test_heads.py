@@ -10,27 +10,27 @@ import pytest
 import torch
 from torch import fx
 
-from ebbflow.capture.claims import RewriteError
-from ebbflow.capture.joint import Captured, reread
-from ebbflow.capture.offline import capture
-from ebbflow.cost.attach import with_measured_costs
-from ebbflow.cost.profile import profile_calls
-from ebbflow.cost.roofline import flops_of
-from ebbflow.cost.room import Room, arguments_for, within
-from ebbflow.lower.lowering import lower
-from ebbflow.lower.proof import prove
-from ebbflow.rewrites import choices
-from ebbflow.rewrites.choices import choice_of
-from ebbflow.rewrites.facts import Fact
-from ebbflow.rewrites.heads.costs import guess_workspace_bytes
-from ebbflow.rewrites.heads.find import find_heads
-from ebbflow.rewrites.heads.forms import forms_of, rewritten, summed_forms_of
-from ebbflow.rewrites.heads.kernels import NAMESPACE
-from ebbflow.rewrites.heads.proof import prove_rewritten
-from ebbflow.step.rewrite import Rewrite
-from ebbflow.step.unplanned import unplanned_schedule
-from ebbflow.torch_seams.dispatcher import OpOverload, schema_of
-from ebbflow.torch_seams.trees import tree_leaves
+from ebbtide.capture.claims import RewriteError
+from ebbtide.capture.joint import Captured, reread
+from ebbtide.capture.offline import capture
+from ebbtide.cost.attach import with_measured_costs
+from ebbtide.cost.profile import profile_calls
+from ebbtide.cost.roofline import flops_of
+from ebbtide.cost.room import Room, arguments_for, within
+from ebbtide.lower.lowering import lower
+from ebbtide.lower.proof import prove
+from ebbtide.rewrites import choices
+from ebbtide.rewrites.choices import choice_of
+from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.heads.costs import guess_workspace_bytes
+from ebbtide.rewrites.heads.find import find_heads
+from ebbtide.rewrites.heads.forms import forms_of, rewritten, summed_forms_of
+from ebbtide.rewrites.heads.kernels import NAMESPACE
+from ebbtide.rewrites.heads.proof import prove_rewritten
+from ebbtide.step.rewrite import Rewrite
+from ebbtide.step.unplanned import unplanned_schedule
+from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
+from ebbtide.torch_seams.trees import tree_leaves
 from head_models import CLASSES, FORMS, LEFT, TOKENS, WIDTH, Tower, arguments
 
 

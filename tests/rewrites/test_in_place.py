@@ -13,25 +13,25 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow._api.estimate import capture_program
-from ebbflow._api.verify import Verifier
-from ebbflow.capture.claims import RewriteError
-from ebbflow.capture.joint import Captured
-from ebbflow.case import Case
-from ebbflow.cost.profile import profile_calls
-from ebbflow.errors import InternalError
-from ebbflow.lower.lowering import lower
-from ebbflow.lower.proof import prove
-from ebbflow.rewrites import choices, facts
-from ebbflow.rewrites.choices import Choice, apply_proven
-from ebbflow.rewrites.in_place.facts import overwriting_fact
-from ebbflow.rewrites.in_place.forms import InPlace, overwriting_form
-from ebbflow.rewrites.in_place.islands import islands_of
-from ebbflow.rewrites.in_place.proof import PARTS, prove_in_place
-from ebbflow.rewrites.in_place.rule import InPlaceRule
-from ebbflow.step.rewrite import Rewrite, Rewritten
-from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
+import ebbtide
+from ebbtide._api.estimate import capture_program
+from ebbtide._api.verify import Verifier
+from ebbtide.capture.claims import RewriteError
+from ebbtide.capture.joint import Captured
+from ebbtide.case import Case
+from ebbtide.cost.profile import profile_calls
+from ebbtide.errors import InternalError
+from ebbtide.lower.lowering import lower
+from ebbtide.lower.proof import prove
+from ebbtide.rewrites import choices, facts
+from ebbtide.rewrites.choices import Choice, apply_proven
+from ebbtide.rewrites.in_place.facts import overwriting_fact
+from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
+from ebbtide.rewrites.in_place.islands import islands_of
+from ebbtide.rewrites.in_place.proof import PARTS, prove_in_place
+from ebbtide.rewrites.in_place.rule import InPlaceRule
+from ebbtide.step.rewrite import Rewrite, Rewritten
+from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from random_models import random_case
 
 RULE = InPlaceRule()
@@ -64,7 +64,7 @@ def block_case(words: int = 120) -> Case:
     return Case(Block(words), (x, labels), {})
 
 
-def captured_of(case: Case) -> tuple[Captured, ebbflow.Program]:
+def captured_of(case: Case) -> tuple[Captured, ebbtide.Program]:
     step, program, _ = capture_program(case.model, case.args, dict(case.kwargs))
     return step, program
 
@@ -78,7 +78,7 @@ def verified(case: Case) -> int:
         costed = Choice(step, way).costed("cpu", program)
         if costed is None:
             continue
-        plain = plain or ebbflow.plan(
+        plain = plain or ebbtide.plan(
             case.model, case.args, case.kwargs, budget="200%", planner="keep_all", rewrites="none", progress=None
         )
         rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
@@ -112,7 +112,7 @@ def test_random_models_have_the_same_bits(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["resnet50", "unet", "hf_gpt2"])
 def test_models_of_the_zoo_have_the_same_bits(name: str) -> None:
-    from ebbflow.zoo.small import SMALL
+    from ebbtide.zoo.small import SMALL
 
     assert verified(SMALL[name]()) > 15
 
@@ -150,7 +150,7 @@ def test_a_form_takes_no_memory_and_facts_hold(size: tuple[int, ...], dtype: tor
         given = iter(graph.nodes)
         node = graph.call_function(op, tuple(next(given) if isinstance(a, torch.Tensor) else a for a in args))
         node.meta["val"] = op(*args)
-        from ebbflow.cost.call import call_of
+        from ebbtide.cost.call import call_of
 
         call = call_of(node)
         operand = 1 if op is aten.where.self else 0
@@ -337,14 +337,14 @@ WRONG = ["it is read twice", "it is laid out otherwise", "a half of it is read"]
 @pytest.mark.parametrize("why", WRONG)
 def test_the_proof_sees_what_must_not_be_written_over(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finder that takes what it must not is caught by the proof, which looks for itself."""
-    from ebbflow.rewrites.in_place import islands
+    from ebbtide.rewrites.in_place import islands
 
     step, _ = captured_of(Case(Kept(NOT_TAKEN[why]), (torch.randn(8, 8),), {}))
     monkeypatch.setattr(islands._Finder, "_is_taken_over", lambda *_: True)
     found = islands._Finder(step, False, None)
     found.stays = frozenset()
     taken = list(found.found())
-    monkeypatch.setattr("ebbflow.rewrites.in_place.rule.islands_of", lambda *_, **__: taken)
+    monkeypatch.setattr("ebbtide.rewrites.in_place.rule.islands_of", lambda *_, **__: taken)
     way = next(RULE.ways(step))
     with pytest.raises((RewriteError, RuntimeError, UserWarning)):  # or it cannot even be written
         prove_in_place(step, RULE.rewritten(step, way))
@@ -354,7 +354,7 @@ def test_the_proof_sees_what_must_not_be_written_over(why: str, monkeypatch: pyt
 
 
 def budget_between(case: Case, share: float) -> int:
-    plain = ebbflow.plan(case.model, case.args, case.kwargs, budget="100%", progress=None)
+    plain = ebbtide.plan(case.model, case.args, case.kwargs, budget="100%", progress=None)
     return int(plain.smallest_bytes + share * (plain.baseline_peak_bytes - plain.smallest_bytes))
 
 
@@ -372,13 +372,13 @@ def history(model: nn.Module, case: Case, *, retained: bool = False) -> list[tor
 
 def test_a_step_below_what_the_captured_one_needs_trains_as_eager() -> None:
     case = block_case(600)
-    plain = ebbflow.plan(case.model, case.args, budget="100%", progress=None)
-    least = ebbflow.plan(case.model, case.args, budget=plain.smallest_bytes, rewrites="in-place", progress=None)
+    plain = ebbtide.plan(case.model, case.args, budget="100%", progress=None)
+    least = ebbtide.plan(case.model, case.args, budget=plain.smallest_bytes, rewrites="in-place", progress=None)
     assert least.smallest_bytes < plain.floor_bytes
     budget = (least.smallest_bytes + plain.smallest_bytes) // 2
-    model = ebbflow.fit(block_case(600).model, budget, rewrites="in-place", progress=None)
+    model = ebbtide.fit(block_case(600).model, budget, rewrites="in-place", progress=None)
     assert all(map(torch.equal, history(model, case), history(block_case(600).model, case)))
-    plan, step = ebbflow.plan_of(model), ebbflow.step_of(model)
+    plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
     assert plan is not None
     assert step is not None
     assert plan.rewritten is not None
@@ -390,8 +390,8 @@ def test_a_step_below_what_the_captured_one_needs_trains_as_eager() -> None:
 def test_a_graph_that_is_retained_has_the_same_bits_and_says_what_it_takes() -> None:
     case = block_case()
     expected = history(block_case().model, case, retained=True)
-    plain = ebbflow.plan(case.model, case.args, budget="100%", progress=None)
-    model = ebbflow.fit(block_case().model, plain.baseline_peak_bytes - 1, rewrites="in-place", progress=None)
+    plain = ebbtide.plan(case.model, case.args, budget="100%", progress=None)
+    model = ebbtide.fit(block_case().model, plain.baseline_peak_bytes - 1, rewrites="in-place", progress=None)
     with pytest.warns(UserWarning, match="retain"):
         found = history(model, case, retained=True)
     assert all(map(torch.equal, found, expected))
@@ -400,13 +400,13 @@ def test_a_graph_that_is_retained_has_the_same_bits_and_says_what_it_takes() -> 
 def test_a_plan_says_so_and_comes_back_from_its_file(tmp_path: Path) -> None:
     case = block_case(600)
     budget = budget_between(case, 0.0)
-    plan = ebbflow.plan(case.model, case.args, budget=budget, rewrites="in-place", progress=None)
+    plan = ebbtide.plan(case.model, case.args, budget=budget, rewrites="in-place", progress=None)
     assert plan.rewritten is not None
     form = plan.rewritten.rewrites[0].form
     assert f"in-place: {form} (" in str(plan)
-    again = ebbflow.Plan.load(plan.save(tmp_path / "plan.json"))
+    again = ebbtide.Plan.load(plan.save(tmp_path / "plan.json"))
     assert (again.rewritten, again.fingerprint) == (plan.rewritten, plan.fingerprint)
-    model = ebbflow.fit(block_case(600).model, again, progress=None)
+    model = ebbtide.fit(block_case(600).model, again, progress=None)
     assert all(map(torch.equal, history(model, case), history(block_case(600).model, case)))
 
 
@@ -432,8 +432,8 @@ def test_a_plan_for_another_machine_assumes_and_measures_nothing(monkeypatch: py
     monkeypatch.setattr(facts, "_measured", lambda *_: pytest.fail("measured for a machine that is not here"))
     case = block_case(600)
     options: dict[str, Any] = {"machine": "h100-80gb", "progress": None}
-    plain = ebbflow.plan(case.model, case.args, budget="100%", **options)
-    plan = ebbflow.plan(case.model, case.args, budget=plain.smallest_bytes, rewrites="in-place", **options)
+    plain = ebbtide.plan(case.model, case.args, budget="100%", **options)
+    plan = ebbtide.plan(case.model, case.args, budget=plain.smallest_bytes, rewrites="in-place", **options)
     assert plan.rewritten is not None
     assert "until fit measures it" in str(plan)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ebbflow.rewrites.once import once
+from ebbtide.rewrites.once import once
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.capture.claims import RewriteError
-from ebbflow.capture.joint import Captured
-from ebbflow.capture.offline import capture
-from ebbflow.engine import plans
-from ebbflow.options import REWRITES, Options
-from ebbflow.rewrites.heads.facts import HeadSizes
-from ebbflow.rewrites.heads.find import find_heads
-from ebbflow.rewrites.heads.forms import REORDERED, summed_forms_of
-from ebbflow.rewrites.heads.reordered import ReorderedHeadRule, largest_difference
-from ebbflow.rewrites.heads.rule import HeadRule
+import ebbtide
+from ebbtide.capture.claims import RewriteError
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.offline import capture
+from ebbtide.engine import plans
+from ebbtide.options import REWRITES, Options
+from ebbtide.rewrites.heads.facts import HeadSizes
+from ebbtide.rewrites.heads.find import find_heads
+from ebbtide.rewrites.heads.forms import REORDERED, summed_forms_of
+from ebbtide.rewrites.heads.reordered import ReorderedHeadRule, largest_difference
+from ebbtide.rewrites.heads.rule import HeadRule
 from head_models import FORMS, Tower, arguments
 
 RULE = ReorderedHeadRule()
@@ -68,11 +68,11 @@ def test_all_but_the_heads_gradients_have_eagers_bits(form: str, monkeypatch: py
         return [each for each in every(*args, **options) if each.rewrites[0].rule == REORDERED]
 
     monkeypatch.setattr(plans, "alternatives_here", summed)
-    ebbflow.fit(model, "70%", rewrites="reordered", progress=None)
+    ebbtide.fit(model, "70%", rewrites="reordered", progress=None)
     gradients(model)  # proves the plan; the next one measures it
     model.zero_grad()
     found_loss, found = gradients(model)
-    plan, step = ebbflow.plan_of(model), ebbflow.step_of(model)
+    plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
     assert plan is not None
     assert step is not None
     assert plan.rewritten is not None
@@ -114,7 +114,7 @@ def test_it_is_asked_for_and_no_default() -> None:
 
 def test_a_plan_for_another_machine_says_that_the_difference_is_not_known() -> None:
     found = [
-        ebbflow.plan(
+        ebbtide.plan(
             Tower(FORMS["plain"]().loss, classes=20_000),
             arguments(),
             budget=budget,

@@ -12,26 +12,26 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-import ebbflow
-from ebbflow import options
-from ebbflow._api.estimate import capture_program
-from ebbflow._api.verify import Verifier
-from ebbflow.capture.claims import RewriteError
-from ebbflow.capture.joint import Captured
-from ebbflow.errors import BudgetError
-from ebbflow.lower.lowering import lower
-from ebbflow.lower.proof import prove
-from ebbflow.rewrites import choices
-from ebbflow.rewrites.choices import Choice, apply_proven
-from ebbflow.rewrites.feed_forward.facts import tile_facts
-from ebbflow.rewrites.feed_forward.proof import prove_tiled
-from ebbflow.rewrites.feed_forward.regions import find_regions
-from ebbflow.rewrites.feed_forward.rule import TileRule, left_regions
-from ebbflow.rewrites.feed_forward.tiled import Tiled
-from ebbflow.rewrites.feed_forward.tiles import tiles_of
-from ebbflow.rewrites.sliced.places import PARTS
-from ebbflow.step.rewrite import Rewritten
-from ebbflow.step.unplanned import unplanned_bytes, unplanned_schedule
+import ebbtide
+from ebbtide import options
+from ebbtide._api.estimate import capture_program
+from ebbtide._api.verify import Verifier
+from ebbtide.capture.claims import RewriteError
+from ebbtide.capture.joint import Captured
+from ebbtide.errors import BudgetError
+from ebbtide.lower.lowering import lower
+from ebbtide.lower.proof import prove
+from ebbtide.rewrites import choices
+from ebbtide.rewrites.choices import Choice, apply_proven
+from ebbtide.rewrites.feed_forward.facts import tile_facts
+from ebbtide.rewrites.feed_forward.proof import prove_tiled
+from ebbtide.rewrites.feed_forward.regions import find_regions
+from ebbtide.rewrites.feed_forward.rule import TileRule, left_regions
+from ebbtide.rewrites.feed_forward.tiled import Tiled
+from ebbtide.rewrites.feed_forward.tiles import tiles_of
+from ebbtide.rewrites.sliced.places import PARTS
+from ebbtide.step.rewrite import Rewritten
+from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 
 RULE = TileRule()
 aten = torch.ops.aten
@@ -93,7 +93,7 @@ def data(dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
     return torch.randn(3, 173, 33, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def captured_of(model: nn.Module, *args: torch.Tensor) -> tuple[Captured, ebbflow.Program]:
+def captured_of(model: nn.Module, *args: torch.Tensor) -> tuple[Captured, ebbtide.Program]:
     step, program, _ = capture_program(model, args, {})
     return step, program
 
@@ -123,7 +123,7 @@ def history(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def least(model: nn.Module, dtype: torch.dtype) -> int:
     """The smallest budget of the captured step."""
-    ebbflow.fit(model, 1, rewrites="none", progress=None)
+    ebbtide.fit(model, 1, rewrites="none", progress=None)
     with pytest.raises(BudgetError) as refused:
         model(data(dtype))
     assert refused.value.smallest_bytes is not None
@@ -159,12 +159,12 @@ def test_trains_as_eager_below_the_captured_steps_least(
         model = layers_of(kind, dtype)
         expected = history(copy.deepcopy(model), dtype)
         budget = int((0.75 if kind == "adapters" else 0.9) * least(layers_of(kind, dtype), dtype))
-        ebbflow.plan(
+        ebbtide.plan(
             layers_of(kind, dtype), (data(dtype),), budget=budget, rewrites="all", progress=None
         )  # finds out where there is room
-        ebbflow.fit(model, budget, rewrites="all", progress=None)
+        ebbtide.fit(model, budget, rewrites="all", progress=None)
         assert all(map(torch.equal, history(model, dtype), expected))
-        plan, step = ebbflow.plan_of(model), ebbflow.step_of(model)
+        plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
         assert plan is not None
         assert plan.rewritten is not None
         assert "feed-forward" in {each.rule for each in plan.rewritten.rewrites}
@@ -178,7 +178,7 @@ def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> No
     model = layers_of(kind)
     step, program = captured_of(model, data())
     verifier = Verifier(model, (data(),), {})
-    plain = ebbflow.plan(model, (data(),), budget="200%", progress=None)
+    plain = ebbtide.plan(model, (data(),), budget="200%", progress=None)
     for way in RULE.ways(step):
         costed = Choice(step, way).costed("cpu", program)
         assert costed is not None
@@ -263,23 +263,23 @@ def test_layers_that_pin_nothing_are_left_alone() -> None:
 
 def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), False))
-    found = ebbflow.doctor(layers_of("gated"), (data(),), rewrites="all", progress=None)
+    found = ebbtide.doctor(layers_of("gated"), (data(),), rewrites="all", progress=None)
     assert found.rewrites
     tiled = [each for each in found.rewrites if "feed-forward" in each.what]
     assert tiled
     assert all("not the bits of the whole here" in each.why_not for each in tiled)
     budget = int(0.9 * least(layers_of("gated"), torch.float32))
     with pytest.raises(BudgetError):
-        ebbflow.fit(layers_of("gated"), budget, rewrites="all", progress=None)(data())
+        ebbtide.fit(layers_of("gated"), budget, rewrites="all", progress=None)(data())
 
 
 def test_a_plan_for_a_card_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(options._RULES, "all", (RULE.name,))
     case = Layers("gelu"), (data(),)
-    captured = ebbflow.plan(*case, budget="200%", rewrites="none", machine="rtx4090-24gb", progress=None)
+    captured = ebbtide.plan(*case, budget="200%", rewrites="none", machine="rtx4090-24gb", progress=None)
     above = captured.smallest_bytes - captured.resident_bytes - captured.reserve_bytes
     budget = captured.smallest_bytes - above // 10
-    plan = ebbflow.plan(*case, budget=budget, rewrites="all", machine="rtx4090-24gb", progress=None)
+    plan = ebbtide.plan(*case, budget=budget, rewrites="all", machine="rtx4090-24gb", progress=None)
     assert plan.rewritten is not None
     assert "takes for granted, until fit measures it," in str(plan)
     assert "columns at a time of" in str(plan)

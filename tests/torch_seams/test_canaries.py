@@ -1,4 +1,4 @@
-"""Every private name of torch does what Ebbflow relies on; a torch on which one does not is refused by name."""
+"""Every private name of torch does what Ebbtide relies on; a torch on which one does not is refused by name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import ebbflow
-from ebbflow.errors import CaptureError
-from ebbflow.torch_seams import versions
-from ebbflow.torch_seams.canaries import CANARIES, run
-from ebbflow.torch_seams.patches import Setting, open_patches
+import ebbtide
+from ebbtide.errors import CaptureError
+from ebbtide.torch_seams import versions
+from ebbtide.torch_seams.canaries import CANARIES, run
+from ebbtide.torch_seams.patches import Setting, open_patches
 
 
 @pytest.mark.parametrize("name", sorted(CANARIES))
@@ -66,22 +66,22 @@ BREAKS: dict[str, tuple[str, str, object]] = {
     "marked_sizes_become_symbols": ("torch._dynamo", "maybe_mark_dynamic", lambda *_: None),
     "captures_log_no_error": ("torch._dynamo.utils", "add_compilation_metrics_to_chromium", lambda: "one argument"),
     "settings_are_told_apart": (
-        "ebbflow.torch_seams.patches.Setting",
+        "ebbtide.torch_seams.patches.Setting",
         "is_of_thread",
         property(lambda setting: not _is_of_thread(setting)),
     ),
-    "compiled_code_can_be_forgotten": ("ebbflow.torch_seams.dynamo", "reset_code", lambda _: None),
-    "numbers_of_python_are_not_drawn_in_traces": ("ebbflow.torch_seams.tracing", "_refuse_draw", lambda below: below),
-    "gradients_of_results_may_be_asked_for": ("ebbflow.torch_seams.leaves", "_returns_leaf", lambda *_: False),
+    "compiled_code_can_be_forgotten": ("ebbtide.torch_seams.dynamo", "reset_code", lambda _: None),
+    "numbers_of_python_are_not_drawn_in_traces": ("ebbtide.torch_seams.tracing", "_refuse_draw", lambda below: below),
+    "gradients_of_results_may_be_asked_for": ("ebbtide.torch_seams.leaves", "_returns_leaf", lambda *_: False),
     "a_wrapper_is_known_while_its_forward_runs": (
         "torch.nn.parallel.DistributedDataParallel",
         "_get_active_ddp_module",
         classmethod(lambda _: None),
     ),
-    "comparisons_with_draws_are_decided": ("ebbflow.torch_seams.tracing", "_is_drawn", lambda _: False),
-    "checks_of_values_are_traced": ("ebbflow.torch_seams.checks", "_raised", lambda *_: None),
+    "comparisons_with_draws_are_decided": ("ebbtide.torch_seams.tracing", "_is_drawn", lambda _: False),
+    "checks_of_values_are_traced": ("ebbtide.torch_seams.checks", "_raised", lambda *_: None),
     "context_variables_have_values_in_traces": (
-        "ebbflow.torch_seams.context_variables",
+        "ebbtide.torch_seams.context_variables",
         "_of_context_variables",
         lambda below: below,
     ),
@@ -159,7 +159,7 @@ def test_an_unknown_torch_that_differs_is_refused_at_the_first_step(
     for name in CANARIES:
         monkeypatch.setitem(CANARIES, name, lambda: None)
     monkeypatch.setitem(CANARIES, "backwards_have_numbers", broken)
-    model = ebbflow.fit(torch.nn.Sequential(torch.nn.Linear(4, 4)), "100%")
+    model = ebbtide.fit(torch.nn.Sequential(torch.nn.Linear(4, 4)), "100%")
     for _ in range(2):  # and at the second
         with pytest.raises(CaptureError, match="backwards_have_numbers") as caught:
             model(torch.ones(2, 4))
@@ -169,13 +169,13 @@ def test_an_unknown_torch_that_differs_is_refused_at_the_first_step(
     assert all(release in message for release in versions.TESTED)
 
 
-def test_importing_ebbflow_and_its_seams_imports_no_compiler() -> None:
+def test_importing_ebbtide_and_its_seams_imports_no_compiler() -> None:
     modules = sorted(p.stem for p in Path(versions.__file__).parent.glob("*.py") if not p.stem.startswith("_"))
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
-        "import ebbflow\n"
-        + "".join(f"import ebbflow.torch_seams.{name}\n" for name in [*modules, "canaries"])
+        "import ebbtide\n"
+        + "".join(f"import ebbtide.torch_seams.{name}\n" for name in [*modules, "canaries"])
         + "print(sorted(m for m in set(sys.modules) - before if m.startswith(('torch._dynamo', 'sympy'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, _DispatchCacheKey
 
-from ebbflow.torch_seams import fake_tensors
-from ebbflow.torch_seams.fake_tensors import Dispatch, described_by, unremembered
+from ebbtide.torch_seams import fake_tensors
+from ebbtide.torch_seams.fake_tensors import Dispatch, described_by, unremembered
 
 EXP = torch.ops.aten.exp.default
 

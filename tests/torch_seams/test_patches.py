@@ -19,14 +19,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ebbflow
+import ebbtide
 from at_once import at_once
-from ebbflow.capture.trace import capture_settings
-from ebbflow.errors import CaptureError
-from ebbflow.measurement.cpu_allocations import AllocationRecorder, profiler_active
-from ebbflow.torch_seams.autograd import BackwardWatch
-from ebbflow.torch_seams.fake_tensors import FakeTensorMode, quiet_log
-from ebbflow.torch_seams.patches import Attribute, Item, Patch, Place, Setting, open_patches, patched, places, wrapped
+from ebbtide.capture.trace import capture_settings
+from ebbtide.errors import CaptureError
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, profiler_active
+from ebbtide.torch_seams.autograd import BackwardWatch
+from ebbtide.torch_seams.fake_tensors import FakeTensorMode, quiet_log
+from ebbtide.torch_seams.patches import Attribute, Item, Patch, Place, Setting, open_patches, patched, places, wrapped
 
 CUDA = (8, 0)
 
@@ -369,14 +369,14 @@ def test_settings_that_are_closed_early_or_dropped() -> None:
 
 
 def test_a_capture_that_fails() -> None:
-    model = ebbflow.fit(_Model(lambda x: print(1) if x.sum() > 0 else None), "100%", verify=False)
+    model = ebbtide.fit(_Model(lambda x: print(1) if x.sum() > 0 else None), "100%", verify=False)
     with pytest.raises(CaptureError):
         model(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_forward_that_raises(error: type[BaseException]) -> None:
-    model = ebbflow.fit(_Model(_raise(error)), "100%", verify=False)
+    model = ebbtide.fit(_Model(_raise(error)), "100%", verify=False)
     with pytest.raises((error, CaptureError)):
         model(torch.ones(2, 4))
 
@@ -392,16 +392,16 @@ def test_an_interrupt_while_a_step_is_traced() -> None:
         return original(*args)
 
     with patched(Attribute(FakeTensorMode, "_dispatch_impl"), interrupted), pytest.raises(KeyboardInterrupt):
-        ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
+        ebbtide.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
     assert FakeTensorMode._dispatch_impl is original
 
 
 def test_a_capture_inside_of_settings() -> None:
     """It opens the same patches once more, and is the same step."""
-    alone = ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
+    alone = ebbtide.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
     with capture_settings(here=True):
         around = open_patches()
-        inside = ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
+        inside = ebbtide.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
         assert open_patches() == around > 0
     assert inside.program.fingerprint == alone.program.fingerprint
 
@@ -411,7 +411,7 @@ def test_two_threads_that_capture() -> None:
 
     def work() -> None:
         try:
-            ebbflow.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
+            ebbtide.plan(_Model(), (torch.ones(2, 4),), budget="1MiB")
         except BaseException as error:
             errors.append(error)
 
@@ -456,7 +456,7 @@ class _Features(torch.nn.Module):
 
 
 def _unfit(model: torch.nn.Module) -> None:
-    ebbflow.unfit(model)
+    ebbtide.unfit(model)
 
 
 def _train_on(model: torch.nn.Module) -> None:
@@ -473,7 +473,7 @@ def _raise_in_backward(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("then", [lambda model: None, _unfit, _train_on, _raise_in_backward])
 def test_no_backward_comes(then: Callable[[torch.nn.Module], None]) -> None:
     entries = torch.autograd.backward, torch.autograd.grad
-    model = ebbflow.fit(_Features(), "1MiB", verify=False)
+    model = ebbtide.fit(_Features(), "1MiB", verify=False)
     output = model(torch.ones(2, 4))
     assert open_patches() == 3, "the watch and the recording are open while the backward is waited for"
     del output

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import ebbflow
+import ebbtide
 
-ROOT = Path(ebbflow.__file__).parent
+ROOT = Path(ebbtide.__file__).parent
 
 EXEMPT = ("torch_seams", "zoo")
 
@@ -57,7 +57,7 @@ def _files() -> list[str]:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    """Private names that Ebbflow's own modules define."""
+    """Private names that Ebbtide's own modules define."""
     names: set[str] = set()
     for path in ROOT.rglob("*.py"):
         if path.relative_to(ROOT).parts[0] in EXEMPT:

@@ -1,11 +1,11 @@
-"""What the profiler's helpers write to standard error while Ebbflow records allocations: nothing that is expected."""
+"""What the profiler's helpers write to standard error while Ebbtide records allocations: nothing that is expected."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ebbflow.torch_seams import profiler
+from ebbtide.torch_seams import profiler
 
 WARNING = "Memory block of unknown size"
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import ebbflow
-from ebbflow.capture import disturbed
-from ebbflow.torch_seams import dynamo, stance
+import ebbtide
+from ebbtide.capture import disturbed
+from ebbtide.torch_seams import dynamo, stance
 
 
 class Finalized:
@@ -149,23 +149,23 @@ def test_a_step_is_captured_and_planned_while_another_thread_traces(
 ) -> None:
     """What torch says of the whole process is not said of this thread."""
     monkeypatch.setattr(disturbed, "_PATIENCE_SECONDS", 0.1)  # this trace ends when the captures have
-    model = ebbflow.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", effort=10)
     x = torch.randn(4, 8)
     if trace is _compile:  # two threads do not compile at once: the capture would wait for the other's end
         model(x).backward()
-    planned = ebbflow.calls_of(model).planned
+    planned = ebbtide.calls_of(model).planned
     with _somebody(trace):
         for _ in range(3):
             model(x).backward()
         with torch.no_grad():
             model(x)
-        assert ebbflow.calls_of(model).planned == planned + 3
-        assert sum(ebbflow.calls_of(model).unplanned.values()) == 1
+        assert ebbtide.calls_of(model).planned == planned + 3
+        assert sum(ebbtide.calls_of(model).unplanned.values()) == 1
 
 
 def test_a_model_may_be_traced_where_it_is_fitted() -> None:
-    model = ebbflow.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", effort=10)
     x = torch.randn(4, 8)
     graph = make_fx(model)(x)
     assert torch.equal(graph(x), model(x))
-    assert ebbflow.calls_of(model).planned == 1
+    assert ebbtide.calls_of(model).planned == 1

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.errors import InternalError, TierError
-from ebbflow.step.machine import Link
-from ebbflow.transfers.arena import Arena, arena_numbered, current_arena, travelling
-from ebbflow.transfers.disk import DiskTier, Region
-from ebbflow.transfers.slots import Slot, Space, region_bytes
+from ebbtide.errors import InternalError, TierError
+from ebbtide.step.machine import Link
+from ebbtide.transfers.arena import Arena, arena_numbered, current_arena, travelling
+from ebbtide.transfers.disk import DiskTier, Region
+from ebbtide.transfers.slots import Slot, Space, region_bytes
 
 CPU = torch.device("cpu")
 SHAPES = ((64, 32), (7,), (3, 5, 2))

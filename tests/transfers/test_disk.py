@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.errors import TierError, UsageError
-from ebbflow.tiers import Tier, parse_tiers
-from ebbflow.transfers.disk import DiskTier, Region, disk_tier, refuse_directory
-from ebbflow.transfers.tiers import open_tiers
-from ebbflow.transfers.ways import MOST_FREE
+from ebbtide.errors import TierError, UsageError
+from ebbtide.tiers import Tier, parse_tiers
+from ebbtide.transfers.disk import DiskTier, Region, disk_tier, refuse_directory
+from ebbtide.transfers.tiers import open_tiers
+from ebbtide.transfers.ways import MOST_FREE
 
 
 def test_what_is_written_comes_back_whatever_its_strides(tmp_path: Path):
@@ -105,7 +105,7 @@ def test_files_of_killed_processes_are_removed(tmp_path: Path):
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    left, own, other = (tmp_path / name for name in (f"ebbflow-{child}-ab.tier", f"ebbflow-{os.getpid()}-ab.tier", "x"))
+    left, own, other = (tmp_path / name for name in (f"ebbtide-{child}-ab.tier", f"ebbtide-{os.getpid()}-ab.tier", "x"))
     for each in (left, own, other):
         each.touch()
     DiskTier(tmp_path).region(4096)

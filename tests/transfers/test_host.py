@@ -15,12 +15,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ebbflow.errors import TierError
-from ebbflow.transfers import host
-from ebbflow.transfers.arena import Arena
-from ebbflow.transfers.host import HostTier, Slab
-from ebbflow.transfers.slots import Slot, Space
-from ebbflow.transfers.streams import Edge, bytes_of
+from ebbtide.errors import TierError
+from ebbtide.transfers import host
+from ebbtide.transfers.arena import Arena
+from ebbtide.transfers.host import HostTier, Slab
+from ebbtide.transfers.slots import Slot, Space
+from ebbtide.transfers.streams import Edge, bytes_of
 from fake_cuda import FakeDevice, Race, Stream
 
 CPU = torch.device("cpu")  # the fake's memory

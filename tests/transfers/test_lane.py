@@ -12,8 +12,8 @@ import weakref
 
 import pytest
 
-from ebbflow.transfers import lane as lanes
-from ebbflow.transfers.lane import Lane
+from ebbtide.transfers import lane as lanes
+from ebbtide.transfers.lane import Lane
 
 
 class Thing:
@@ -81,7 +81,7 @@ def test_an_idle_lane_has_no_thread_and_starts_again(monkeypatch: pytest.MonkeyP
     lane = Lane("that idles")
     lane.submit(lambda: None).wait()
     deadline = time.monotonic() + 10
-    while any(thread.name == "ebbflow that idles" for thread in threading.enumerate()):
+    while any(thread.name == "ebbtide that idles" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     lane.submit(lambda: None).wait()
@@ -133,7 +133,7 @@ def test_an_interrupted_submit_leaves_a_lane_that_works(monkeypatch: pytest.Monk
     jobs[-1].wait()
     assert done == [0, 1, 2, 3, 4], "what was not submitted is not done"
     for _ in range(1000):  # the first thread sees that it is not wanted once it comes to run
-        if [each.name for each in threading.enumerate()].count("ebbflow test to interrupt") == 1:
+        if [each.name for each in threading.enumerate()].count("ebbtide test to interrupt") == 1:
             return
         time.sleep(0.005)
     raise AssertionError("two threads serve one lane")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.errors import TierError
-from ebbflow.step.machine import Link, Machine, is_elsewhere
-from ebbflow.transfers import host, host_link, links
-from ebbflow.transfers.disk import DiskTier
-from ebbflow.transfers.host import HostTier
-from ebbflow.transfers.host_link import like_of
-from ebbflow.transfers.links import COUNTED_ON, is_measured, measured_host_link, measured_link, this_machine
-from ebbflow.transfers.staged import StagedDisk
+from ebbtide.errors import TierError
+from ebbtide.step.machine import Link, Machine, is_elsewhere
+from ebbtide.transfers import host, host_link, links
+from ebbtide.transfers.disk import DiskTier
+from ebbtide.transfers.host import HostTier
+from ebbtide.transfers.host_link import like_of
+from ebbtide.transfers.links import COUNTED_ON, is_measured, measured_host_link, measured_link, this_machine
+from ebbtide.transfers.staged import StagedDisk
 from fake_cuda import FakeDevice
 
 

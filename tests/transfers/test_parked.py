@@ -22,15 +22,15 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ebbflow.errors import TierError
-from ebbflow.measurement.resident import storages_in
-from ebbflow.torch_seams import readers
-from ebbflow.torch_seams.away import can_leave, is_away
-from ebbflow.torch_seams.storages import walk
-from ebbflow.transfers import lots
-from ebbflow.transfers.disk import DiskTier
-from ebbflow.transfers.lane import Job
-from ebbflow.transfers.parked import LEAST_BYTES, Parking, parking_of
+from ebbtide.errors import TierError
+from ebbtide.measurement.resident import storages_in
+from ebbtide.torch_seams import readers
+from ebbtide.torch_seams.away import can_leave, is_away
+from ebbtide.torch_seams.storages import walk
+from ebbtide.transfers import lots
+from ebbtide.transfers.disk import DiskTier
+from ebbtide.transfers.lane import Job
+from ebbtide.transfers.parked import LEAST_BYTES, Parking, parking_of
 
 SIZE = LEAST_BYTES // 4
 
@@ -233,8 +233,8 @@ def check(when):
     print(when, all(map(torch.equal, expected, [each["exp_avg"] for each in optimizer.state.values()])))
 {before}
 from pathlib import Path
-from ebbflow.transfers.disk import DiskTier
-from ebbflow.transfers.parked import parking_of
+from ebbtide.transfers.disk import DiskTier
+from ebbtide.transfers.parked import parking_of
 parameters = [torch.nn.Parameter(torch.randn(100_000)) for _ in range(2)]
 optimizer = torch.optim.Adam(parameters)
 for each in parameters:

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.errors import TierError
-from ebbflow.tiers import parse_tiers
-from ebbflow.transfers import staged
-from ebbflow.transfers.arena import Arena
-from ebbflow.transfers.disk import DiskTier, Region
-from ebbflow.transfers.host import HostTier, host_tier
-from ebbflow.transfers.slots import Slot, Space
-from ebbflow.transfers.staged import StagedDisk, staged_disk
-from ebbflow.transfers.streams import Edge
-from ebbflow.transfers.tiers import open_tiers
+from ebbtide.errors import TierError
+from ebbtide.tiers import parse_tiers
+from ebbtide.transfers import staged
+from ebbtide.transfers.arena import Arena
+from ebbtide.transfers.disk import DiskTier, Region
+from ebbtide.transfers.host import HostTier, host_tier
+from ebbtide.transfers.slots import Slot, Space
+from ebbtide.transfers.staged import StagedDisk, staged_disk
+from ebbtide.transfers.streams import Edge
+from ebbtide.transfers.tiers import open_tiers
 from fake_cuda import FakeDevice, Race
 
 SHAPE = (50, 21)  # 4,200 bytes: more than two pieces

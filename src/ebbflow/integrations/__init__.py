@@ -1,1 +1,0 @@
-"""Ebbflow in the training loops of others; each module needs the package that it is named after."""

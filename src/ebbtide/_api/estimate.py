@@ -1,0 +1,549 @@
+"""``plan`` and ``sweep``: what a step would take under a budget, before anything runs; no GPU and no memory needed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+
+from ebbtide._api.refusals import (
+    refuse_to_offload,
+    refuse_to_plan,
+    refuse_to_step_inside,
+    require_call,
+    require_module,
+)
+from ebbtide.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.loss import loss_is_outside
+from ebbtide.capture.offline import capture
+from ebbtide.clipping import Clipping
+from ebbtide.cost.attach import costs_of, with_measured_costs, with_roofline_costs
+from ebbtide.cost.cache import device_context
+from ebbtide.cost.cuda_workspace import cublas_bytes, cublas_bytes_here, has_product
+from ebbtide.cost.optimizer_step import step_bytes
+from ebbtide.engine.arrivals import own_backwards
+from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
+from ebbtide.engine.offloaded import Foreseen, foresee
+from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
+from ebbtide.engine.stepping import end_of, taken_of
+from ebbtide.errors import UsageError
+from ebbtide.faults import own_faults, users_level
+from ebbtide.inside.step import WithOptimizer
+from ebbtide.measurement.device import on_device_of
+from ebbtide.measurement.libraries import take_workspaces
+from ebbtide.measurement.optimizer_state import future_state_bytes
+from ebbtide.measurement.resident import device_of, resident_parts, tensors_in
+from ebbtide.measurement.together import class_of
+from ebbtide.names import with_known_keywords
+from ebbtide.options import Options, require_gradients, require_text
+from ebbtide.planners import Interrupt, Progress, planner_named
+from ebbtide.planners.base import DEFAULT_EFFORT
+from ebbtide.planners.narration import aloud, interruption_noted, narrated
+from ebbtide.planning.alternatives import Alternative
+from ebbtide.planning.frontier import Frontier, Refusal, frontier
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.planning.resident_in_words import OPTIMIZER_STATE
+from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
+from ebbtide.rewrites.choices import (
+    Finish,
+    alternatives_elsewhere,
+    alternatives_here,
+    itself,
+    left_of,
+    measure_ahead,
+)
+from ebbtide.step.machine import Machine, is_elsewhere
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Program
+from ebbtide.step.provenance import IN_THE_STEP, Costs, LossPlace, Provenance
+from ebbtide.step.schedule import Schedule
+from ebbtide.tiers import parse_tiers
+from ebbtide.transfers.links import machine_with_tiers
+from ebbtide.units import Budget, format_bytes
+
+if TYPE_CHECKING:
+    from ebbtide.options import AnyOptimizer, Rewrites
+
+__all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
+
+
+@with_known_keywords
+def plan(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: str | int | Budget,
+    planner: str = "auto",
+    machine: str | Machine | None = None,
+    tiers: str | Sequence[str] | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: AnyOptimizer | None = None,
+    rewrites: Rewrites | None = None,
+    offload_optimizer: bool = False,
+    step: Literal["outside", "inside"] = "outside",
+    max_norm: float | Clipping | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    effort: int = DEFAULT_EFFORT,
+    time_limit: float | None = None,
+    seed: int = 0,
+    interrupt: Interrupt | None = None,
+    progress: Callable[[Progress], None] | None = aloud,
+    name: str = "",
+) -> Plan:
+    """Plan one training call of ``model`` under ``budget``; nothing of the model runs.
+
+    Args:
+        model: real, fake (built under ``FakeTensorMode``) or on the ``meta`` device.
+        args: positional arguments of the call, real, fake or meta like the model.
+        kwargs: keyword arguments.
+        budget: bytes of the step's peak, resident part included, or a share of the unplanned peak.
+        planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
+        machine: a :class:`Machine` or the name of one in the catalogue; costs are then estimated by roofline and
+            the plan says so. ``None`` is the device at hand, on which costs are measured.
+        tiers: slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list, the
+            preferred one first. The links to a machine's tiers are in the catalogue, those to a disk at hand are
+            measured. ``None``: what does not fit is recomputed.
+        loss: applied to what the model returns, as part of the step: for a model whose training call returns no
+            loss. Such a plan tells what the step takes; to run it, put the loss inside the model.
+        optimizer: its state counts as resident, also what it does not hold yet; or a function that makes it from
+            the model.
+        rewrites: what may take the place of parts of the step, as for :func:`ebbtide.fit`. For a machine that is not
+            at hand what it rests on is assumed, and listed; ``fit`` measures it there.
+        offload_optimizer: plan for that state in the first of ``tiers`` while a step runs, as :func:`ebbtide.fit` does
+            with it: it is not resident then, and the budget also holds at ``optimizer.step()``.
+        step: where the optimizer steps, as for :func:`ebbtide.fit`: ``"inside"``, in the backward, or ``"outside"``.
+        max_norm: to what norm gradients are clipped in the step, as for :func:`ebbtide.fit`.
+        scaler: that scales losses, as for :func:`ebbtide.fit`.
+        gradients: which outputs take gradients, as for :func:`ebbtide.fit`.
+        effort: local-search moves.
+        time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
+        seed: of every random choice; plans are reproducible for one effort and seed.
+        interrupt: set it from elsewhere to end planning with the best plan so far.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
+        name: of the case, for reports; the model's class if empty.
+
+    Raises:
+        UsageError: for an argument that is none of what is said above, naming it and what it takes.
+        CaptureError: if the call is not one graph.
+        TierError: for a disk that cannot be used.
+        BudgetError: if the budget is below what is workable.
+    """
+    require_gradients(gradients)
+    require_text("name", name)
+    options = Options(
+        planner=planner,
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+        optimizer=optimizer,
+        rewrites=rewrites,
+        offload_optimizer=offload_optimizer,
+        step=step,
+        max_norm=max_norm,
+        scaler=scaler,
+        loss=loss,
+        machine=machine,
+        tiers=tiers,
+        gradients=gradients,
+        interrupt=interrupt,
+        progress=progress,
+    )
+    parsed = Budget.parse(budget)
+    planner_named(planner)
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        options = replace(options, progress=tell)
+        ahead = capture_ahead(model, args, kwargs, options=options, name=name)
+        return ahead.plan(parsed, PlanningOptions.of(options))
+
+
+@with_known_keywords
+def sweep(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budgets: Sequence[str | int | Budget],
+    planners: Sequence[str] = ("auto",),
+    machine: str | Machine | None = None,
+    tiers: str | Sequence[str] | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: AnyOptimizer | None = None,
+    rewrites: Rewrites | None = None,
+    offload_optimizer: bool = False,
+    step: Literal["outside", "inside"] = "outside",
+    max_norm: float | Clipping | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    effort: int = DEFAULT_EFFORT,
+    time_limit: float | None = None,
+    seed: int = 0,
+    interrupt: Interrupt | None = None,
+    progress: Callable[[Progress], None] | None = aloud,
+    name: str = "",
+) -> Frontier:
+    """The memory/time frontier of one training call: a plan per budget and planner, from one capture.
+
+    A planner's overhead never rises with the budget: each budget is planned from the plan of the next smaller one
+    as well. Budgets below what is workable have no plan in the list; a warning names them, and ``refusals`` has them.
+
+    Args:
+        model: as for :func:`plan`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        budgets: each as for :func:`plan`.
+        planners: names of planners, with their settings if they take any.
+        machine: as for :func:`plan`.
+        tiers: as for :func:`plan`.
+        loss: as for :func:`plan`.
+        optimizer: as for :func:`plan`.
+        rewrites: as for :func:`plan`.
+        offload_optimizer: as for :func:`plan`.
+        step: as for :func:`plan`.
+        max_norm: as for :func:`plan`.
+        scaler: as for :func:`plan`.
+        gradients: as for :func:`plan`.
+        effort: local-search moves per plan.
+        time_limit: seconds per plan.
+        seed: as for :func:`plan`.
+        interrupt: as for :func:`plan`; once it is set, each plan that is left is the best at hand.
+        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
+            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
+        name: of the case, for reports.
+
+    Returns:
+        The plans, ascending by budget, within one budget in the order of ``planners``: a list, whose ``refusals`` are
+        the budgets and planners that have none, with the reason. Printed, it is a table of both.
+
+    Raises:
+        UsageError: for an argument that is none of what is said above, naming it and what it takes.
+        CaptureError: if the call is not one graph.
+        BudgetError: if no budget is workable.
+    """
+    require_gradients(gradients)
+    require_text("name", name)
+    options = Options(
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+        optimizer=optimizer,
+        rewrites=rewrites,
+        offload_optimizer=offload_optimizer,
+        step=step,
+        max_norm=max_norm,
+        scaler=scaler,
+        loss=loss,
+        machine=machine,
+        tiers=tiers,
+        gradients=gradients,
+        interrupt=interrupt,
+        progress=progress,
+    )
+    parsed = [Budget.parse(budget) for budget in _several("budgets", budgets)]
+    names = _several("planners", planners)
+    for each in names:
+        planner_named(each)
+        options.require_tiers_for(each)
+    with narrated(options.tell), interruption_noted(options.tell) as tell:
+        options = replace(options, progress=tell)
+        ahead = capture_ahead(model, args, kwargs, options=options, name=name)
+        plans = Frontier(ahead.frontier(parsed, names, PlanningOptions.of(options)))
+    if plans.refusals and not plans:
+        raise plans.refusals[-1].error
+    if said := plans.left_out():
+        warnings.warn(f"sweep has no plan by {said}", stacklevel=users_level())
+    return plans
+
+
+@dataclass(frozen=True)
+class AheadStep:
+    """A captured training call with all that plans for it need.
+
+    Attributes:
+        program: with costs.
+        resident_bytes: at a step's start, optimizer state that is to come among them.
+        reserve_bytes: kept free inside every budget.
+        machine: planned for; ``None`` is the device at hand.
+        tiers: of it, that buffers may be moved to.
+        provenance: where costs are from, for the plans.
+        end: what is taken when the backward has returned, whatever the plan.
+        resident: what ``resident_bytes`` are made of, by kind; empty where that is not known.
+        layer_types: the class of each of the model's modules, by its path; likewise.
+        alternatives: to the program.
+        left: where something looks as if it could be rewritten, and why it is left.
+        measure_facts: finds out what its rewrites rest on, and keeps it for later; in words, and whether it holds.
+    """
+
+    program: Program
+    resident_bytes: int
+    reserve_bytes: int
+    machine: Machine | None = None
+    tiers: tuple[str, ...] = ()
+    provenance: Provenance = field(default_factory=Provenance)
+    end: StepEnd = NOTHING_AFTER
+    resident: Mapping[str, int] = field(default_factory=dict[str, int])
+    layer_types: Mapping[str, str] = field(default_factory=dict[str, str])
+    alternatives: Sequence[Alternative] = ()
+    left: Sequence[tuple[str, str]] = ()
+    measure_facts: Callable[[], Iterator[tuple[str, bool | None]]] = lambda: iter(())
+
+    @property
+    def unplanned_budget_bytes(self) -> int:
+        """The budget within which the step runs unplanned, the reserve included."""
+        return self.reserve_bytes + self.end.unplanned_bytes(self.program, self.resident_bytes)
+
+    def plan(self, budget: Budget, options: PlanningOptions, seeds: Sequence[Schedule] = ()) -> Plan:
+        """The plan within ``budget``; raises as :func:`~ebbtide.planning.pipeline.make_plan` does, and starts so."""
+        with own_faults():
+            return make_plan(
+                self.program,
+                budget,
+                resident_bytes=self.resident_bytes,
+                reserve_bytes=self.reserve_bytes,
+                end=self.end,
+                seeds=seeds,
+                options=self._options(options),
+            )
+
+    def frontier(
+        self, budgets: Sequence[Budget], planners: Sequence[str], options: PlanningOptions
+    ) -> Iterator[Plan | Refusal]:
+        """A plan or a refusal per budget and planner (:func:`~ebbtide.planning.frontier.frontier`)."""
+        with own_faults():
+            yield from frontier(
+                self.program,
+                budgets,
+                planners,
+                resident_bytes=self.resident_bytes,
+                reserve_bytes=self.reserve_bytes,
+                end=self.end,
+                options=self._options(options),
+            )
+
+    def _options(self, options: PlanningOptions) -> PlanningOptions:
+        return replace(
+            options,
+            machine=self.machine,
+            tiers=self.tiers,
+            provenance=self.provenance,
+            resident_parts={kind: size for kind, size in self.resident.items() if size},
+            alternatives=self.alternatives,
+        )
+
+
+def capture_ahead(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+    machine: str | Machine | None = None,
+    name: str = "",
+) -> AheadStep:
+    """Capture one training call and its costs.
+
+    Args:
+        model: as for :func:`plan`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        options: what the step is and for which machine.
+        machine: as for :func:`plan`, where there are no other options.
+        name: of the case, for reports.
+
+    Raises:
+        UsageError: for a model or arguments that are none, or that are on no device that can be planned for.
+        CaptureError: if the call is not one graph.
+    """
+    options = options or Options(machine=machine)
+    require_module(model, "plan")
+    require_call(args, kwargs)
+    refuse_to_plan(model, (args, kwargs))
+    target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)
+    if options.offload_optimizer:
+        refuse_to_offload(optimizer, parse_tiers(options.tiers))
+    begin: Finish = itself
+    finish: Finish = itself
+    if options.inside:
+        refuse_to_step_inside(optimizer, options.scaler)
+        assert optimizer is not None
+        device_type = None if target is None else target.device
+        scaled = options.scaler is not None
+        finish = WithOptimizer(optimizer, model, device_type, options.clipping, scaled=scaled)
+        begin = finish.looked
+    progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
+    with on_device_of([model, args, kwargs]):
+        joint, program, provenance = capture_program(
+            model,
+            tuple(args),
+            kwargs or {},
+            machine=target,
+            loss=options.loss,
+            every_output=options.every_output,
+            name=name,
+            begin=begin,
+            finish=finish,
+        )
+        device = program.context["device"] if target is None else target.device
+        alternatives = _alternatives(joint, program, device, options, finish) if options.rewrite_rules else ()
+        granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
+        planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
+        if options.offload_optimizer and optimizer is not None:
+            state = foresee(optimizer, [model, args, kwargs], device, tiers[0])
+        else:
+            state = _resident_state(optimizer, device, inside=options.inside)
+        reserve = reserve_bytes(program, device, verify=options.verify)
+        held = 0
+        if target is not None and target.device == "cuda":
+            held = cublas_bytes(program, target)
+        elif device == "cuda" and has_product(program):
+            with own_backwards():
+                take_workspaces()
+            held = cublas_bytes_here()
+        if target is None and device == "cuda":
+            reserve += unsplit_bytes(program)
+    resident = resident_parts(model, (args, kwargs), state.staying, granularity)
+    resident[OPTIMIZER_STATE] += state.to_come_bytes
+    return AheadStep(
+        program,
+        sum(resident.values()) + held,
+        reserve,
+        planned_for,
+        tiers,
+        replace(
+            provenance,
+            optimizer="" if optimizer is None else class_of(optimizer),
+            offloaded=state.note,
+            optimizer_step=state.stepping,
+        ),
+        state.end,
+        {**resident, "cuBLAS workspace": held},
+        _classes_in(model),
+        alternatives,
+        left_of(joint, options.rewrite_rules),
+        (lambda: iter(())) if is_elsewhere(target) else partial(measure_ahead, joint, device, options.rewrite_rules),
+    )
+
+
+def _alternatives(
+    joint: Captured, program: Program, device: str, options: Options, finish: Finish
+) -> Sequence[Alternative]:
+    rules, first = options.rewrite_rules, options.first_rules
+    if is_elsewhere(options.target):
+        return alternatives_elsewhere(joint, program, rules=rules, first=first, finish=finish)
+    return alternatives_here(joint, program, device, rules=rules, first=first, finish=finish)
+
+
+def _classes_in(model: torch.nn.Module) -> dict[str, str]:
+    """The class of each module by its path, of one that is in several places by each."""
+    named = cast("Iterable[tuple[str, object]]", model.named_modules(remove_duplicate=False))
+    return {path: type(module).__name__ for path, module in named}
+
+
+def _resident_state(optimizer: torch.optim.Optimizer | None, device: str, *, inside: bool) -> Foreseen:
+    """All of it stays, also what is to come."""
+    if optimizer is None:
+        return Foreseen([], 0, NOTHING_AFTER, "")
+    state, to_come = list(tensors_in(optimizer)), future_state_bytes(optimizer)
+    if inside:
+        return Foreseen(state, to_come, NOTHING_AFTER, "", IN_THE_STEP)
+    taken = step_bytes(optimizer, device)
+    return Foreseen(state, to_come, end_of(optimizer, taken), "", taken_of(taken))
+
+
+def _usable(machine: Machine) -> str:
+    """What is taken off the memory of ``machine``, with sources; empty if nothing is."""
+    if not machine.memory_bytes or machine.usable_bytes == machine.memory_bytes:
+        return ""
+    source = machine.sources.get
+    return (
+        f"less {format_bytes(machine.context_bytes)} for the device's context ({source('context_bytes', 'as given')}), "
+        f"and {machine.fragmentation:.0%} of the rest for fragmentation ({source('fragmentation', 'as given')})"
+    )
+
+
+def _several(argument: str, values: object) -> Sequence[Any]:
+    """The elements of ``values``, one or more; a string is one value and not a sequence of them."""
+    if isinstance(values, str | bytes | Budget) or not isinstance(values, Iterable):
+        raise UsageError(
+            f"{argument}={values!r} is one value; {argument} takes a sequence of them: {argument}=({values!r},)",
+            argument=argument,
+            value=values,
+        )
+    several = list(cast("Iterable[Any]", values))
+    if not several:
+        raise UsageError(f"{argument} is empty; give one or more", argument=argument, value=several)
+    return several
+
+
+def capture_program(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    machine: Machine | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    every_output: bool = False,
+    name: str = "",
+    begin: Finish = itself,
+    finish: Finish = itself,
+) -> tuple[Captured, Program, Provenance]:
+    """One training call as captured, its program with costs, and facts on where the costs are from.
+
+    Args:
+        model: real, fake or on ``meta``.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        machine: of the catalogue; ``None`` or the one named ``cpu`` is the device at hand.
+        loss: applied to what the model returns, as part of the step.
+        every_output: whether outputs beside a scalar loss take gradients too.
+        name: of the case; the model's class if empty.
+        begin: gives the step that is rewritten for the captured one.
+        finish: gives the step that is to be planned for that.
+
+    Raises:
+        CaptureError: if the call is not one graph.
+    """
+    device = device_of([model, args]).replace("meta", "cpu")
+    # Tensors that are on the device planned for are traced as they are.
+    cuda = machine.compute_capability if machine is not None and device == "cpu" and machine.device == "cuda" else None
+    context = device_context(device)
+    granularity = machine.granularity_bytes if machine is not None else ALLOCATOR_GRANULARITY_BYTES[device]
+    joint = capture(
+        model,
+        args,
+        kwargs,
+        name=name or type(model).__name__,
+        granularity_bytes=granularity,
+        context=context,
+        loss=loss,
+        every_output=every_output,
+        here=not is_elsewhere(machine),
+        cuda=cuda,
+    )
+    joint = begin(joint)
+    finished = finish(joint)
+    loss_place = LossPlace.OUTSIDE if loss_is_outside(joint) else None
+    if not is_elsewhere(machine):
+        program = with_measured_costs(finished.program, finished.calls, device)
+        costs, estimated = costs_of(joint.calls, device)
+        return joint, program, Provenance(machine=device, costs=costs, estimate=estimated, loss=loss_place)
+    assert machine is not None
+    provenance = Provenance(
+        machine=machine.name,
+        costs=Costs.ROOFLINE,
+        memory_bytes=machine.memory_bytes or None,
+        usable_bytes=machine.usable_bytes if machine.memory_bytes else None,
+        usable=_usable(machine),
+        estimate=f"captured on {device}; fit re-captures on the real device",
+        mapped=ops_as_on_cuda(joint.program, machine) if cuda is not None else "",
+        workspace=workspace_on_cuda(joint.program, machine) if cuda is not None else "",
+        loss=loss_place,
+    )
+    return joint, with_roofline_costs(finished.program, finished.calls, machine), provenance

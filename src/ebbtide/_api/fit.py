@@ -1,0 +1,488 @@
+"""``fit`` and ``unfit``: the model keeps its identity, its class is swapped (``engine/fitted_class.py``).
+
+What Ebbtide knows about the model lives outside it in a :class:`~ebbtide.engine.model.FittedModel`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+
+from ebbtide._api.refusals import (
+    refuse_foreign_optimizer,
+    refuse_to_fit,
+    refuse_to_offload,
+    refuse_to_step_inside,
+    require_module,
+)
+from ebbtide.clipping import Clipping
+from ebbtide.engine.arrivals import backwards_so_far
+from ebbtide.engine.calls import Calls, watch_optimizers
+from ebbtide.engine.fitted_class import FITTED, fitted_class, set_class, watched_of_fitted
+from ebbtide.engine.inside import Inside
+from ebbtide.engine.model import FittedModel
+from ebbtide.engine.offloaded import Offloaded
+from ebbtide.engine.step import Step
+from ebbtide.errors import PlanMismatch, UsageError
+from ebbtide.faults import users_level
+from ebbtide.measurement.batches import watch_batches
+from ebbtide.measurement.device import on_device_of
+from ebbtide.measurement.reserved import too_large_for_the_card
+from ebbtide.measurement.resident import device_of
+from ebbtide.names import with_known_keywords
+from ebbtide.options import Options, Rewrites, require_gradients
+from ebbtide.planners import Progress, planner_named
+from ebbtide.planners.base import DEFAULT_EFFORT
+from ebbtide.planners.narration import aloud
+from ebbtide.planning.cache import PlanCache
+from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.planning.shape_plans import Buckets
+from ebbtide.step.machine import Machine
+from ebbtide.step.plan import Plan
+from ebbtide.tiers import parse_tiers
+from ebbtide.torch_seams.optimizers import gradient_of
+from ebbtide.transfers.links import this_machine
+from ebbtide.transfers.tiers import open_tiers
+from ebbtide.transfers.ways import Way
+from ebbtide.units import Budget
+
+__all__ = ["calls_of", "fit", "no_update", "plan_of", "set_budget", "set_optimizer", "step_of", "total_norm", "unfit"]
+
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+
+
+@partial(with_known_keywords, refused=("loss",))
+def fit(
+    model: ModelT,
+    budget: str | int | Budget | Plan,
+    *,
+    planner: str = "auto",
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: None = None,
+    gradients: Literal["loss", "all"] = "loss",
+    effort: int | None = None,
+    time_limit: float | None = None,
+    seed: int = 0,
+    start: Plan | None = None,
+    tiers: str | Sequence[str] | None = None,
+    rewrites: Rewrites | None = None,
+    offload_optimizer: bool = False,
+    step: Literal["outside", "inside"] = "outside",
+    max_norm: float | Clipping | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    verify: bool | Literal["always"] = True,
+    progress: Callable[[Progress], None] | None = aloud,
+) -> ModelT:
+    """Keep every training step of ``model`` within ``budget``; returns the same object.
+
+    The step is captured and planned at the first training call of each input signature, before anything runs.
+    Calls without gradients run as before.
+
+    Args:
+        model: any module. Plans are best if its training call returns the scalar loss; otherwise the first step
+            runs in as little memory as possible and what the loss takes outside is measured and reserved.
+        budget: bytes of the step's peak allocated memory, everything counted: ``"12GiB"``, ``"8GB"``, an ``int``,
+            ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
+        planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
+        optimizer: if given, its state counts as resident, also before its first step makes it. That of one that is
+            not given counts from its first step on.
+        loss: leave it out; anything but ``None`` is refused with a word on why. The training loop goes on calling its
+            loss on what the model returns, and the first step measures what that takes. (:func:`ebbtide.plan` takes a
+            ``loss``, since nothing runs there that could be measured.)
+        gradients: which outputs take gradients. ``"loss"``: if a scalar that requires one is returned, scalars alone
+            (a gradient that arrives at another output raises). ``"all"``: every output, counted whether used or not.
+        effort: local-search moves; the default is about a second on a 600-op program.
+        time_limit: seconds of planning per step, after which the best plan so far is taken.
+        seed: of every random choice; plans are reproducible for one effort and seed.
+        start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
+            plan starts from that one's schedule too.
+        tiers: slower memory that tensors may be moved to and fetched from: ``"host"`` for a model on a CUDA device,
+            ``"disk"``, a directory below your cache directory, ``"disk:PATH"``, or a list. ``None``: what does not fit
+            is recomputed. By default those of a plan that is given.
+        rewrites: what may take the place of parts of the step. ``"exact"``, also meant by ``None``: where the budget
+            asks for it, a linear layer and the cross-entropy of what it gives are computed in slices, with the same
+            bits, so that the logits never exist whole. Where that gives no plan, or one that takes half a step more,
+            so are feed-forward layers and attention by products and a softmax, and results of elementwise ops go where
+            an operand was that nobody else reads. Whether slices have the bits of the whole is measured first.
+            ``"all"``: all of this wherever the step does not fit as it is. ``"in-place"``: there the loss and the
+            results of elementwise ops alone.
+            ``"reordered"``: as ``"exact"``, and the gradient of a head's weight may be added up from slices of tokens,
+            with other last bits than eager's: the plan states the largest difference seen. ``"none"``: the step is
+            planned as it was captured.
+        offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
+            back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
+            budget also holds at ``optimizer.step()``, with what that takes while it runs.
+        step: where ``optimizer`` steps. ``"inside"``: in the backward, where each gradient is applied and freed as it
+            comes; ``optimizer.step()`` stays where it is in the loop and does nothing more. With the same bits, for
+            optimizers that step on each parameter for itself (all of torch's but LBFGS; others are tried out).
+        max_norm: with ``step="inside"``, the norm to which the gradients of all parameters together are clipped before
+            they are applied, as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does between backward
+            and step, which is taken out of the loop; :func:`total_norm` gives what it returns. A :class:`Clipping` has
+            its other arguments.
+        scaler: with ``step="inside"``, the ``torch.amp.GradScaler`` of the loop, in which ``scaler.scale(loss)``,
+            ``scaler.step(optimizer)`` and ``scaler.update()`` stay where they are and ``scaler.unscale_`` does nothing
+            more: gradients are unscaled in the step, and a step with one that is not finite updates nothing.
+        verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
+            ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
+            every buffer that comes back once more.
+        progress: called with what is known while a first call captures and plans; ``print`` will do. By default one
+            line is logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
+
+    Raises:
+        UsageError: for an argument that is none of what is said above; for a model that is fitted already, is a
+            ``torch.jit`` module, has no memory (``meta``), is spread over devices, has its weights offloaded by hooks,
+            or is on a device that is neither CPU nor CUDA.
+        BudgetError: at the first training call, before any training, if the budget is too small.
+        CaptureError: at the first training call, if the step is not one graph.
+        PlanMismatch: at the first training call, if the given plan is of another program, machine or torch build.
+        TierError: if a tier cannot be used; in a step, if one is full or fails.
+    """
+    require_module(model, "fit")
+    if model in FITTED:
+        raise UsageError(
+            "the model is fitted already; ebbtide.set_budget(model, budget) gives it another budget, "
+            "and ebbtide.unfit(model) first lets you fit it with other options",
+            argument="model",
+        )
+    options = _options(
+        planner=planner,
+        optimizer=optimizer,
+        rewrites=rewrites,
+        offload_optimizer=offload_optimizer,
+        tiers=tiers,
+        loss=loss,
+        gradients=gradients,
+        effort=DEFAULT_EFFORT if effort is None else effort,
+        time_limit=time_limit,
+        seed=seed,
+        start=start,
+        step=step,
+        max_norm=max_norm,
+        scaler=scaler,
+        verify=verify,
+        progress=progress,
+    )
+    planner_named(options.planner)
+    limit, given = _limit_of(budget)
+    _refuse_two_plans(given, start)
+    refuse_to_fit(model)
+    refuse_foreign_optimizer(model, optimizer)
+    _warn_of_the_card(model, limit)
+    named = parse_tiers(list(given.tiers) if given is not None and tiers is None else tiers)
+    opened = open_tiers(named, device_of([model]))
+    _require_tiers(given, opened, f"tiers={tiers!r} does not name that; leave tiers out, or name the plan's")
+    if offload_optimizer:
+        refuse_to_offload(optimizer, opened)
+    if options.inside:
+        refuse_to_step_inside(optimizer, options.scaler)
+    FITTED[model] = fitted = _known_of(model, limit, given, options, optimizer, opened)
+    fitted.arrivals.watch(model.parameters())
+    set_class(model, fitted_class(type(model)))
+    watch_optimizers(watched_of_fitted)
+    watch_batches(watched_of_fitted)
+    return model
+
+
+def _refuse_two_plans(given: Plan | None, start: Plan | None) -> None:
+    if given is not None and start is not None:
+        raise UsageError(
+            "fit takes a plan to run or a plan to start from, not both: give a budget with start=",
+            argument="start",
+            value=start,
+        )
+
+
+def _known_of(
+    model: torch.nn.Module,
+    limit: Budget,
+    given: Plan | None,
+    options: Options,
+    optimizer: torch.optim.Optimizer | None,
+    tiers: dict[str, Way],
+) -> FittedModel:
+    """What is known of ``model`` before its first call, all refusals behind it."""
+    planned_here = given is None
+    planning = replace(
+        PlanningOptions.of(options),
+        cache=PlanCache(),
+        buckets=Buckets(),
+        machine=_machine_at_hand(model, tiers) if planned_here else None,
+        tiers=tuple(tiers) if planned_here else (),
+    )
+    moves, updates = optimizer if options.offload_optimizer else None, optimizer if options.inside else None
+    return FittedModel(
+        plain_class=type(model),
+        budget=limit,
+        given_plan=given,
+        options=planning,
+        optimizer=optimizer,
+        verify=options.verify,
+        every_output=options.every_output,
+        start=options.start,
+        rewrites=options.rewrite_rules,
+        first_rewrites=options.first_rules,
+        tiers=tiers,
+        offloaded=None if moves is None else Offloaded(moves, next(iter(tiers.values()))),
+        inside=None if updates is None else Inside(updates, options.clipping, options.scaler),
+        calls=Calls(
+            fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters()),
+            backwards_before=backwards_so_far(),
+        ),
+    )
+
+
+def _require_tiers(plan: Plan | None, tiers: Mapping[str, Way], otherwise: str) -> None:
+    """Refuse a plan that moves tensors to a tier that is not among ``tiers``.
+
+    Raises:
+        PlanMismatch: with ``otherwise``.
+    """
+    if plan is not None and (missing := set(plan.tiers).difference(tiers)):
+        raise PlanMismatch(
+            f"the plan for {plan.case} moves tensors to {', '.join(sorted(missing))}, and {otherwise}",
+            differences=[f"tiers: plan {list(plan.tiers)}, here {sorted(tiers)}"],
+        )
+
+
+def _machine_at_hand(model: torch.nn.Module, tiers: Mapping[str, Way]) -> Machine | None:
+    with on_device_of([model]):
+        return this_machine(tiers, device_of([model]))
+
+
+def _warn_of_the_card(model: torch.nn.Module, limit: Budget) -> None:
+    if said := too_large_for_the_card([model], limit.bytes):
+        warnings.warn(said, stacklevel=users_level())
+
+
+@with_known_keywords
+def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
+    """Give a fitted model another budget, from its next training call on; returns the same object.
+
+    Nothing is captured again: a new plan is made for the step that is known.
+
+    Args:
+        model: fitted.
+        budget: as for :func:`fit`.
+
+    Raises:
+        UsageError: if the model is not fitted, or for a budget that is none.
+        PlanMismatch: for a plan that moves tensors to a tier that the model was fitted without.
+    """
+    fitted = _fitted(model, "set_budget")
+    limit, plan = _limit_of(budget)
+    _warn_of_the_card(model, limit)
+    had = f"tiers={sorted(fitted.tiers)}" if fitted.tiers else "tiers"
+    how = "with" if fitted.tiers else "without"
+    _require_tiers(
+        plan,
+        fitted.tiers,
+        f"the model was fitted {how} {had}; ebbtide.unfit(model), then ebbtide.fit(model, plan), takes the plan's",
+    )
+    if plan is None and fitted.tiers and not fitted.options.tiers:  # a plan was given so far: no link had to be known
+        machine = _machine_at_hand(model, fitted.tiers)
+        fitted.options = replace(fitted.options, machine=machine, tiers=tuple(fitted.tiers))
+    fitted.set_budget(limit, plan)
+    return model
+
+
+@with_known_keywords
+def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
+    """Tell of the optimizer that trains a fitted model, where it is made after :func:`fit`; returns the same object.
+
+    Its state counts as resident from the next training call on, also before its first step makes it. Nothing is
+    captured again. Of a model that was fitted with ``offload_optimizer`` its state is the one that moves from now on.
+
+    Args:
+        model: fitted.
+        optimizer: of the model's parameters; the state of one that it replaces counts as long as you keep that one.
+
+    Raises:
+        UsageError: if the model is not fitted, for what is no optimizer, or for another model's.
+        TierError: if the state of the one that was given before could not be brought back. The model has the new one.
+    """
+    fitted = _fitted(model, "set_optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(
+            f"set_optimizer takes the optimizer that trains the model (a torch.optim.Optimizer), not "
+            f"{type(optimizer).__name__}",
+            argument="optimizer",
+            value=optimizer,
+        )
+    refuse_foreign_optimizer(model, optimizer)
+    if fitted.inside is not None and optimizer is not fitted.optimizer:
+        refuse_to_step_inside(optimizer, fitted.inside.scaler)
+    before = None if optimizer is fitted.optimizer else fitted.offloaded
+    if before is not None:
+        refuse_to_offload(optimizer, fitted.tiers)
+    fitted.set_optimizer(optimizer)
+    if before is not None:
+        fitted.offloaded = Offloaded(optimizer, next(iter(fitted.tiers.values())))
+        before.close()
+    return model
+
+
+@with_known_keywords
+def calls_of(model: torch.nn.Module) -> Calls:
+    """How the calls of a fitted model went: how many were planned, and how many were not and why.
+
+    Returns:
+        :attr:`~ebbtide.engine.calls.Calls.planned`, a number, and :attr:`~ebbtide.engine.calls.Calls.unplanned`,
+        numbers by reason, counted since :func:`fit`.
+
+    Raises:
+        UsageError: if the model is not fitted.
+    """
+    return _fitted(model, "calls_of").calls.copy()
+
+
+def _limit_of(budget: str | int | Budget | Plan) -> tuple[Budget, Plan | None]:
+    """The budget, and the plan to run if one was given in its place."""
+    if isinstance(budget, Plan):
+        return Budget(bytes=budget.budget_bytes), budget
+    return Budget.parse(budget), None
+
+
+@with_known_keywords
+def unfit(model: ModelT) -> ModelT:
+    """Undo :func:`fit`; returns the same object, unplanned again.
+
+    Raises:
+        UsageError: if the model is not fitted.
+        TierError: if an optimizer's state could not be brought back; it is tried again when it is read.
+    """
+    fitted = _fitted(model, "unfit")
+    del FITTED[model]
+    fitted.flights.disturb()
+    fitted.arrivals.end()
+    set_class(model, fitted.plain_class)
+    if fitted.inside is not None:
+        fitted.inside.close()
+    if fitted.offloaded is not None:
+        fitted.offloaded.close()
+    return model
+
+
+@with_known_keywords
+def no_update(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """A context for calls whose gradients are to be accumulated, of a model that is fitted with ``step="inside"``.
+
+    Calls of the model inside of it leave their gradients as without ``step="inside"``; the first backward of a call
+    outside of it adds its own and updates. As with ``DistributedDataParallel.no_sync``, it is the forward that has to
+    be inside. Of a model with its optimizer outside of the step it changes nothing.
+
+    Args:
+        model: fitted.
+
+    Raises:
+        UsageError: if the model is not fitted.
+    """
+    inside = _fitted(model, "no_update").inside
+    return nullcontext() if inside is None else inside.accumulating()
+
+
+@with_known_keywords
+def total_norm(model: torch.nn.Module) -> torch.Tensor | None:
+    """The norm of all gradients of the last step that clipped them, before that; ``None`` before the first.
+
+    What ``torch.nn.utils.clip_grad_norm_`` returns, of a model that is fitted with ``max_norm``.
+
+    Args:
+        model: fitted.
+
+    Raises:
+        UsageError: if the model is not fitted, or without ``max_norm``.
+    """
+    inside = _fitted(model, "total_norm").inside
+    if inside is None or inside.clipping is None:
+        raise UsageError(
+            "the model is fitted without max_norm, so its steps take no norm of its gradients; "
+            'ebbtide.fit(model, budget, optimizer=optimizer, step="inside", max_norm=...) does, and '
+            "torch.nn.utils.clip_grad_norm_ returns it where the optimizer is outside of the step",
+            argument="model",
+        )
+    return inside.total_norm
+
+
+def _options(**given: Any) -> Options:
+    """The options of :func:`fit`, checked.
+
+    Raises:
+        UsageError: for a value that is none, or one that only ``plan`` can do with.
+    """
+    if given["loss"] is not None:
+        raise UsageError(
+            "fit takes no loss=: the training loop calls it on what the model returns, and what it takes there is "
+            "measured in the first step. Put the loss into the model's forward for the best plans; "
+            "ebbtide.plan(..., loss=...) says beforehand what such a step takes",
+            argument="loss",
+            value=given["loss"],
+        )
+    require_gradients(given["gradients"])
+    optimizer = given["optimizer"]
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        what = "a function that makes one" if callable(optimizer) else f"{type(optimizer).__name__}"
+        how = "make it first and give it"
+        if isinstance(optimizer, type):
+            what, how = f"the class {optimizer.__name__}", f"make one, {optimizer.__name__}(model.parameters())"
+        raise UsageError(
+            f"fit takes the one optimizer that trains the model (a torch.optim.Optimizer) and not {what}: its state is "
+            f"what is resident; {how}",
+            argument="optimizer",
+            value=optimizer,
+        )
+    return Options(**given)
+
+
+@with_known_keywords
+def step_of(model: torch.nn.Module) -> Step | None:
+    """The step that ran last, with its plan and what was verified and measured; ``None`` before the first.
+
+    Raises:
+        UsageError: if the model is not fitted.
+    """
+    return _fitted(model, "step_of").last
+
+
+@with_known_keywords
+def plan_of(model: torch.nn.Module) -> Plan | None:
+    """The plan of the step that ran last; ``None`` where none has run within the budget that is set.
+
+    That is so before the first call, from :func:`set_budget` to the next one, and after a first call that was refused
+    or failed: nothing of it has run, and its error says what would do, such as ``BudgetError.smallest_bytes``.
+
+    Raises:
+        UsageError: if the model is not fitted.
+    """
+    step = _fitted(model, "plan_of").last
+    return step.plan if step is not None else None
+
+
+def _fitted(model: torch.nn.Module, caller: str) -> FittedModel:
+    """What is known of ``model``.
+
+    Raises:
+        UsageError: if it is not fitted, or no module.
+    """
+    require_module(model, caller)
+    fitted = FITTED.get(model)
+    if fitted is None:
+        named = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())
+        inside = [name for name, part in named if part in FITTED]
+        if inside:
+            raise UsageError(
+                f"what is fitted is {inside[0]} in this {type(model).__name__}, which was put around it after fit, as "
+                f"PEFT does: give {caller} that one, model.get_submodule({inside[0]!r})",
+                argument="model",
+            )
+        raise UsageError(
+            "the model is not fitted (a copy of a fitted model, or one that was loaded, is a plain model); "
+            "call ebbtide.fit(model, budget) first",
+            argument="model",
+        )
+    return fitted

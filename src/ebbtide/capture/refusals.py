@@ -1,0 +1,159 @@
+"""Why a call could not be captured, in the user's terms: from what torch raised to one error of ours.
+
+What goes wrong in a capture is one of these, looked for in this order:
+1. an error of ours that torch wrapped: it is raised as it was, without torch's frames;
+2. a size or a number that only the data tell: the model asks for something that no plan can have;
+3. a statement that is known to break graphs (``known_breaks``);
+4. a fault of our own code, an :class:`~ebbtide.errors.InternalError` and never advice to change the model; or of the
+   user's code, or of torch's, while the compiler ran;
+5. anything else that Dynamo says: its reason at the user's line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ebbtide.capture.known_breaks import known_break
+from ebbtide.capture.origin import Place, place_of
+from ebbtide.errors import CaptureError, EbbtideError
+from ebbtide.faults import in_own_frames, innermost, internal, is_own
+from ebbtide.torch_seams.dynamo import inner_exception
+
+__all__ = ["ours_inside", "refusal", "users_line"]
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
+_USER_CODE = re.compile(r"from user code:|User Stack \(most recent call last\):|User stack trace:")
+
+# Told apart by name, so that this module needs none of torch's private ones.
+_DATA_DEPENDENT = {
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "GuardOnDataDependentSymNode",
+    "PendingUnbackedSymbolNotFound",
+}
+# Where torch hides the cause: its words for it, or a symbol for a size that only data tell (u0, u1, ...).
+_TELLS_DATA = re.compile(rf"data-dependent expression|{'|'.join(sorted(_DATA_DEPENDENT))}|\bu\d+\b")
+_COMPILER = {"BackendCompilerFailed", "InternalTorchDynamoError"}
+
+_PLAN_WHOLE = (
+    "Ebbtide plans whole steps only: take the statement out of the model's forward, or do it before the call and give "
+    "the forward what comes of it"
+)
+_BACKWARD_HOOK = (
+    "A captured step runs no hooks between its submodules in the backward: put the hook on the fitted model itself, or "
+    "on a tensor of its forward (tensor.register_hook)"
+)
+_FIXED_SIZES = (
+    "Ebbtide plans fixed sizes only: keep all rows and leave out of the loss with a mask (torch.where) what does not "
+    "count, or pad outside the model; give sizes to the forward as Python ints, not as tensors"
+)
+_TRACED = (
+    "Code of yours (a custom op's fake kernel, an autograd function) failed on the fake tensors with which the step is "
+    "traced: they have shapes and no values"
+)
+_INSIDE_TORCH = (
+    "PyTorch itself failed on this step, which fails under torch.compile(fullgraph=True) as well: see whether another "
+    "release of torch has it, or report it to PyTorch with the error that this one was raised from"
+)
+
+
+def ours_inside(error: BaseException) -> EbbtideError | None:
+    """The error of ours that Dynamo wrapped, if it did; its traceback has our own frames alone."""
+    for each in _chain(error):
+        if isinstance(each, EbbtideError):
+            return each.with_traceback(in_own_frames(each))
+    return None
+
+
+def refusal(error: BaseException, module: torch.nn.Module, ours: str | None = None) -> EbbtideError:
+    """What to raise for ``error``, which is none of ours.
+
+    Args:
+        error: torch's.
+        module: whose call it is.
+        ours: what we know better than Dynamo why the call cannot be captured, and what would work.
+    """
+    place = _place(error)
+    if ours is not None:
+        return _capture_error(place, ours, "")
+    known = known_break(str(error), place.text if place is not None else "", module)
+    if known is not None:
+        return _capture_error(place, *known)
+    chain = list(_chain(error))
+    if any(type(each).__name__ in _DATA_DEPENDENT for each in chain) or _TELLS_DATA.search(str(error)):
+        said = "" if place is not None else f" {_what(error)}"  # in symbols, which the line says better
+        return _capture_error(place, f"A size or a number that it needs depends on data.{said}", _FIXED_SIZES)
+    if type(error).__name__ not in _COMPILER:
+        if "backwards hooks require" in str(error):
+            return _capture_error(place, "A backward hook is on one of its submodules.", _BACKWARD_HOOK)
+        return _capture_error(place, _what(error), _PLAN_WHOLE)
+    cause = chain[-1]
+    if is_own(cause):
+        fault = internal(cause)
+        fault.__cause__ = cause
+        return fault
+    if (theirs := innermost(cause)) is not None:
+        at = Place(f"{Path(theirs[0]).name}:{theirs[1]}", f'File "{theirs[0]}", line {theirs[1]}')
+        return _capture_error(at, _what(error), _TRACED)
+    return _capture_error(place, _what(error), _INSIDE_TORCH)
+
+
+def users_line(error: BaseException) -> str:
+    """The user's line with its code, as torch tells it; empty if it does not."""
+    place = _place(error)
+    return place.text if place is not None else ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and what it wraps, outermost first."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = inner_exception(each) or each.__cause__
+
+
+def _capture_error(place: Place | None, why: str, remedy: str) -> CaptureError:
+    reason = f"{place.text}. {why}" if place is not None else why
+    where = f" at {place.text}" if place is not None else ""
+    return CaptureError(
+        reason,
+        remedy=remedy,
+        source=place.source if place is not None else "",
+        message=f"the step cannot be captured as one graph{where}. {why} {remedy}".rstrip(),
+    )
+
+
+def _place(error: BaseException) -> Place | None:
+    """The innermost line of the user's that torch names, or of any code if it names none of the user's."""
+    for each in _chain(error):
+        text = str(each)
+        start = _USER_CODE.search(text)
+        if start is None:
+            continue
+        frames = list(_FRAME.finditer(text, start.end()))
+        frames = [frame for frame in frames if not frame[1].startswith(_OURS)] or frames
+        mine = [frame for frame in frames if not frame[1].startswith(_TORCH)] or frames
+        if mine:
+            return place_of(text, mine[-1])
+    return None
+
+
+def _what(error: BaseException) -> str:
+    """What torch says is wrong, without its internals; ends with a full stop."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    inner = inner_exception(error)
+    if inner is not None:
+        first = str(inner).strip().partition("\n")[0]
+        what = f"{type(inner).__name__}: {first}"
+    else:
+        what = lines[0] if lines else type(error).__name__
+    details = [line for line in lines[1:8] if line.startswith(("Explanation:", "Hint:"))]
+    return " ".join([f"{what.rstrip('.')}.", *details[:2]])

@@ -1,0 +1,163 @@
+"""A joint graph with symbolic sizes, written out at given ones: the graph that a capture at those sizes would give.
+
+1. Every node that is a number becomes a constant; every other node is the same call on the same nodes.
+2. Fake values are computed anew, node by node from the inputs, so that shapes, strides and storages are those of the
+   given sizes and nothing of the symbolic ones is left.
+3. Each has to be what its symbolic value says at these sizes: shape, strides and dtype. What torch chose while it
+   traced the symbols is then what it would have chosen here. Strides that kernels give otherwise than torch describes
+   (``layouts``) show here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ebbtide.errors import CaptureError
+from ebbtide.signals import raised_by_a_handler
+from ebbtide.torch_seams import trees as pytree
+from ebbtide.torch_seams.fake_tensors import FakeTensorMode
+from ebbtide.torch_seams.graphs import expression_of
+from ebbtide.torch_seams.known_branches import Condition
+from ebbtide.torch_seams.storages import storage_key
+
+if TYPE_CHECKING:
+    import sympy
+
+__all__ = ["NotAtTheseSizes", "at_sizes", "size_inputs"]
+
+
+class NotAtTheseSizes(CaptureError):
+    """The symbolic graph does not say what happens at these sizes; a capture of its own does."""
+
+
+def size_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders that are numbers, in order."""
+    return [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.SymInt)]
+
+
+def at_sizes(joint: fx.GraphModule, sizes: Mapping[str, int], conditions: Iterable[Condition] = ()) -> fx.GraphModule:
+    """``joint`` written out.
+
+    Args:
+        joint: from AOTAutograd, with symbolic sizes; left as it is.
+        sizes: per placeholder that is a number, its value.
+        conditions: of branches that were taken.
+
+    Raises:
+        NotAtTheseSizes: if a size follows from something else than ``sizes``, an op refuses them, or a branch would go
+            the other way.
+    """
+    values = _values(joint.graph, sizes)
+    if not all(each.holds(values) for each in conditions):
+        raise NotAtTheseSizes("a branch of the model goes another way at these sizes")
+    writer = _Writer(joint, values)
+    for node in joint.graph.nodes:
+        writer.write(node)
+    writer.graph.lint()
+    return fx.GraphModule(joint, writer.graph)
+
+
+def _values(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[Any, sympy.Integer]:
+    """Per symbol its value."""
+    import sympy  # imported where used: it takes longer than the rest of Ebbtide
+
+    found: dict[Any, sympy.Integer] = {}
+    for node in size_inputs(graph):
+        symbol: Any = expression_of(node.meta["val"])
+        if not symbol.is_Symbol or found.setdefault(symbol, sympy.Integer(sizes[node.name])) != sizes[node.name]:
+            raise NotAtTheseSizes(f"the size {node.name} of the captured step is {symbol}")
+    return found
+
+
+class _Writer:
+    def __init__(self, joint: fx.GraphModule, values: dict[Any, sympy.Integer]) -> None:
+        self.graph = fx.Graph()
+        self._joint = joint
+        self._values = values
+        self._mode = FakeTensorMode()
+        self._written: dict[fx.Node, Any] = {}
+        self._storages: set[int] = set()
+
+    def write(self, node: fx.Node) -> None:
+        match node.op:
+            case "placeholder":
+                self._copy(node, self._input(node.meta.get("val")))
+            case "get_attr":
+                constant = getattr(self._joint, str(node.target))
+                fake = self._mode.from_tensor(constant) if isinstance(constant, torch.Tensor) else constant
+                self._copy(node, fake)
+                self._written[node].meta["val"] = fake
+            case "output":
+                self._copy(node, None)
+            case "call_function":
+                self._call(node)
+            case _:
+                raise NotAtTheseSizes(f"the captured step holds {node.op} {node.target}")
+
+    def _copy(self, node: fx.Node, value: Any) -> None:
+        copied = self.graph.node_copy(node, self._written.__getitem__)
+        copied.meta = dict(node.meta)
+        if "val" in node.meta:
+            copied.meta["val"] = value
+        self._written[node] = copied
+        if isinstance(value, int):
+            self._written[node] = value
+
+    def _input(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self._number(value)
+        key = storage_key(value)
+        if key in self._storages:
+            raise NotAtTheseSizes("two inputs of the step share memory")
+        self._storages.add(key)
+        shape, stride = ([self._number(each) for each in of] for of in (value.shape, value.stride()))
+        with self._mode:
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+
+    def _call(self, node: fx.Node) -> None:
+        if isinstance(node.meta.get("val"), int | torch.SymInt):
+            self._written[node] = self._number(node.meta["val"])
+            return
+        if "val" not in node.meta or not callable(node.target):
+            raise NotAtTheseSizes(f"the captured step holds {node.target}, whose value is not known")
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._fake)
+        try:
+            with self._mode, torch.no_grad():
+                value = node.target(*args, **kwargs)
+        except Exception as error:
+            if raised_by_a_handler(error):
+                raise
+            raise NotAtTheseSizes(f"{node.target} refuses these sizes: {error}") from error
+        self._compare(node, value)
+        self._copy(node, value)
+
+    def _compare(self, node: fx.Node, value: Any) -> None:
+        """Definition 3."""
+        symbolic, here = pytree.tree_leaves(node.meta["val"]), pytree.tree_leaves(value)
+        described = [self._form(each) for each in symbolic]
+        if described != [self._form(each) for each in here]:
+            raise NotAtTheseSizes(f"{node.target} gives {value} at these sizes, {described} was traced")
+
+    def _form(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self._number(value)
+        shape, stride = ([self._number(each) for each in of] for of in (value.shape, value.stride()))
+        # The stride of a dimension of one element, or of no elements at all, says nothing.
+        stride = [step for size, step in zip(shape, stride, strict=True) if size > 1] if 0 not in shape else []
+        return (shape, stride, value.dtype, value.device.type)
+
+    def _fake(self, node: fx.Node) -> Any:
+        written = self._written[node]
+        return written.meta["val"] if isinstance(written, fx.Node) else written
+
+    def _number(self, value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        exact: Any = expression_of(value).xreplace(self._values)
+        if not exact.is_Integer:
+            raise NotAtTheseSizes(f"a size of the captured step is {exact}")
+        return int(exact)

@@ -1,0 +1,319 @@
+"""From a call of a model to its joint graph, through torch.compile, and errors in the user's terms.
+
+``torch.compile`` with ``aot_autograd(partition_fn=ours)`` gives the joint graph of forward and backward and runs
+whatever two graphs we return (docs/adr/0001). One graph or a :class:`CaptureError`: a break would leave pieces
+that nobody plans together.
+
+Dynamo and the symbolic shapes are imported where they are used: they take as long to import as all of torch, and who
+only reads a plan or mistypes a budget has no need of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ebbtide.capture.cuda.batch_norm import cudnn_batch_norms
+from ebbtide.capture.cuda.kernels import cuda_kernels, refuse_autocast
+from ebbtide.capture.known_breaks import is_only_in_traces
+from ebbtide.capture.loss import loss_only, marks_in_graphs, settle_roles
+from ebbtide.capture.numbers import Numbers, numbers_apart
+from ebbtide.capture.refusals import ours_inside, refusal, users_line
+from ebbtide.capture.rules.attention_seeds import seeds_on_the_host
+from ebbtide.capture.rules.byte_labels import byte_labels
+from ebbtide.capture.rules.checks import CHECK_TRUE, assertions_as_ops, factorisation_checks_as_ops
+from ebbtide.capture.rules.ctc import ctc_with_sizes
+from ebbtide.capture.rules.dropout import dropout_as_eager
+from ebbtide.capture.rules.eager_kernels import eager_kernels
+from ebbtide.capture.rules.grouped_products import true_grouped_products
+from ebbtide.capture.rules.layouts import true_layouts
+from ebbtide.capture.rules.norm_dtypes import true_norms
+from ebbtide.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
+from ebbtide.errors import CaptureError
+from ebbtide.faults import RAISED_IN_CAPTURE
+from ebbtide.signals import signals_wait
+from ebbtide.torch_seams.aot import joint_graph_settings, kinds_of_several_tensors, two_graph_backend
+from ebbtide.torch_seams.checks import checks_as
+from ebbtide.torch_seams.compiler_faults import told_with_its_lines
+from ebbtide.torch_seams.dynamo import (
+    capture_error_type,
+    forget_compiled,
+    is_switched_off,
+    one_graph_settings,
+    raised_by_the_model,
+    without_the_compilers_words,
+)
+from ebbtide.torch_seams.eager_answers import Answers, answered
+from ebbtide.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
+from ebbtide.torch_seams.graphs import data_dependent_guard_type
+from ebbtide.torch_seams.input_branches import Question, branches_on_inputs
+from ebbtide.torch_seams.known_branches import Condition, known_branches
+from ebbtide.torch_seams.stance import not_exporting
+from ebbtide.torch_seams.tracing import corrected_tracing
+from ebbtide.torch_seams.trees import tree_leaves
+from ebbtide.torch_seams.versions import require_supported_torch
+
+__all__ = [
+    "Partitioner",
+    "Taken",
+    "capture_settings",
+    "compile_step",
+    "forget_step",
+    "forward_of",
+    "inputs_by_name",
+    "translated_errors",
+    "without_model",
+]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a capture took for granted besides torch's own guards.
+
+    Attributes:
+        conditions: on its sizes, of branches on numbers.
+        questions: to its inputs, of branches on values.
+    """
+
+    conditions: Sequence[Condition] = ()
+    questions: Sequence[Question] = ()
+
+
+class Partitioner(Protocol):
+    """What turns a joint graph into the two graphs that run, and those into callables."""
+
+    def take_inputs(self, inputs: Sequence[object]) -> None:
+        """What the step that comes next goes in with, in the order of its primals."""
+        ...
+
+    def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph of ``joint``; contracts: ``lower/lowering.py``."""
+        ...
+
+    def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """What runs the forward; takes a list and empties it (``_boxed_call``)."""
+        ...
+
+    def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """What runs the backward, likewise."""
+        ...
+
+    def nothing_to_train(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        """What is called in place of a step of which nothing takes a gradient; or raises."""
+        ...
+
+
+def forward_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """What runs when ``model`` is called, as a function that takes it first; one put on the model itself counts."""
+    own = model.__dict__.get("forward")
+    return type(model).forward if own is None else without_model(own)
+
+
+def without_model(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``forward`` that was put on a model itself, as a function that takes the model first."""
+
+    def forward(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return forward
+
+
+_counter = itertools.count()
+_backends: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+
+def _template(module: Any, forward: Any, args: Any, kwargs: Any, every_output: bool) -> Any:
+    outputs = forward(module, *args, **kwargs)
+    return (outputs, []) if every_output else loss_only(outputs)
+
+
+def inputs_by_name(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a step has its inputs, by the names of the function that is captured."""
+    return {"module": module, "args": args, "kwargs": kwargs}
+
+
+def _fresh_step() -> Callable[..., Any]:
+    """A function with a code object of its own: Dynamo keeps its cache and its recompile limit per code object."""
+    name = f"ebbtide_step_{next(_counter)}"
+    return types.FunctionType(_template.__code__.replace(co_name=name), globals(), name)
+
+
+@signals_wait()  # it imports the compiler, half of which could never be imported again
+def compile_step(
+    partitioner: Partitioner, *, elsewhere: bool = False, symbolic: bool = False, numbers: Numbers | None = None
+) -> Callable[..., Any]:
+    """A function ``step(module, forward, args, kwargs, every_output)`` that captures at its first call.
+
+    It runs what the partitioner returned, and gives the forward's outputs and those of them that may be detached
+    (``loss.loss_only``) unless every output is to take gradients. The first call has to be made inside
+    :func:`translated_errors`. The caller keeps the partitioner alive.
+
+    Args:
+        partitioner: what makes the two graphs.
+        elsewhere: whether CPU tensors are traced for a CUDA device.
+        symbolic: whether sizes that are marked as changing (``torch_seams.dynamo.sizes_as_symbols``) are symbols;
+            all others are numbers.
+        numbers: of its model, some of which may be symbols that are taken out of the graph (``capture.numbers``).
+
+    Raises:
+        CaptureError: on a release of torch that is not supported.
+    """
+    require_supported_torch()
+    if is_switched_off():
+        raise CaptureError(
+            "torch.compile is switched off in this process, and Ebbtide captures steps with it",
+            remedy="start Python without TORCHDYNAMO_DISABLE=1",
+        )
+    marks_in_graphs()
+    held = weakref.ref(partitioner)
+
+    def kept() -> Partitioner:
+        alive = held()
+        assert alive is not None, "the partitioner is gone"
+        return alive
+
+    planned = two_graph_backend(
+        partition=lambda joint, forward_output_count: kept().partition(joint, forward_output_count),
+        forward_callable=lambda graph: kept().forward_callable(graph),
+        backward_callable=lambda graph: kept().backward_callable(graph),
+        inference_callable=lambda graph: kept().nothing_to_train(graph),
+    )
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        _refuse_several(kinds_of_several_tensors(inputs))
+        beside = None if numbers is None else numbers_apart(graph, numbers)
+        if beside is not None:
+            graph, inputs = beside.graph, beside.without_numbers(inputs)
+        settle_roles(graph)
+        assertions_as_ops(graph)
+        unroll_recurrent(graph)
+        if elsewhere:
+            refuse_autocast(graph)
+        kept().take_inputs(inputs)
+        compiled = planned(graph, inputs)
+        return compiled if beside is None else beside.around(compiled)
+
+    with not_exporting():
+        step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
+    _backends[step] = backend
+    return step
+
+
+def _refuse_several(kinds: list[str]) -> None:
+    """Raise for inputs that are several tensors each."""
+    if kinds:
+        raise CaptureError(
+            f"a parameter or an argument is a tensor that wraps several others ({', '.join(kinds)}), and which "
+            "gradients are whose cannot be told in its joint graph",
+            remedy="Keep what it wraps in buffers and dequantize in the forward, as bitsandbytes' layers do "
+            "(Linear8bitLt, Linear4bit), or train the adapters on the unquantized weights",
+            op=", ".join(kinds),
+        )
+
+
+def forget_step(step: Callable[..., Any]) -> None:
+    """Free what Dynamo keeps for a function of :func:`compile_step`, which it would keep until the process ends."""
+    forget_compiled(step, _backends.pop(step))
+
+
+@contextmanager
+def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterator[None]:
+    """Settings under which a step is captured; ``here`` if it is for this machine, whose kernels may then be asked.
+
+    ``cuda`` is the compute capability of the CUDA device for which a step of CPU tensors is traced, if it is.
+    """
+    with (
+        warnings.catch_warnings(),
+        joint_graph_settings(),
+        one_graph_settings(),
+        corrected_tracing(),
+        checks_as(CHECK_TRUE),
+        ctc_with_sizes(),
+        true_layouts() if here else nullcontext(),
+        eager_kernels(),
+        factorisation_checks_as_ops(),
+        dropout_as_eager() if here else nullcontext(),
+        true_norms() if here else nullcontext(),
+        seeds_on_the_host() if here else nullcontext(),
+        true_grouped_products() if here else nullcontext(),
+        byte_labels(),
+        cudnn_batch_norms(elsewhere=False) if cuda is None else cuda_kernels(cuda),
+    ):
+        # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
+        warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
+        # Dynamo looks at the gradients of the tensors that it is given; of one that is a result it has to warn.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        yield
+
+
+@contextmanager
+def translated_errors(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    answers: Answers,
+    here: bool = True,
+    cuda: tuple[int, int] | None = None,
+) -> Iterator[Taken]:
+    """Turn Dynamo's errors into ours or the user's own. Nothing of the user's is run for it.
+
+    Gives what is found on the way that has to be so wherever the step is what is captured.
+
+    Args:
+        module: whose call is captured.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        answers: what code of the model is told that asks whether it is compiled.
+        here: whether the step is for this machine, so that its kernels may be asked (``capture/rules/layouts.py``).
+        cuda: compute capability of the CUDA device for which CPU tensors are traced (``capture/cuda/kernels.py``).
+
+    Raises:
+        EbbtideError: whatever our partitioner raised, unwrapped.
+        CaptureError: for a graph break, with its reason and the user's line.
+        InternalError: for a fault of ours.
+        Exception: the user's own, unchanged, where the model itself raises.
+    """
+    # Before Dynamo meets one: it runs kernels of what such a tensor wraps while it describes them, and may crash.
+    _refuse_several(kinds_of_several_tensors([*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))]))
+    try:
+        # What only raises is a check rather than a question: the settings' way with branches comes before that.
+        with (
+            quiet_log(),
+            branches_on_inputs(inputs_by_name(module, args, kwargs)) as questions,
+            capture_settings(here, cuda),
+            answered(answers),
+            known_branches() as conditions,
+        ):
+            yield Taken(conditions, questions)
+    except (capture_error_type(), *_data_dependent()) as error:
+        ours = ours_inside(error)
+        if ours is not None:
+            raise ours from ours.__cause__
+        packed = packed_sequence_refusal((args, kwargs), str(error))
+        theirs = None if packed else raised_by_the_model(error)
+        if theirs is not None and not is_only_in_traces(str(theirs), users_line(error)):
+            theirs.add_note(f"{RAISED_IN_CAPTURE}: {users_line(error)}")
+            raise theirs from None
+        found = refusal(error, module, packed)
+        raise found from found.__cause__ or error
+    except Exception as error:
+        bare = told_with_its_lines(error)
+        if bare is not None:
+            raise refusal(bare, module) from error
+        without_the_compilers_words(error)
+        raise
+
+
+def _data_dependent() -> tuple[type[Exception], ...]:
+    """What torch raises where a size or a number depends on data, also where Dynamo does not wrap it."""
+    return (*DATA_DEPENDENT, data_dependent_guard_type())

@@ -1,0 +1,229 @@
+"""``ebbtide max-batch``: the largest batch, number of layers or length that fits a budget, by prediction.
+
+With ``--json`` one object: ``case, vary, batch, unplanned_batch, budget_bytes, overhead_limit, captured, failed`` and,
+under ``plan``, the plan's summary; ``batch`` is the number of what was varied. Where not even 1 fits, exit code 2 and
+the least budget for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from ebbtide.cli.arguments import (
+    AsJson,
+    Effort,
+    Gradients,
+    Image,
+    Layers,
+    Length,
+    MachineName,
+    MaxNorm,
+    OffloadOptimizer,
+    OptimizerName,
+    PlannerName,
+    Rewrites,
+    Scaled,
+    Seed,
+    StepPlace,
+    Tiers,
+    TimeLimit,
+    offloading,
+    optimizer_named,
+    several_tiers,
+    sizes_of_zoo,
+)
+from ebbtide.cli.cases import blame, check_case, is_graph, load_case, refuse_to_offload_nothing
+from ebbtide.cli.imports import import_large
+from ebbtide.cli.interruption import KeepBest
+from ebbtide.cli.output import write_json
+from ebbtide.errors import UsageError
+from ebbtide.options import DEFAULT_EFFORT, Options, no_optimizer
+from ebbtide.units import Budget, format_allowed, format_percent
+
+if TYPE_CHECKING:
+    from ebbtide._api.max_batch import Vary
+
+__all__ = ["max_batch"]
+
+_LARGEST = {"batch": "largest batch", "layers": "most layers", "length": "greatest length"}
+_FITS = {True: "fits", False: "does not fit"}
+_LARGER = {"batch": "a larger batch", "layers": "more layers", "length": "a greater length"}
+
+
+def max_batch(
+    case: Annotated[str, typer.Argument(help="zoo:NAME or FILE.py:function; the function takes the batch")],
+    budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB")],
+    vary: Annotated[
+        str | None,
+        typer.Option(help="what of zoo:NAME to make as large as fits: batch, layers or length; default: its batch"),
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(min=1, help="of zoo:NAME where something else is varied: its batch")
+    ] = None,
+    layers: Layers = None,
+    length: Length = None,
+    image: Image = None,
+    overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
+    planner: PlannerName = "auto",
+    machine: MachineName = None,
+    tiers: Tiers = None,
+    optimizer: OptimizerName = None,
+    rewrites: Rewrites = None,
+    offload_optimizer: OffloadOptimizer = False,
+    step: StepPlace = None,
+    max_norm: MaxNorm = None,
+    scaler: Scaled = False,
+    gradients: Gradients = None,
+    effort: Effort = DEFAULT_EFFORT,
+    time_limit: TimeLimit = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Find the largest batch whose training step fits a budget, without running it or running out.
+
+    With --vary layers or --vary length the most layers, or the longest sequence, of a model of the zoo.
+
+    Ctrl-C takes the plans that are left as they are at hand, and gives the largest batch of these; a second one aborts.
+    """
+    if is_graph(case):
+        raise UsageError(f"{case} has a fixed batch; name zoo:NAME or FILE.py:function, which takes the batch")
+    limit = _limit(overhead)
+    asked = Options(
+        planner=planner,
+        machine=machine,
+        tiers=several_tiers(tiers),
+        optimizer=optimizer_named(optimizer),
+        rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
+        offload_optimizer=offloading(offload_optimizer, tiers),
+        step=step,  # type: ignore[arg-type]  # checked by Options
+        max_norm=max_norm,
+        gradients=gradients,  # type: ignore[arg-type]  # checked by Options
+        effort=effort,
+        time_limit=time_limit,
+        seed=seed,
+    )
+    parsed = Budget.parse(budget)
+    check_case(case)
+    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
+    word, sized = _varied(case, vary, size)
+    if word in sizes:
+        raise UsageError(
+            f"--{word} is what is to be found; leave it out, or --vary something else", argument=f"--{word}"
+        )
+
+    import_large("numpy", "torch")
+    import torch
+
+    import ebbtide
+    from ebbtide.case import Case
+    from ebbtide.report.text.plan import write_plan
+    from ebbtide.report.text.progress import ProgressDisplay
+
+    def make(batch: int) -> Case:
+        loaded = load_case(case, size if sized else batch, sizes={**sizes, sized: batch} if sized else sizes)
+        assert isinstance(loaded, Case)
+        if offload_optimizer and asked.for_case(loaded).optimizer in (None, no_optimizer):
+            refuse_to_offload_nothing(case)
+        return loaded
+
+    with ProgressDisplay(sys.stderr) as display, KeepBest(display, None) as keeper, blame(case):
+        found = ebbtide.max_batch(
+            make,
+            budget=parsed,
+            vary=word,
+            overhead=limit,
+            planner=asked.planner,
+            machine=asked.machine,
+            tiers=asked.tiers,
+            optimizer=optimizer_named(optimizer),
+            rewrites=asked.rewrites,
+            offload_optimizer=offload_optimizer,
+            step=asked.step,
+            max_norm=asked.max_norm,
+            scaler=torch.amp.GradScaler("cpu") if scaler else None,
+            gradients=asked.gradients,
+            effort=asked.effort,
+            time_limit=asked.time_limit,
+            seed=asked.seed,
+            interrupt=keeper.interrupt,
+            progress=keeper.tell,
+        )
+    if keeper.interrupt.interrupted:
+        print(f"stopped by Ctrl-C: a longer search may find {_LARGER[word]}", file=sys.stderr)
+    if as_json:
+        write_json(
+            {
+                "case": case,
+                "vary": found.vary,
+                "batch": found.batch,
+                "unplanned_batch": found.unplanned_batch,
+                "budget_bytes": parsed.bytes,
+                "overhead_limit": found.overhead_limit,
+                "captured": [list(each) for each in found.captured],
+                "failed": [list(each) for each in found.failed],
+                "plan": found.plan.summary(),
+            }
+        )
+        return
+    allowed = (
+        "" if found.overhead_limit is None else f" at an overhead of at most {format_percent(found.overhead_limit)}"
+    )
+    within = format_allowed(parsed.bytes or 0)
+    print(f"{_LARGEST[word]} of {case} within {within}{allowed}: {found.batch}, unplanned {found.unplanned_batch}")
+    print(f"  tried      {', '.join(f'{size} {_FITS[fits]}' for size, fits in found.captured)}")
+    for failed, why in found.failed:
+        print(f"  not made   {failed}: {why}")
+    write_plan(found.plan, sys.stdout)
+
+
+def _varied(case: str, vary: str | None, size: int | None) -> tuple[Vary, str]:
+    """What is varied, and its name among the sizes of ``load_case``; empty for the one that it takes first.
+
+    Raises:
+        UsageError: for what the case does not take.
+    """
+    if vary is not None and vary not in _LARGEST:
+        raise UsageError(
+            f"--vary {vary} is none of {', '.join(_LARGEST)}", argument="--vary", value=vary, accepted=tuple(_LARGEST)
+        )
+    if not case.startswith("zoo:"):
+        if vary is not None or size is not None:
+            raise UsageError(
+                f"--vary and --size are for zoo:NAME; {case} is called with what is varied, whatever it takes it for",
+                argument="--vary",
+                value=vary,
+            )
+        return "batch", ""
+    from ebbtide.zoo import sizes_of
+
+    taken = sizes_of(case.removeprefix("zoo:"))
+    word = vary or taken[0]
+    if word not in taken:
+        raise UsageError(
+            f"{case} has no {word} to vary; it takes: {', '.join(taken)}", argument="--vary", value=vary, accepted=taken
+        )
+    if word == taken[0] and size is not None:
+        raise UsageError(
+            f"--size {size} is the {word} of {case}, which is to be found; leave it out, or --vary something else",
+            argument="--size",
+            value=size,
+        )
+    return cast("Vary", word), "" if word == taken[0] else word
+
+
+def _limit(text: str) -> float | Literal["one-forward"] | None:
+    """The limit on the overhead that ``text`` says."""
+    if text in ("any", "one-forward"):
+        return None if text == "any" else "one-forward"
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        raise UsageError(f"--overhead {text!r} is not a limit; accepted: one-forward, 30%, 0.3 or any") from None
+    if text.endswith("%"):
+        return number / 100
+    if number > 1:
+        raise UsageError(f"--overhead {text} is a fraction of {number:.0%}; write {text}% if that is meant, or 0.3")
+    return number

@@ -1,0 +1,79 @@
+"""How a refusal is told on a terminal: in a command's words, a line per sentence, and the command that would work."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from ebbtide.errors import BudgetError, EbbtideError, UsageError
+
+__all__ = ["as_options", "told"]
+
+_SENTENCE = re.compile(r"(?<=[\w)%])\. (?=[A-Z0-9])")
+_BUDGET = re.compile(r"--budgets?")
+
+
+_CALL = re.compile(r"\b(?:ebbtide\.)?fit\(model, budget, ([^()]*)\)")
+_OPTIONS = (
+    "budget optimizer offload_optimizer step max_norm scaler tiers rewrites gradients effort seed time_limit machine "
+    "planner overhead"
+).split()
+_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(?:\"([^\"]*)\"|'([^']*)'|(True)|([\w.%-]*\w))?")
+_SHARES = re.compile(r"'[\d.]+%' for a share of the unplanned peak, |, or \"60%\" of the unplanned peak")
+_NONE = (("'one-forward' or None", "one-forward, or any"), (", or None for no movement", ", or none for no movement"))
+
+
+def as_options(text: str) -> str:
+    """``text`` with Python's arguments as the options that a command has for them."""
+    text = _CALL.sub(lambda call: call[1].replace(", ", " ").replace("optimizer=optimizer", "optimizer=adamw"), text)
+    for python, command in _NONE:
+        text = text.replace(python, command)
+    return _ARGUMENT.sub(_as_option, text)
+
+
+def _as_option(found: re.Match[str]) -> str:
+    name = f"--{found[1].replace('_', '-')}"
+    value = next((each for each in (found[2], found[3], found[5]) if each), "")
+    return f"{name} {value}" if value else name
+
+
+def told(error: EbbtideError, words: Sequence[str]) -> str:
+    """What ``error`` says; of a budget that is too small with ``words``, the command's own, put right.
+
+    Args:
+        error: that a command ended with.
+        words: what the command was called with, its name first.
+    """
+    if isinstance(error, UsageError) and words:
+        said = as_options(str(error))
+        if words[0] == "max-batch":  # which takes no share
+            said = _SHARES.sub("", said)
+        return f"ebbtide: {said}"
+    if not isinstance(error, BudgetError):
+        return f"ebbtide: {error}"
+    lines = [f"ebbtide: {_SENTENCE.sub('.' + chr(10) + '  ', str(error))}"]
+    works = _that_works(error, words)
+    if works:
+        lines.append(f"  try: {works}")
+    return "\n".join(lines)
+
+
+def _that_works(error: BudgetError, words: Sequence[str]) -> str:
+    """The command with the least budget for which a plan was found; empty if none was, or it is no larger."""
+    if error.smallest_bytes <= error.budget_bytes or not words:
+        return ""
+    budget = f"{error.smallest_bytes}B"
+    changed = list(words)
+    for place, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if not _BUDGET.fullmatch(name):
+            continue
+        if equals:
+            changed[place] = f"{name}={budget}"
+        elif place + 1 < len(changed):
+            changed[place + 1] = budget
+        break
+    else:
+        changed += ["--budgets" if words[0] == "compare" else "--budget", budget]
+    return shlex.join(["ebbtide", *changed])

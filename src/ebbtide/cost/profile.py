@@ -1,0 +1,331 @@
+"""Seconds and workspace of each distinct op, measured by running it alone on this device.
+
+1. Every distinct call (``Call.signature``) runs on synthetic inputs of the same shapes, strides and dtypes; no data
+   dependence of bytes has been seen. Only one op's tensors exist at a time, in the room that there is (``room``).
+2. Bytes are measured for every call: one run for the caches that a kernel's first use sets up, one that is recorded.
+3. Seconds are the least of a number of runs that follows from the call alone, more for short ones. No clock decides
+   how much is measured: a busy machine measures no more and no less than a quiet one. With one thread they are its own
+   CPU time, which does not see who else uses the machine. With several they are time that goes by, and whatever else
+   runs takes a core for milliseconds, longer than all runs of a short call: so these are made a few at a time, in
+   *rounds* over all calls. What disturbs one round has gone by another.
+4. On CUDA seconds are the device's between two events, of runs that are all launched before the first begins: what the
+   host takes to launch one is no part of them, as it is none of a step that keeps the device busy.
+5. At most :data:`MOST_TIMED` calls are timed, those that move the most bytes. The seconds of the others are
+   estimated: their roofline, times what the median of those that were timed took of theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ebbtide.cost.call import Call, TensorSpec, same_strides
+from ebbtide.cost.roofline import roofline_seconds, traffic_bytes
+from ebbtide.cost.room import NoRoom, arguments_for
+from ebbtide.measurement.card_peaks import allocated_peak, peaks_kept, reset_peak
+from ebbtide.measurement.cpu_allocations import AllocationRecorder
+from ebbtide.measurement.peak import peak_above
+from ebbtide.step.machine import machine_named
+from ebbtide.torch_seams import trees as pytree
+from ebbtide.torch_seams.cards import keep_waiting
+from ebbtide.torch_seams.fake_tensors import without_modes
+from ebbtide.units import format_bytes, format_count
+
+__all__ = ["MOST_TIMED", "Cost", "UnexpectedResult", "profile_calls", "run_alone", "workspace_alone"]
+
+MOST_TIMED = 256
+"""Distinct calls that are timed at once. A 12-layer transformer has some 60, DenseNet-201 some 1,100."""
+_RELEASE = ("aten", "prims")
+"""Namespaces of ops whose memory goes with their results."""
+# Definition 3: the least is what the op takes undisturbed, and machines are shared.
+_LEAST_RUNS = 3
+_MOST_RUNS = 30
+_RUNS_OF_A_ROUND = 6
+"""The first finds caches as another call has left them."""
+_MOST_UNSEEN = 10_000
+"""Runs that a clock may stand still for: milliseconds of calls of a microsecond."""
+_WANTED_SECONDS = 0.02  # of the catalogue's idea of a CPU
+_CUDA_RUNS = 5
+_HEAD_START_SECONDS = 1e-3
+_CUDA_GRANULARITY_BYTES = 512
+_PATIENCE_SECONDS = 10.0
+"""For what other threads measure of their steps: a forward, a backward, or what their code does between these."""
+
+
+class UnexpectedResult(Exception):
+    """An op's result has another shape or other strides than its fake one, so that nothing can be planned with it.
+
+    Attributes:
+        call: which one.
+        difference: what is different.
+        remedy: what would work, where that is known.
+    """
+
+    def __init__(self, call: Call, difference: str, remedy: str | None = None) -> None:
+        super().__init__(f"{call.signature}: {difference}")
+        self.call = call
+        self.difference = difference
+        self.remedy = remedy
+
+
+class NotAlone(Exception):
+    """A kernel refuses made-up numbers, as a factorisation does that wants a positive matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call costs on one device.
+
+    Attributes:
+        seconds: one run, undisturbed.
+        workspace_bytes: the peak while it runs beyond its outputs.
+        kept_bytes: per output, bytes of the storage that it keeps, as the device's allocator takes them.
+        timed: whether the seconds are measured, by definition 5.
+    """
+
+    seconds: float
+    workspace_bytes: int
+    kept_bytes: tuple[int, ...] = ()
+    timed: bool = True
+
+
+def run_alone(call: Call) -> Any:
+    """What ``call`` returns on synthetic inputs. The generators are left as they were.
+
+    Raises:
+        NoRoom: if it takes more than there is.
+    """
+    with torch.random.fork_rng(), torch.no_grad():
+        args, kwargs = arguments_for(call)
+        return call.target(*args, **kwargs)
+
+
+def _kept_bytes(call: Call, result: object, granularity_bytes: int) -> tuple[int, ...]:
+    """Bytes of the storage that each output keeps; a kernel may return a part of a larger one.
+
+    Raises:
+        UnexpectedResult: if ``result`` does not lie in memory as the program says.
+    """
+    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    if len(tensors) != len(call.outputs):
+        raise UnexpectedResult(call, f"it returns {format_count(len(tensors), 'tensor')}, not {len(call.outputs)}")
+    kept: list[int] = []
+    for tensor, spec in zip(tensors, call.outputs, strict=True):
+        if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            found = TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, spec.device)
+            raise UnexpectedResult(call, f"it returns {found}, not {spec}")
+        if not same_strides(tensor.shape, tensor.stride(), spec.stride):
+            raise UnexpectedResult(call, f"it returns strides {list(tensor.stride())}, not {list(spec.stride)}")
+        size = max(tensor.untyped_storage().nbytes(), spec.extent * spec.dtype.itemsize)
+        kept.append(-(-size // granularity_bytes) * granularity_bytes)
+    return tuple(kept)
+
+
+def _first_run(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    try:
+        return call.target(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise NotAlone(call.signature) from error
+
+
+def _profile_on_cpu(call: Call, runs: int) -> Cost:
+    args, kwargs = arguments_for(call)
+    kept = _kept_bytes(call, _first_run(call, args, kwargs), 1)
+    peak, result = _peak_on_cpu(call, args, kwargs)
+    workspace = peak - sum(kept)
+    del result
+    if getattr(call.target, "namespace", "aten") not in _RELEASE:
+        _refuse_retaining(call, args, kwargs)
+    alone = torch.get_num_threads() == 1
+    seconds = _seconds_on_cpu(call, args, kwargs, runs if alone else min(runs, _RUNS_OF_A_ROUND))
+    return Cost(seconds, max(workspace, 0), kept)
+
+
+def _seconds_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], runs: int) -> float:
+    """The least that one of ``runs`` took; infinity if there is none.
+
+    Of several threads that is no more than all CPU time of the process: beyond it, they have waited for cores. A run
+    that took no time at all is none: a guest's clock of CPU time stands still while it pays back what the host took.
+    Where no run was seen, the call is made until the clock goes on, and the seconds are the mean.
+    """
+    alone = torch.get_num_threads() == 1
+    used_until_now = time.thread_time if alone else time.process_time
+    seconds = float("inf")
+    for _ in range(runs):
+        begin, used = time.perf_counter(), used_until_now()
+        call.target(*args, **kwargs)
+        used = used_until_now() - used
+        if used > 0:
+            seconds = min(seconds, used if alone else min(used, time.perf_counter() - begin))
+    if seconds < float("inf") or not runs:
+        return seconds
+    begin = used_until_now()
+    for made in range(1, _MOST_UNSEEN + 1):
+        call.target(*args, **kwargs)
+        if (used := used_until_now() - begin) > 0:
+            return used / made
+    return seconds
+
+
+def _timed_in_rounds(costs: dict[str, Cost], calls: Sequence[Call], runs: Mapping[str, int]) -> None:
+    """Put into ``costs``, which have the first round, what later ones find (definition 3)."""
+    for done in range(_RUNS_OF_A_ROUND, _MOST_RUNS, _RUNS_OF_A_ROUND):
+        for call in calls:
+            left = min(runs[call.signature] - done, _RUNS_OF_A_ROUND)
+            known = costs.get(call.signature)
+            if left <= 0 or known is None or known.seconds == float("inf"):
+                continue
+            args, kwargs = arguments_for(call)
+            found = _seconds_on_cpu(call, args, kwargs, left)
+            del args, kwargs
+            costs[call.signature] = replace(known, seconds=min(known.seconds, found))
+
+
+def _profile_on_cuda(call: Call, runs: int) -> Cost:
+    args, kwargs = arguments_for(call)
+    kept = _kept_bytes(call, _first_run(call, args, kwargs), _CUDA_GRANULARITY_BYTES)
+    peak, result = _peak_on_cuda(call, args, kwargs)
+    workspace = peak - sum(kept)
+    del result
+    return Cost(_seconds_on_cuda(call, args, kwargs, runs and _CUDA_RUNS), max(workspace, 0), kept)
+
+
+def _seconds_on_cuda(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], runs: int) -> float:
+    """The least that one of ``runs`` took the device, definition 4; infinity if there is none."""
+    if not runs:
+        return float("inf")
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+    keep_waiting(_HEAD_START_SECONDS)
+    events[0].record()
+    for each in events[1:]:
+        call.target(*args, **kwargs)
+        each.record()
+    events[-1].synchronize()
+    return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(events)) / 1e3
+
+
+def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
+    """The cost of each distinct call by signature; left out are calls that have no room.
+
+    The generators are left as they were.
+
+    Args:
+        calls: any number, each signature is run once.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ProfilerActive: on CPU, if a profiler is active already.
+        UnexpectedResult: if a call returns something else than its fake outputs say.
+    """
+    distinct = {call.signature: call for call in calls}
+    largest = sorted(distinct.values(), key=lambda call: (-traffic_bytes(call), call.signature))
+    nominal = {call.signature: roofline_seconds(call, machine_named("cpu")) for call in largest}
+    runs = {
+        call.signature: _runs(nominal[call.signature]) if position < MOST_TIMED else 0
+        for position, call in enumerate(largest)
+    }
+    costs: dict[str, Cost] = {}
+    measure_one = _profile_on_cuda if device == "cuda" else _profile_on_cpu
+    # Capture traces under a fake-tensor mode, which would otherwise answer in place of the kernels.
+    kept = peaks_kept() if device == "cuda" else nullcontext()
+    with kept, without_modes(), torch.random.fork_rng(), torch.no_grad():
+        for call in largest:
+            try:
+                costs[call.signature] = measure_one(call, runs[call.signature])
+            except NotAlone:  # what it takes besides is not known: room for copies of all its inputs
+                costs[call.signature] = Cost(float("inf"), _input_bytes(call))
+            except NoRoom:
+                continue
+        if device == "cpu" and torch.get_num_threads() > 1:
+            _timed_in_rounds(costs, largest, runs)
+    timed = {key: cost.seconds for key, cost in costs.items() if cost.seconds < float("inf")}
+    scale = statistics.median([seconds / nominal[key] for key, seconds in timed.items()] or [1.0])
+    for key in costs.keys() - timed.keys():
+        costs[key] = replace(costs[key], seconds=scale * nominal[key], timed=False)
+    return costs
+
+
+def workspace_alone(call: Call, device: str) -> int:
+    """What one call takes while it runs besides what it returns; 0 where it cannot be run alone, or has no room.
+
+    Args:
+        call: any, also one that writes to its arguments.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    kept = peaks_kept() if device == "cuda" else nullcontext()
+    with kept, without_modes(), torch.random.fork_rng(), torch.no_grad():
+        try:
+            args, kwargs = arguments_for(call)
+            _first_run(call, args, kwargs)
+            given = {each.untyped_storage().data_ptr() for each in _tensors((args, kwargs))}
+            peak, result = (_peak_on_cuda if device == "cuda" else _peak_on_cpu)(call, args, kwargs)
+        except NotAlone:
+            return _input_bytes(call)
+        except (NoRoom, RuntimeError):  # on CPU the user's own profiler may be active
+            return 0
+        made = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors(result)}
+        return max(0, peak - sum(size for where, size in made.items() if where not in given))
+
+
+def _peak_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
+    recorder = AllocationRecorder()
+    recorder.start(_PATIENCE_SECONDS)
+    try:
+        result = call.target(*args, **kwargs)
+    finally:
+        events = recorder.stop()
+    return peak_above(events), result
+
+
+def _refuse_retaining(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise for an op that still has memory of a run when nobody has its result any more: no plan could count it.
+
+    Raises:
+        UnexpectedResult: with the bytes.
+    """
+    recorder = AllocationRecorder()
+    recorder.start(_PATIENCE_SECONDS)
+    try:
+        call.target(*args, **kwargs)
+    finally:
+        recorder.stop()
+    if left := sum(recorder.live.values()):
+        raise UnexpectedResult(
+            call,
+            f"{format_bytes(left)} of a run are in use when its result is not any more, until Python's garbage "
+            "collection finds them",
+            "let the op keep nothing: objects that refer to each other hold the tensors that they hold (Triton's "
+            "interpreter, TRITON_INTERPRET=1, leaves such ones behind), and gc.collect() at the op's end frees them",
+        )
+
+
+def _peak_on_cuda(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    reset_peak()
+    result = call.target(*args, **kwargs)
+    torch.cuda.synchronize()
+    return allocated_peak() - before, result
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _input_bytes(call: Call) -> int:
+    specs = pytree.tree_leaves((call.args, call.kwargs))
+    return sum(each.extent * each.dtype.itemsize for each in specs if isinstance(each, TensorSpec))
+
+
+def _runs(seconds: float) -> int:
+    """How often a call is timed that takes about so many seconds (definition 3)."""
+    return min(max(round(_WANTED_SECONDS / seconds), _LEAST_RUNS), _MOST_RUNS)

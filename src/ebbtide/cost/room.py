@@ -1,0 +1,236 @@
+"""Where ops are tried out: in what is free of the budget, on memory that is resident anyway where that is little.
+
+1. The *room* of a thread is what its first call may take besides what is resident. Outside of a fitted model's call
+   there is no limit. Of a budget that is a share it is not known before the capture: all borrow what they can then.
+2. An op that takes a small part of the room gets inputs of its own. Another one *borrows*: its inputs, the largest
+   first, lie in the memory of resident tensors of the same type, which a kernel only reads. With as many borrowed as
+   can be, what it takes besides is no more than it takes in the step itself, so a budget under which there is any
+   plan is kept; where there is none, the refusal has to name what the op takes, so it is tried out all the same.
+   Where another program may have a plan (*strict*), it is not tried out, unless the budget was refused: what a
+   refusal names has to hold when it is asked for, so ops are tried out in what the named budget leaves (*trial*).
+3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
+   neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
+4. What is made up is the same for all tensors of one shape and type, so a guess of ours (``rewrites.heads.kernels``) is
+   right where it is tried out, as it is in nearly every step. Hence single numbers never borrow: what they would find
+   differs, and they take next to nothing. Nor do hidden states that logits are made of (:data:`_SMALL`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ebbtide.cost.call import Call, TensorSpec
+from ebbtide.torch_seams import trees as pytree
+from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
+
+__all__ = ["NoRoom", "Room", "arguments_for", "free_bytes", "has_room", "within"]
+
+SMALL_PART = 16
+"""Of the room, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
+_SINGLE_BYTES = 512
+"""What counts as single numbers for definition 4: the least that a card's allocator takes for anything."""
+_WRITTEN = ("kept",)
+"""What ops of rewrites call an argument that they write over."""
+_SMALL = ("h",)
+"""What they call hidden states, of which logits are made: with large ones most of a softmax is next to nothing, and
+kernels take up to ten times as long for numbers below the least normal one."""
+_OF_REWRITES = "ebbtide_rewrites"
+_PIVOTS = ("pivots", "LU_pivots")
+"""What schemas call the rows that a factorisation has swapped, counted from one: ones permute nothing."""
+_TRUSTED = (
+    "aten",
+    "prims",
+    "mkldnn",
+    "quantized",
+    "ebbtide_cuda",
+    _OF_REWRITES,
+)  # whose schemas are right about what is written to
+
+
+class NoRoom(Exception):
+    """Definition 3."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Definition 1.
+
+    Attributes:
+        free_bytes: of the budget, 0 where nothing is; ``None`` if it is not known yet.
+        lenders: tensors that are resident.
+        strict: by definition 2.
+        trial_bytes: of the budget that a refusal names, by definition 2; 0 where none was refused.
+        untried: what each op takes that has had no room, bytes.
+        unknown: what each fact about ops takes to find out that has had none (:func:`has_room`).
+    """
+
+    free_bytes: float | None = float("inf")
+    lenders: Sequence[torch.Tensor] = field(default=(), repr=False)
+    strict: bool = False
+    trial_bytes: float = 0
+    untried: list[float] = field(default_factory=list[float], repr=False, compare=False)
+    unknown: list[float] = field(default_factory=list[float], repr=False, compare=False)
+
+    def holds(self, needs_bytes: float) -> bool:
+        """Whether an op that takes so much may be tried out, for all that is known."""
+        return self.free_bytes is None or needs_bytes <= max(self.free_bytes, self.trial_bytes)
+
+
+class _Current(threading.local):
+    room = Room()
+
+
+_current = _Current()
+
+
+@contextmanager
+def within(room: Room) -> Iterator[None]:
+    """While open, this thread tries ops out in ``room``."""
+    before, _current.room = _current.room, room
+    try:
+        yield
+    finally:
+        _current.room = before
+
+
+def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Synthetic arguments of ``call``: floats are uniform or somebody's, integers zero, booleans true, pivots one.
+
+    Raises:
+        NoRoom: by definition 3.
+    """
+    room = _current.room
+    specs = [each for each in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, TensorSpec)]
+    needs = sum(map(_bytes, (*specs, *call.outputs)))
+    borrowed: dict[int, torch.Tensor] = {}
+    if room.free_bytes is None or needs > room.free_bytes / SMALL_PART:
+        lent = _arguments_that_borrow(call)
+        able = [position for position, spec in enumerate(specs) if position in lent and _may_borrow(spec)]
+        borrowed = _borrowed(specs, able, room.lenders)
+        needs -= sum(_bytes(specs[position]) for position in borrowed)
+        unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
+        if not room.holds(needs) and (room.strict or room.holds(needs - unable)):
+            room.untried.append(needs)
+            raise NoRoom(f"{call.signature} takes {needs} bytes, {room.free_bytes} are free")
+    made = iter([_made(spec, borrowed.get(position)) for position, spec in enumerate(specs)])
+
+    def fill(value: object) -> object:
+        return next(made) if isinstance(value, TensorSpec) else value
+
+    args, kwargs = pytree.tree_map(fill, (call.args, call.kwargs), is_leaf=lambda v: isinstance(v, TensorSpec))
+    if isinstance(call.target, OpOverload):
+        for argument, value in zip(schema_of(call.target).arguments, args, strict=False):
+            if argument.name in _PIVOTS:
+                value.fill_(1)
+            elif _is_small(call.target, argument.name):
+                value.mul_(1 / max(value.shape[-1], 1))
+    return args, kwargs
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return spec.extent * spec.dtype.itemsize
+
+
+def _arguments_that_borrow(call: Call) -> set[int]:
+    """Positions among the tensors of ``call`` (definition 3)."""
+    target = call.target
+    if getattr(target, "borrows", False):
+        return set(range(len(call.args)))
+    if not isinstance(target, OpOverload) or target.namespace not in _TRUSTED or schema_of(target).is_mutable:
+        return set()
+    names = [each.name for each in schema_of(target).arguments]
+    found: set[int] = set()
+    position = 0
+    for index, value in enumerate((*call.args, call.kwargs)):
+        for each in pytree.tree_leaves(value):
+            if isinstance(each, TensorSpec):
+                name = names[index] if index < len(names) else ""
+                if name not in _WRITTEN and not _is_small(target, name):
+                    found.add(position)
+                position += 1
+    return found
+
+
+def _is_small(target: OpOverload, name: str) -> bool:
+    return target.namespace == _OF_REWRITES and name in _SMALL
+
+
+def _may_borrow(spec: TensorSpec) -> bool:
+    """By definitions 3 and 4."""
+    return (spec.dtype.is_floating_point or spec.dtype.is_complex) and _bytes(spec) > _SINGLE_BYTES
+
+
+def _borrowed(
+    specs: Sequence[TensorSpec], able: Sequence[int], lenders: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """By position, the tensor in whose memory an input lies; each lends once as long as there are others."""
+    sizes = [(each.untyped_storage().nbytes(), index, each) for index, each in enumerate(lenders)]
+    unused = sorted(sizes, key=lambda each: each[:2])
+    used: list[tuple[int, int, torch.Tensor]] = []
+    found: dict[int, torch.Tensor] = {}
+    for position in sorted(able, key=lambda each: -_bytes(specs[each])):
+        spec = specs[position]
+        fitting = (each for each in (*unused, *used) if each[0] >= _bytes(spec) and _lends(each[2], spec))
+        if (lender := next(fitting, None)) is None:
+            continue
+        found[position] = lender[2]
+        if lender in unused:
+            unused.remove(lender)
+            used.append(lender)
+    return found
+
+
+def _lends(lender: torch.Tensor, spec: TensorSpec) -> bool:
+    return (lender.dtype, lender.device.type, lender.layout) == (spec.dtype, spec.device, torch.strided)
+
+
+def _made(spec: TensorSpec, lender: torch.Tensor | None) -> torch.Tensor:
+    if lender is not None:
+        tensor = torch.empty(0, dtype=spec.dtype, device=lender.device)
+        tensor = tensor.set_(lender.untyped_storage(), 0, spec.shape, spec.stride)
+    else:
+        tensor = _vector(spec).as_strided(spec.shape, spec.stride)
+    if "conj" in spec.lazy:
+        tensor = tensor.conj()
+    return torch.ops.aten._neg_view.default(tensor) if "neg" in spec.lazy else tensor
+
+
+def _vector(spec: TensorSpec) -> torch.Tensor:
+    if spec.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return torch.empty(spec.extent, dtype=spec.dtype, device=spec.device).uniform_(generator=_drawing(spec.device))
+    if spec.dtype in (torch.complex64, torch.complex128):
+        vector = torch.empty(spec.extent, dtype=spec.dtype, device=spec.device)
+        torch.view_as_real(vector).uniform_(generator=_drawing(spec.device))
+        return vector
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        numbers = torch.rand(spec.extent, dtype=torch.float32, device=spec.device, generator=_drawing(spec.device))
+        return numbers.to(spec.dtype)
+    if spec.dtype is torch.bool:
+        return torch.ones(spec.extent, dtype=spec.dtype, device=spec.device)
+    return torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
+
+
+def _drawing(device: str) -> torch.Generator:
+    """A generator of our own, which starts as every one does: other threads draw from torch's meanwhile."""
+    return torch.Generator(device)
+
+
+def has_room(needs_bytes: float, *, matters: bool = True) -> bool:
+    """Whether this thread may take so much to find something out; if not, and it ``matters``, it is noted."""
+    room = _current.room
+    found = room.holds(needs_bytes)
+    if not found and matters:
+        room.unknown.append(needs_bytes)
+    return found
+
+
+def free_bytes() -> float:
+    """What the room of this thread has, in bytes; infinity where there is no limit, or none is known yet."""
+    free = _current.room.free_bytes
+    return float("inf") if free is None else free

@@ -1,0 +1,1 @@
+"""The experiment behind ``ebbtide demo``."""

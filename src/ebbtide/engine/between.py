@@ -1,0 +1,188 @@
+"""What is known of the time between forward and backward: a loss outside, other forwards; whether a graph is retained.
+
+1. What is known is known of a *slot* (``key``): two calls of one key in a row, as in a siamese network, have two.
+2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
+   while it runs, and leaves what crosses its boundary, or the gradients that its backward has made by then; its
+   arguments come on top.
+3. Of a slot of which nothing is known, something is *likely* if losses of others are: what the largest of them took,
+   as much more as the new step is larger than its step was, by its outputs or by its unplanned peak.
+4. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
+5. Two forwards *train together* if one of them was in the air when the other had its backward, or its own came later.
+   Those that never did are an evaluation that has forgotten ``no_grad``, once perhaps: plans leave room for them where
+   there is room, and no training is refused for them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, field
+
+from ebbtide.engine.flights import Flight
+from ebbtide.engine.key import Slot
+from ebbtide.engine.retained import Retained
+from ebbtide.faults import users_level
+from ebbtide.step.program import Program
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.units import format_bytes
+
+__all__ = ["Between", "Knowledge", "learn_flight", "learn_retained"]
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Bytes between the two graphs of a step, above the level that its forward left.
+
+    Attributes:
+        peak_bytes: at the most.
+        held_bytes: kept until the step's end.
+        least_bytes: the peak if whatever else runs there were planned for the least memory.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+    least_bytes: int
+
+    def joined(self, other: Between) -> Between:
+        """What covers both."""
+        return Between(
+            max(self.peak_bytes, other.peak_bytes),
+            max(self.held_bytes, other.held_bytes),
+            max(self.least_bytes, other.least_bytes),
+        )
+
+
+@dataclass
+class Knowledge:
+    """All that was learned of one model (definition 2)."""
+
+    _losses: dict[Slot, Between] = field(default_factory=dict[Slot, Between])
+    _sizes: dict[Slot, tuple[int, int]] = field(default_factory=dict[Slot, "tuple[int, int]"])
+    _forwards: dict[Slot, dict[Slot, Between]] = field(default_factory=dict[Slot, "dict[Slot, Between]"])
+    _retained: dict[Slot, Retained] = field(default_factory=dict[Slot, Retained])
+    _together: set[tuple[Slot, Slot]] = field(default_factory=set[tuple[Slot, Slot]])
+
+    def of(self, slot: Slot) -> Between | None:
+        """All that happens between the graphs of calls of ``slot``, as far as it is known."""
+        known = [*self._forwards.get(slot, {}).values()]
+        if slot in self._losses:
+            known.append(self._losses[slot])
+        if not known:
+            return None
+        found = known[0]
+        for each in known[1:]:
+            found = found.joined(each)
+        return found
+
+    def has_loss_of(self, slot: Slot) -> bool:
+        """Whether the loss outside was measured."""
+        return slot in self._losses
+
+    def expects_forwards(self, slot: Slot) -> bool:
+        """Whether another forward is known to start before the backward."""
+        return slot in self._forwards
+
+    def expected(self, slot: Slot) -> frozenset[Slot]:
+        """The slots of forwards that are known to start before the backward of calls of ``slot``."""
+        return frozenset(self._forwards.get(slot, ()))
+
+    def learn_loss(self, slot: Slot, peak_bytes: int, held_bytes: int, program: Program) -> None:
+        """What user code took, once, and the step."""
+        self._losses[slot] = Between(peak_bytes, held_bytes, peak_bytes)
+        self._sizes[slot] = _sizes_of(program)
+
+    def likely(self, program: Program) -> Between | None:
+        """What user code may take in a step that has not run (definition 3)."""
+        found: Between | None = None
+        own = _sizes_of(program)
+        for slot, known in self._losses.items():
+            if not known.peak_bytes:
+                continue
+            times = max(1.0, *(mine / theirs for mine, theirs in zip(own, self._sizes[slot], strict=True) if theirs))
+            peak = math.ceil(times * known.peak_bytes)
+            each = Between(peak, math.ceil(times * known.held_bytes), peak)
+            found = each if found is None else found.joined(each)
+        return found
+
+    def retained(self, slot: Slot) -> Retained | None:
+        """How backwards of calls of ``slot`` retain their graphs, if any did that can be planned for."""
+        known = self._retained.get(slot)
+        return None if known is None or known.hopeless else known
+
+    def learn_retained(self, slot: Slot, *, again: bool) -> bool:
+        """A backward retains its graph, or comes ``again`` through it; whether that is news."""
+        known = self._retained.get(slot)
+        if known is not None and (known.again or not again):
+            return False
+        self._retained[slot] = Retained(again=again, hopeless=known is not None and known.hopeless)
+        return True
+
+    def give_up_retained(self, slot: Slot) -> None:
+        """No plan has the room."""
+        self._retained[slot] = Retained(again=True, hopeless=True)
+
+    def learn_forward(self, slot: Slot, other: Slot, between: Between) -> None:
+        """A call of ``other`` starts before the backward of one of ``slot``, of this model or of another fitted one."""
+        self._forwards.setdefault(slot, {})[other] = between
+
+    def learn_together(self, slot: Slot, other: Slot) -> None:
+        """A call of ``slot`` and one of ``other``, which started later, train together (definition 5)."""
+        self._together.add((slot, other))
+
+    def has_untrained(self, slot: Slot) -> bool:
+        """Whether forwards are known to start before the backward of ``slot`` that train nothing with it."""
+        return any((slot, other) not in self._together for other in self._forwards.get(slot, ()))
+
+    def forget_untrained(self, slot: Slot) -> bool:
+        """Forget these; whether there were any."""
+        known = self._forwards.get(slot, {})
+        untrained = [other for other in known if (slot, other) not in self._together]
+        for other in untrained:
+            del known[other]
+        if not known:
+            self._forwards.pop(slot, None)
+        return bool(untrained)
+
+
+def _sizes_of(program: Program) -> tuple[int, int]:
+    """Bytes of what the forward returns, and of the unplanned peak."""
+    return sum(program.buffers[each].bytes for each in set(program.forward_outputs)), unplanned_bytes(program)
+
+
+def learn_flight(flight: Flight, before: list[Flight]) -> None:
+    """``flight`` has started while those of ``before`` were in the air, the first of them first: tell their models."""
+    executable = flight.executable
+    assert executable is not None
+    plan, others = executable.plan, 0
+    least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
+    for earlier in reversed(before):
+        earlier.meanwhile.add(flight.slot)
+        if earlier.executable is None or earlier.home.knowledge is None:
+            continue
+        shared = {each.key for each in earlier.inputs}
+        own = others + sum(each.bytes for each in flight.inputs if each.key not in shared)
+        proof = own + plan.reserve_bytes  # it may be proven again and again, by other plans
+        found = Between(
+            proof + executable.needs_bytes, own + executable.leaves_bytes, proof + min(least, executable.needs_bytes)
+        )
+        earlier.home.knowledge.learn_forward(earlier.slot, flight.slot, found)
+        others += earlier.executable.leaves_bytes
+
+
+def learn_retained(flight: Flight, *, again: bool) -> None:
+    """The backward of ``flight`` retains its graph, or comes ``again`` through it: later steps leave room for that."""
+    executable, knowledge = flight.executable, flight.home.knowledge
+    if executable is None or knowledge is None or not knowledge.learn_retained(flight.slot, again=again):
+        return
+    plan = executable.plan
+    program = plan.program
+    total = plan.resident_bytes + executable.needs_with(
+        program.between_bytes, program.held_bytes, Retained(again=again)
+    )
+    if total > plan.budget_bytes:
+        warnings.warn(
+            f"this backward retains its graph (retain_graph=True), so what was saved for it stays: this step may take "
+            f"{format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; from the next step on that "
+            "is planned for, if there is room",
+            stacklevel=users_level(),
+        )

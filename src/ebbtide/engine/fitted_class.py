@@ -1,0 +1,292 @@
+"""The class of a fitted model: whoever calls it and however, its training calls come to the planned step.
+
+1. It is a generated subclass of the model's own that overrides ``forward`` alone, as PyTorch's ``fully_shard`` does, so
+   ``isinstance``, attributes, ``state_dict`` keys, hooks, optimizers and saving keep working. Copies and pickles of a
+   fitted model are plain models.
+2. ``forward`` is a data descriptor: a ``forward`` that is put on the model itself (accelerate's ``prepare`` and
+   ``add_hook_to_module``, a patch by hand) does not hide it but is what is planned from then on. What such a
+   ``forward`` was wrapped around is an *entry* one level below, and runs as it is written inside of the one above.
+3. A training call is one with gradients on. It runs as it is written while our own capture traces it, as a part of
+   what is captured, and where somebody exports or traces the model, which trains nothing. A ``torch.compile`` of
+   somebody else's leaves it out of its graphs (``torch.compiler.disable``).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ebbtide.capture.trace import without_model
+from ebbtide.engine.calls import ADVICE, PAST_THE_MODEL, SWITCHED_ON, Watched
+from ebbtide.engine.compiled import Call
+from ebbtide.engine.copies import copying
+from ebbtide.engine.flights import returned_tensors
+from ebbtide.engine.model import FittedModel
+from ebbtide.engine.movers import refuse_place
+from ebbtide.engine.spine import train
+from ebbtide.errors import UsageError
+from ebbtide.measurement.device import on_device_of
+from ebbtide.measurement.leftovers import leave, watches_of
+from ebbtide.measurement.resident import device_of, tensors_in
+from ebbtide.signals import raised_by_a_handler
+from ebbtide.torch_seams.graphs import own_names_of
+from ebbtide.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
+
+__all__ = ["FITTED", "fitted_class", "set_class", "watched_of_fitted"]
+
+FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
+"""All fitted models."""
+
+_NO_GRADIENTS = "no gradients (torch.no_grad or inference_mode)"
+
+_Forward = Callable[..., Any]
+
+
+def watched_of_fitted() -> Iterator[Watched]:
+    """Every fitted model, as optimizers look at it."""
+    return (
+        Watched(
+            model,
+            fitted.calls,
+            fitted.meet,
+            fitted.flights.backwards,
+            fitted.arrivals,
+            fitted.advice,
+            fitted.inside is not None and bool(fitted.inside.updated_and_not_stepped),
+        )
+        for model, fitted in list(FITTED.items())
+    )
+
+
+def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The subclass of ``plain`` under the same name whose training calls are planned (definition 1)."""
+    return _made(plain, getattr(plain, "training_step", None))
+
+
+@functools.cache
+def _made(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
+    names: dict[str, Any] = {
+        "forward": _ForwardOfModel(plain),
+        "__class__": _ClassOfModel(),
+        "_ebbtide_plain": plain,
+        "__module__": plain.__module__,
+        "__doc__": plain.__doc__,
+        **copying(plain, FITTED.__contains__),
+        **own_names_of(plain),
+    }
+    if training_step is not None:
+        names["training_step"] = _with_a_planned_call(training_step)
+    names["__qualname__"] = plain.__qualname__
+    own = type(plain)
+    meta: Any = type(own.__name__, (_OfTheModelsClass, own), {})
+    try:
+        announced = any("__init_subclass__" in vars(each) for each in plain.__mro__[:-1])
+        return meta(plain.__name__, (_Unannounced, plain) if announced else (plain,), names)
+    except Exception as error:
+        if raised_by_a_handler(error):
+            raise
+        raise UsageError(
+            f"{plain.__name__} lets no class be derived from it ({type(error).__name__}: {error}), and a fitted "
+            "model's is; put the model into a module of your own (a class whose forward calls it) and fit that",
+            argument="model",
+        ) from error
+
+
+class _Unannounced:
+    """A base that keeps ``__init_subclass__`` of the model's class, which may register classes, from being asked."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
+class _OfTheModelsClass(type):
+    """What is put on the class of a fitted model, or taken off, is put on the model's own class, as in eager.
+
+    A class that others derive from it (``torch.nn.utils.parametrize``) is theirs.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        plain = cls.__dict__.get("_ebbtide_plain")
+        super().__setattr__(name, value) if plain is None else setattr(plain, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        plain = cls.__dict__.get("_ebbtide_plain")
+        super().__delattr__(name) if plain is None else delattr(plain, name)
+
+
+def set_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+    """Give ``model`` this very class."""
+    vars(object)["__class__"].__set__(model, kind)
+
+
+def _is_generated(kind: type) -> bool:
+    """Whether it is a generated class, or derived from one."""
+    return any("_ebbtide_plain" in vars(each) for each in kind.__mro__)
+
+
+class _ClassOfModel:
+    """Definition 4."""
+
+    def __get__(self, model: torch.nn.Module | None, kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+        return kind
+
+    def __set__(self, model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+        fitted = FITTED.get(model)
+        # Of what is derived from the generated class, as parametrizations are, the forward is still the planned one.
+        if fitted is None or not issubclass(kind, torch.nn.Module) or _is_generated(kind):
+            set_class(model, kind)
+            return
+        set_class(model, fitted_class(kind))
+        fitted.plain_class = kind
+
+
+class _ForwardOfModel:
+    """Definition 2.
+
+    Args:
+        plain: the model's class, whose ``forward`` may be replaced later.
+    """
+
+    def __init__(self, plain: type[torch.nn.Module]) -> None:
+        self._plain = plain
+        self._forward: _Forward = plain.forward
+        self._of_class = _entry(self._forward)
+
+    def __get__(self, model: torch.nn.Module | None, kind: type[torch.nn.Module]) -> _Forward:
+        if not _traced() and self._plain.forward is not self._forward:
+            self._forward = self._plain.forward
+            self._of_class = _entry(self._forward)
+        if model is None:
+            return self._of_class
+        own = model.__dict__.get("forward")
+        if own is None:
+            if not _traced():
+                return types.MethodType(self._of_class, model)
+            # Dynamo, which traces this too, cannot make a method.
+            bound = _BoundToGraph if isinstance(model, torch.fx.GraphModule) else functools.partial
+            return bound(self._of_class, model)
+        if isinstance(own, types.MethodType) and own.__self__ is model:
+            return types.MethodType(_entry(own.__func__), model)
+        return functools.wraps(own)(functools.partial(_entry(without_model(own)), model))
+
+    def __set__(self, model: torch.nn.Module, value: _Forward) -> None:
+        model.__dict__["forward"] = value
+
+    def __delete__(self, model: torch.nn.Module) -> None:
+        if model.__dict__.pop("forward", None) is None:
+            raise AttributeError("forward")
+
+
+class _BoundToGraph(functools.partial[Any]):
+    """A function with its first argument, of which Dynamo wants the code as it would have a method's."""
+
+    @property
+    def __code__(self) -> types.CodeType:
+        return self.func.__code__  # type: ignore[no-any-return]
+
+
+def _entry(forward: _Forward) -> _Forward:
+    """``forward``, which takes the model first, with its training calls planned (definition 3)."""
+    planned = _planned()
+
+    @functools.wraps(forward)
+    def entry(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _as_written():
+            return forward(self, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            called = forward if _traced() else functools.partial(_without_gradients, forward)
+            return called(self, *args, **kwargs)
+        # Where somebody else's compilation is running, what it traces ends here.
+        return planned(self, forward, args, kwargs) if _traced() else _train(self, forward, args, kwargs)
+
+    return entry
+
+
+@constant_in_traces
+def _traced() -> bool:
+    return tracing_here()
+
+
+@constant_in_traces
+def _as_written() -> bool:
+    return capturing() or exporting_here()
+
+
+class _Inside(threading.local):
+    """Models whose calls without gradients this thread is in."""
+
+    def __init__(self) -> None:
+        self.models: set[int] = set()
+
+
+_inside = _Inside()
+
+
+def _without_gradients(forward: _Forward, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``forward``, counted once however many entries it goes through (definition 2)."""
+    if id(model) in _inside.models:
+        return forward(model, *args, **kwargs)
+    _inside.models.add(id(model))
+    try:
+        outputs = forward(model, *args, **kwargs)
+    finally:
+        _inside.models.discard(id(model))
+    returned = list(returned_tensors(outputs))
+    _count(model, SWITCHED_ON if any(each.grad_fn is not None for each in returned) else _NO_GRADIENTS)
+    leave(watches_of(returned))
+    return outputs
+
+
+def _count(model: torch.nn.Module, reason: str) -> None:
+    if (fitted := FITTED.get(model)) is not None:
+        fitted.calls.count_unplanned(reason)
+
+
+@functools.cache  # made when the first model is fitted: it imports the compiler
+def _planned() -> Callable[..., Any]:
+    reason = (
+        "Ebbtide plans this model's training calls; compile with fullgraph=False, or do not compile it: Ebbtide "
+        "captures it itself"
+    )
+    return left_out_of_traces(_train, reason)
+
+
+def _train(model: torch.nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    fitted = FITTED.get(model)
+    if fitted is None:
+        return forward(model, *args, **kwargs)
+    call = Call(model, forward, args, kwargs, device_of([model]), fitted.every_output)
+    if call.device == "cpu":
+        return train(fitted, call)
+    if call.device != "cuda":
+        refuse_place(model, call.device)
+    with on_device_of([model]):  # which may not be the current one
+        return train(fitted, call)
+
+
+def _with_a_planned_call(training_step: _Forward) -> _Forward:
+    """A trainer's ``training_step`` (Lightning's), which may go past the model: refused if nothing in it is planned."""
+
+    @functools.wraps(training_step)
+    def watched(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        fitted = FITTED.get(self)
+        if fitted is None or not torch.is_grad_enabled():
+            return training_step(self, *args, **kwargs)
+        before = fitted.calls.planned
+        loss = training_step(self, *args, **kwargs)
+        if fitted.calls.planned == before and any(each.requires_grad for each in tensors_in([loss])):
+            fitted.calls.count_unplanned(PAST_THE_MODEL)
+            raise UsageError(
+                f"{type(self).__name__}.training_step has called parts of the model and never the model, so nothing "
+                f"kept it within the budget. {ADVICE}",
+                argument="model",
+            )
+        return loss
+
+    return watched

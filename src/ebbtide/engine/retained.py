@@ -1,0 +1,88 @@
+"""Room for backwards that retain their graph (``retain_graph=True``).
+
+1. Such a backward gives nothing back of what crosses the boundary: whatever the plan frees of it stays, and what an op
+   would write over it copies. One that comes *again* meets the gradients of the one before as well.
+2. Autograd tells only when the backward starts, so the first one of a slot runs as it was planned, without that room.
+   It is learned from there, and later steps of the slot are planned with it.
+3. Planners know nothing of this: a plan's *excess* over its budget is put aside and planned around, until there is
+   none. What a plan leaves free of its budget is put aside besides: with less the same plan would come again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbtide.errors import BudgetError
+from ebbtide.rewrites.heads.kernels import OVERWRITES
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Program
+from ebbtide.step.schedule import Boundary, Compute, Free, Schedule
+from ebbtide.step.simulate import Timeline
+
+__all__ = ["Retained", "plan_retained", "retained_above_bytes"]
+
+_MOST_TRIES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """What is known of the backwards of one slot.
+
+    Attributes:
+        again: whether there is more than one through the same graph.
+        hopeless: whether no plan was found that has the room, so that steps run without it.
+    """
+
+    again: bool = False
+    hopeless: bool = False
+
+
+def retained_above_bytes(program: Program, schedule: Schedule, timeline: Timeline, retained: Retained) -> int:
+    """The peak above the step's start if the backward retains its graph (definition 1)."""
+    boundary = schedule.actions.index(Boundary())
+    crossing: set[int] = set()
+    for action in schedule.actions[:boundary]:
+        match action:
+            case Compute(op):
+                crossing.update(program.ops[op].outputs)
+            case Free(buffer):
+                crossing.discard(buffer)
+            case _:
+                pass
+    staying = np.zeros(len(schedule.actions), dtype=np.int64)
+    for index, action in enumerate(schedule.actions[boundary:], boundary):
+        if isinstance(action, Free) and action.buffer in crossing:
+            crossing.remove(action.buffer)
+            staying[index:] += program.buffers[action.buffer].bytes
+    for index, action in enumerate(schedule.actions):
+        if isinstance(action, Compute) and program.ops[action.op].target == OVERWRITES:
+            staying[index] += max(program.buffers[each].bytes for each in program.ops[action.op].inputs)
+    again = sum(program.buffers[b].bytes for b in program.gradients) if retained.again else 0
+    backward = (timeline.peak_bytes + staying)[boundary:].max(initial=0)
+    return max(timeline.above_bytes, int(backward) + again)
+
+
+def plan_retained(plan: Plan, make: Callable[[int], Plan], retained: Retained) -> Plan | None:
+    """A plan that holds though the backward retains its graph (definition 3), or ``None`` if none was found.
+
+    Args:
+        plan: that holds if it does not.
+        make: one within the same budget with so many bytes put aside; raises ``BudgetError`` if there is none.
+        retained: what is known.
+    """
+    aside, reserve = 0, plan.reserve_bytes
+    for _ in range(_MOST_TRIES):
+        needs = retained_above_bytes(plan.program, plan.schedule, plan.timeline, retained)
+        excess = plan.resident_bytes + needs - plan.budget_bytes
+        if excess <= 0:
+            return plan
+        free = plan.budget_bytes - plan.predicted_peak_bytes - reserve
+        aside = max(aside + excess, free + 1)
+        try:
+            plan = make(aside)
+        except BudgetError:
+            return None
+    return None

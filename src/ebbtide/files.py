@@ -1,0 +1,147 @@
+"""Files that Ebbtide keeps: where they are, and how they are written and read.
+
+1. A file is written as a draft beside its place and takes it at once: readers see the old file or the new one, never a
+   part. A draft goes when its writing fails; one whose process was killed goes when the next file is kept beside it.
+2. A *kept* file is a cache's: a JSON object that ends with a digest of all before it. Whatever is wrong with it, from
+   rights to a flipped bit, it counts as absent (:func:`kept`); one that cannot be written is not kept (:func:`keep`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import filelock
+import platformdirs
+
+__all__ = ["cache_directory", "keep", "kept", "locked", "write_bytes", "write_json", "write_text"]
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_DRAFT = ".tmp"
+_ABANDONED_SECONDS = 3600.0  # no draft is written for so long
+_LOCK_SECONDS = 10.0
+_MOST_BYTES = 2**30  # larger than anything that is kept
+_SEAL = ',"sha256":"'
+
+
+def cache_directory() -> Path:
+    """Where Ebbtide keeps measured costs and plans: the user's cache directory."""
+    return Path(platformdirs.user_cache_dir("ebbtide", appauthor=False))
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write ``data`` to ``path`` as compact JSON (definition 1).
+
+    The file has the permissions that the user's umask gives to any new file; ``tempfile`` would keep all others out.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    write_text(path, json.dumps(data, separators=(",", ":")))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as UTF-8, in the same way.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, in the same way.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory to write to", str(path.parent))
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_DRAFT}")
+    try:
+        with os.fdopen(os.open(draft, _NEW_FILE, 0o666), "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+# -- caches ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(path: Path) -> Generator[None]:
+    """While open, no other process is in here with the same ``path``, whose folder is made if need be.
+
+    Raises:
+        OSError: if that cannot be.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path, timeout=_LOCK_SECONDS)
+    try:
+        lock.acquire()
+    except (filelock.Timeout, NotImplementedError) as error:
+        raise OSError(f"{path} cannot be locked") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def keep(path: Path, lock: Path, data: Callable[[], dict[str, Any]], then: Callable[[], None] | None = None) -> bool:
+    """Keep what ``data`` returns at ``path`` (definition 2), under ``lock``; whether that was done.
+
+    Args:
+        path: of the file.
+        lock: file that all who write there take.
+        data: called once the lock is taken.
+        then: called before it is given back.
+    """
+    try:
+        with locked(lock):
+            _forget_drafts(path.parent)
+            text = json.dumps(data(), separators=(",", ":"))
+            write_text(path, f'{text[:-1]}{_SEAL}{_digest(text[:-1])}"}}')
+            if then is not None:
+                then()
+    except OSError:
+        return False
+    return True
+
+
+def kept(path: Path) -> dict[str, Any] | None:
+    """What was kept at ``path``; ``None`` if there is nothing, or anything is wrong with it."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return None
+        text, seal, digest = path.read_text(encoding="utf-8").rpartition(_SEAL)
+        if not seal or digest != f'{_digest(text)}"}}':
+            return None
+        data: object = json.loads(text + "}")
+    except (OSError, ValueError, RecursionError, MemoryError):
+        return None
+    return cast("dict[str, Any]", data) if isinstance(data, dict) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _forget_drafts(folder: Path) -> None:
+    """Remove what a process that was killed has left (definition 1)."""
+    latest = time.time() - _ABANDONED_SECONDS
+    for draft in folder.glob(f"*{_DRAFT}"):
+        with contextlib.suppress(OSError):
+            if draft.stat().st_mtime < latest:
+                draft.unlink()

@@ -1,0 +1,233 @@
+"""What is resident at a step's start: the storages reachable from the roots that the user names.
+
+On CPU the allocator keeps no total, so the level is counted from roots: modules (parameters, buffers, gradients,
+tensors in attributes), optimizers (their state), tensors, and containers of these. On CUDA the allocator is asked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from ebbtide.measurement.leftovers import left_bytes
+from ebbtide.planning.resident_in_words import OPTIMIZER_STATE, WEIGHTS
+from ebbtide.torch_seams.away import is_away
+from ebbtide.torch_seams.optimizers import gradient_of
+from ebbtide.torch_seams.storages import (
+    StorageWatch,
+    buffer_table,
+    held_in,
+    module_table,
+    parameter_table,
+    parts_of,
+    storage_key,
+)
+
+__all__ = [
+    "device_of",
+    "gradients_to_come",
+    "held_by",
+    "hidden_in",
+    "kept_by",
+    "optimizers_in",
+    "resident_bytes",
+    "resident_parts",
+    "start_bytes",
+    "stepping",
+    "storages_in",
+    "tensors_in",
+    "watched_in",
+]
+
+
+def tensors_in(root: object) -> Iterator[torch.Tensor]:
+    """Every tensor with memory reachable from ``root``: a module, an optimizer, a tensor, or a container of these."""
+    if isinstance(root, torch.Tensor):
+        if is_away(root):
+            return
+        yield from parts_of(root)
+        if root.is_leaf and (gradient := gradient_of(root)) is not None:
+            yield from parts_of(gradient)
+    elif isinstance(root, torch.nn.Module):
+        yield from _tensors_of(root)
+    elif isinstance(root, torch.optim.Optimizer):
+        for each in optimizers_in(root):
+            yield from tensors_in(held_by(each))
+            yield from tensors_in([group["params"] for group in each.param_groups])
+    elif isinstance(root, Mapping):
+        for value in root.values():
+            yield from tensors_in(value)
+    elif isinstance(root, list | tuple | set | frozenset):
+        for value in root:
+            yield from tensors_in(value)
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """``optimizer``, and those that it holds and steps itself (lookahead, SAM, accelerate's, lists of some)."""
+    found = [optimizer]
+    for each in found:
+        for value in vars(each).values():
+            held = list(value.values()) if isinstance(value, dict) else value
+            for one in held if isinstance(held, list | tuple) else (held,):
+                if isinstance(one, torch.optim.Optimizer) and not any(one is known for known in found):
+                    found.append(one)
+    return found
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one that steps: ``optimizer``, or the one behind it if it was never made as one (accelerate's)."""
+    while "defaults" not in vars(optimizer):
+        inner = [each for each in optimizers_in(optimizer) if each is not optimizer]
+        if not inner:
+            break
+        optimizer = inner[0]
+    return optimizer
+
+
+def kept_by(optimizer: torch.optim.Optimizer) -> list[object]:
+    """What ``optimizer`` itself keeps from step to step: its state, and what it has put into its groups."""
+    groups = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    return [*optimizer.state.values(), *groups]
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> tuple[list[object], list[torch.Tensor]]:
+    """What :func:`kept_by` says, and tensors in other attributes (copies of the weights, tables), at any depth."""
+    own = vars(optimizer).items()
+    open_values: list[object] = [each for name, each in own if name not in _OF_EVERY and not name.startswith(_HOOKS)]
+    seen = set[int]()
+    found: list[torch.Tensor] = []
+    for value in open_values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping | list | tuple | set | frozenset) and id(value) not in seen:
+            seen.add(id(value))
+            open_values += value.values() if isinstance(value, Mapping) else value
+    return kept_by(optimizer), found
+
+
+_OF_EVERY, _HOOKS = ("param_groups", "state", "defaults"), "_optimizer_"
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, their gradients and buffers, each module once, and what else its modules hold."""
+    seen = {id(module)}
+    open_modules = [module]
+    while open_modules:
+        each = open_modules.pop()
+        for parameter in parameter_table(each).values():
+            if parameter is not None:
+                yield parameter
+                if parameter.is_leaf and (gradient := gradient_of(parameter)) is not None:
+                    yield gradient
+        yield from (buffer for buffer in buffer_table(each).values() if buffer is not None)
+        for child in module_table(each).values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                open_modules.append(child)
+    yield from held_in(module)
+
+
+def storages_in(roots: Iterable[object]) -> dict[int, int]:
+    """Bytes of the distinct storages reachable from ``roots``, by key."""
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(list(roots))}
+
+
+def watched_in(roots: Iterable[object]) -> list[StorageWatch]:
+    """A watch of each distinct storage reachable from ``roots``."""
+    return [*{storage_key(tensor): StorageWatch(tensor) for tensor in tensors_in(list(roots))}.values()]
+
+
+def resident_bytes(roots: Iterable[object], granularity_bytes: int = 1) -> int:
+    """Bytes of the distinct storages reachable from ``roots``, each rounded up to ``granularity_bytes``."""
+    return sum(-(-size // granularity_bytes) * granularity_bytes for size in storages_in(roots).values())
+
+
+def resident_parts(
+    model: torch.nn.Module,
+    arguments: object,
+    state: Iterable[object],
+    granularity_bytes: int = 1,
+    device: str | None = None,
+) -> dict[str, int]:
+    """The same bytes of a model, a call's arguments and an optimizer's state by kind, each storage in the first kind.
+
+    Args:
+        model: with its gradients.
+        arguments: of one call.
+        state: tensors of the optimizer.
+        granularity_bytes: as for :func:`resident_bytes`.
+        device: ``"cuda"`` where only what a card holds counts.
+    """
+    parameters = [each for each in model.parameters() if not is_away(each)]
+    kinds: dict[str, Iterable[torch.Tensor]] = {
+        WEIGHTS: (part for each in parameters for part in parts_of(each)),
+        "gradients of earlier steps": tensors_in([gradient_of(each) for each in parameters if each.is_leaf]),
+        "buffers of modules": tensors_in(list(model.buffers())),
+        OPTIMIZER_STATE: tensors_in(list(state)),
+        "arguments of the call": tensors_in(arguments),
+        "other tensors of modules": tensors_in(model),
+    }
+    found = dict.fromkeys(kinds, 0)
+    seen: set[int] = set()
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            if device == "cuda" and tensor.device.type != device:
+                continue
+            if (key := storage_key(tensor)) not in seen:
+                seen.add(key)
+                size = tensor.untyped_storage().nbytes()
+                found[kind] += -(-size // granularity_bytes) * granularity_bytes
+    return found
+
+
+def device_of(roots: Iterable[object]) -> str:
+    """Device type of the first tensor reachable from ``roots``; ``"cpu"`` if there is none."""
+    return next((t.device.type for t in tensors_in(list(roots))), "cpu")
+
+
+def start_bytes(
+    own: Mapping[int, int], optimizers: Iterable[torch.optim.Optimizer], others: Mapping[int, int], device: str
+) -> int:
+    """Bytes allocated right now that a step has to count.
+
+    On CUDA that is all that the allocator has handed out. On CPU it is what the model and its optimizers reach, what
+    still lives of what fitted models have returned and data loaders have given (``leftovers``), and ``others``, each
+    storage once.
+
+    Args:
+        own: bytes of the model's storages by key.
+        optimizers: whose state counts.
+        others: likewise, of further storages: the call's arguments, those of forwards in flight.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    state = storages_in(optimizers)
+    reached = {**others, **state, **own}
+    return sum(reached.values()) + left_bytes(reached)
+
+
+def gradients_to_come(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, granularity_bytes: int = 1
+) -> int:
+    """Bytes of the gradients that a module's parameters do not have yet: of those that take one, or are trained."""
+    parts = [] if optimizer is None else optimizers_in(optimizer)
+    trained = {id(each) for part in parts for group in part.param_groups for each in group["params"]}
+    without = [
+        each
+        for each in module.parameters()
+        if gradient_of(each) is None and (each.requires_grad or id(each) in trained)
+    ]
+    return sum(-(-each.nbytes // granularity_bytes) * granularity_bytes for each in without)
+
+
+def hidden_in(inputs: Iterable[object], model: torch.nn.Module, arguments: object) -> list[weakref.ref[torch.Tensor]]:
+    """Inputs of a captured step that no walk over its model and arguments finds.
+
+    What an object, a closure or a global holds: the capture has them among its inputs, whatever holds them.
+    """
+    found = storages_in([model, arguments])
+    tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+    return [weakref.ref(each) for each in tensors if storage_key(each) not in found]

@@ -1,0 +1,115 @@
+"""Names that users type: what they may have meant, which keywords a function and which models the zoo has."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+from ebbtide.errors import UnknownArgument, UsageError
+
+__all__ = ["ZOO", "did_you_mean", "require_zoo_name", "with_known_keywords"]
+
+ZOO = (
+    "dcgan",
+    "deepspeech2",
+    "densenet121",
+    "fcn8",
+    "gpt",
+    "gpt2_small",
+    "hf_bert",
+    "hf_gpt2",
+    "hf_llama",
+    "hf_t5",
+    "inception_v3",
+    "llama",
+    "llama_70b",
+    "llama_70b_lora",
+    "llama_8b",
+    "llama_small",
+    "lstm_lm",
+    "mlp_chain",
+    "mobilenet",
+    "nmt",
+    "nmt_luong",
+    "resnet1001",
+    "resnet101",
+    "resnet152",
+    "resnet200",
+    "resnet2000",
+    "resnet50",
+    "segnet",
+    "transformer_base",
+    "unet",
+    "vgg16",
+    "vgg19",
+)
+"""What ``zoo:NAME`` may name; here, so that who mistypes one is answered without importing the models and torch."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` with known names that begin or end so, else the nearest one, if any."""
+    listed = list(known)
+    near = [each for each in listed if len(name) > 2 and (each.startswith(name) or each.endswith(name))][:2]
+    near = near or difflib.get_close_matches(name, listed, n=1)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def with_known_keywords(function: _Function, *, refused: tuple[str, ...] = ()) -> _Function:
+    """``function``, which refuses a keyword that it does not have with the nearest that it has.
+
+    It says as well what goes by name where more is given by place than it takes.
+
+    Args:
+        function: any.
+        refused: keywords that it has only to say what to do instead; they are not listed.
+
+    Raises:
+        UnknownArgument: when it is called; what else is wrong with a call, Python says.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = tuple(each.name for each in parameters if each.name not in refused)
+    places = tuple(each.name for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            if name not in known and name not in refused:
+                raise UnknownArgument(
+                    f"{function.__name__} has no argument {name!r}; it has: {', '.join(known)}"
+                    f"{did_you_mean(name, known)}",
+                    argument=name,
+                    value=value,
+                    accepted=known,
+                )
+        if len(args) > len(places):
+            raise UnknownArgument(
+                f"{function.__name__} takes {' and '.join(places) or 'nothing'} by place, and {len(args)} arguments "
+                f"were given so; by name it takes {', '.join(name for name in known if name not in places)}",
+                argument=places[-1] if places else "",
+                value=args,
+                accepted=known,
+            )
+        return function(*args, **kwargs)
+
+    return cast("_Function", checked)
+
+
+def require_zoo_name(name: str) -> None:
+    """Refuse a name that no model of the zoo has.
+
+    Raises:
+        UsageError: listing those there are.
+    """
+    if name not in ZOO:
+        raise UsageError(
+            f"the zoo has no model {name!r}; it has: {', '.join(ZOO)}{did_you_mean(name, ZOO)}",
+            argument="case",
+            value=name,
+            accepted=ZOO,
+        )

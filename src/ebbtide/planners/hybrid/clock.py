@@ -1,0 +1,202 @@
+"""The time of an interval state with loads and holds, compiled: lanes, waits and the makespan.
+
+It is the simulator's clock, walked stage by stage over the schedule of a choice (``hybrid.choice``), in whole units of
+cost. What happens in stage ``t``, in this order:
+1. At the boundary the compute lane waits for all that is under way from a tier.
+2. The loads of the stage are issued; each begins when its lane is free and its copy is written.
+3. Each run waits for what it reads. After it, the first free of a moved buffer waits for its copy: that is where the
+   interval of its first run ends. After the first run, copies of its outputs are issued, and holds end.
+
+Everything before the first stage that changed is as it was: its clocks are kept, and the walk begins there.
+"""
+
+from __future__ import annotations
+
+from ebbtide.planners.search.interval_kernels import end_of, made_around, reads_around
+from ebbtide.planners.search.jit import Words, apart, inner
+from ebbtide.planners.search.layout import (
+    B_COPIED,
+    B_HOLD,
+    B_IN,
+    B_IN_LANE,
+    B_IN_SHARE,
+    B_LOADS,
+    B_NEXT_HOLD,
+    B_OUT,
+    B_OUT_LANE,
+    B_OUT_SHARE,
+    B_PRODUCER,
+    B_STALL,
+    C_ARRIVED,
+    C_COLUMNS,
+    C_NOW,
+    H_BOUNDARY,
+    H_CLOCKS,
+    H_LOADS,
+    H_MAKESPAN,
+    H_OPS,
+    H_STALE,
+    H_WORK,
+    N_IN_STAGE,
+    N_OF_OP,
+    N_OP,
+    N_READY,
+    N_STAGE,
+    OP_COST,
+    OP_IN,
+    OP_IN_END,
+    OP_OUT,
+    OP_OUT_END,
+    S_HEAD,
+    S_HOLDS,
+    S_LOADS,
+    at,
+)
+
+__all__ = ["arrival", "first_end", "makespan"]
+
+
+@inner
+def arrival(m: Words, b: int, t: int) -> int:
+    """When the copy of ``b`` that stage ``t`` reads is there, if it is loaded; 0 otherwise."""
+    ready, loaded = 0, -1
+    v = m[b + B_LOADS]
+    while v >= 0 and m[v + N_STAGE] <= t:
+        ready, loaded = m[v + N_READY], m[v + N_STAGE]
+        v = m[v + N_OF_OP]
+    if loaded < 0:
+        return 0
+    made, _ = made_around(m, b, t)
+    return ready if made == loaded else 0
+
+
+@inner
+def first_end(m: Words, b: int) -> int:
+    """The stage in which ``b`` is freed for the first time: the end of the interval of its first run."""
+    p = m[b + B_PRODUCER]
+    _, q = made_around(m, b, p)
+    return end_of(m, b, p, q)
+
+
+@inner
+def is_read_later(m: Words, b: int, v: int) -> bool:
+    """Whether a run of the stage after the one in row ``v`` reads ``b``."""
+    t = m[v + N_STAGE]
+    while m[v + N_OP] != t:
+        v = m[v + N_IN_STAGE]
+        row = at(m[v + N_OP])
+        for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+            if m[i] == b:
+                return True
+    return False
+
+
+@apart
+def sort_loads(m: Words, t: int) -> None:
+    """Order the loads of stage ``t`` by the stage in which they are read first, then by buffer."""
+    head = -1
+    v = m[at(t) + S_LOADS]
+    while v >= 0:
+        following = m[v + N_IN_STAGE]
+        b = -m[v + N_OP]
+        _, read = reads_around(m, b, t - 1)
+        before, w = -1, head
+        while w >= 0:
+            other = -m[w + N_OP]
+            _, use = reads_around(m, other, t - 1)
+            if use > read or (use == read and other > b):
+                break
+            before, w = w, m[w + N_IN_STAGE]
+        m[v + N_IN_STAGE] = w
+        if before < 0:
+            head = v
+        else:
+            m[before + N_IN_STAGE] = v
+        v = following
+    m[at(t) + S_LOADS] = head
+
+
+@inner
+def stalled(m: Words, b: int, now: int) -> int:
+    """When the compute lane goes on after the first free of ``b``; for how long it waits is noted."""
+    copied = m[b + B_COPIED]
+    m[b + B_STALL] = max(copied - now, 0)
+    return max(copied, now)
+
+
+@apart
+def makespan(m: Words) -> int:
+    """The time of the whole step, after walking the stages from the first that changed."""
+    n = m[H_OPS]
+    t = m[H_STALE]
+    if t > n:
+        return m[H_MAKESPAN]
+    moved = m[H_LOADS] > 0
+    clock = m[H_CLOCKS] + t * C_COLUMNS
+    now = m[clock + C_NOW]
+    while t < n:
+        clock = m[H_CLOCKS] + t * C_COLUMNS
+        m[clock + C_NOW] = now
+        following = clock + C_COLUMNS
+        for k in range(C_ARRIVED, C_COLUMNS):
+            m[following + k] = m[clock + k]
+        if t == m[H_BOUNDARY]:
+            now = max(now, m[clock + C_ARRIVED])
+        v = m[at(t) + S_LOADS]
+        if v >= 0:
+            if m[v + N_IN_STAGE] >= 0:
+                sort_loads(m, t)
+                v = m[at(t) + S_LOADS]
+            while v >= 0:
+                b = -m[v + N_OP]
+                lane = following + m[b + B_IN_LANE]
+                m[lane] = max(m[lane], now, m[b + B_COPIED]) + m[b + B_IN]
+                m[v + N_READY] = m[lane]
+                m[following + C_ARRIVED] = max(m[following + C_ARRIVED], m[lane])
+                now += m[b + B_IN_SHARE]
+                v = m[v + N_IN_STAGE]
+        v = m[at(t) + S_HEAD]
+        while True:
+            o = m[v + N_OP]
+            row = at(o)
+            if moved:
+                for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+                    if m[m[i] + B_LOADS] >= 0:
+                        now = max(now, arrival(m, m[i], t))
+                now += m[row + OP_COST]
+                for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+                    b = m[i]
+                    if m[b + B_LOADS] >= 0 and m[b + B_HOLD] != t and m[b + B_COPIED] + m[b + B_STALL] > now:
+                        if first_end(m, b) == t and not is_read_later(m, b, v):
+                            now = stalled(m, b, now)
+            else:
+                now += m[row + OP_COST]
+            if o == t:
+                break
+            v = m[v + N_IN_STAGE]
+        if moved:
+            row = at(t)
+            for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+                b = m[i]
+                if m[b + B_LOADS] >= 0:
+                    lane = following + m[b + B_OUT_LANE]
+                    m[lane] = max(m[lane], now) + m[b + B_OUT]
+                    m[b + B_COPIED] = m[lane]
+                    m[b + B_STALL] = 0
+                    now += m[b + B_OUT_SHARE]
+                    if first_end(m, b) == t:
+                        now = stalled(m, b, now)
+            b = m[at(t) + S_HOLDS]
+            while b >= 0:
+                if m[b + B_LOADS] >= 0 and first_end(m, b) == t:
+                    now = stalled(m, b, now)
+                b = m[b + B_NEXT_HOLD]
+        t += 1
+    clock = m[H_CLOCKS] + n * C_COLUMNS
+    m[clock + C_NOW] = now
+    if n == m[H_BOUNDARY]:
+        now = max(now, m[clock + C_ARRIVED])
+    m[H_WORK] += (t - m[H_STALE]) >> 3
+    m[H_STALE] = n + 1
+    m[H_MAKESPAN] = now
+    return now

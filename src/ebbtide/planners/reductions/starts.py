@@ -1,0 +1,88 @@
+"""Start points for a large program from plans of its stand-in (``shrink``), at budgets that suit what is carried.
+
+The stand-in is asked for as much of each block as the budget asks of the large program's. What is carried then may be
+over the budget by some percent. Repairing that takes evictions in proportion to excess and ops, each of which looks at
+every op: on the largest programs the stand-in is rather asked again, for the excess too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ebbtide.planners.base import Problem, silent
+from ebbtide.planners.bounds.cut_basis import Start
+from ebbtide.planners.bounds.cut_bound import quick_bound
+from ebbtide.planners.reductions.shrink import StandIn
+from ebbtide.planners.search.greedy import Found, Reruns, start_from
+from ebbtide.planners.search.interval_state import IntervalState
+from ebbtide.step.schedule import Schedule
+
+__all__ = ["linear_start", "quick_plan", "start_from_stand_in", "start_quickly"]
+
+Plan = Callable[[Problem], Schedule | None]
+ASKED = 3  # times at most
+REPAIRED = 1e7  # share of the budget times ops squared: an excess that is repaired in about a tenth of a second
+
+
+def start_quickly(found: Found, small: StandIn) -> None:
+    """Start from quick plans of a stand-in, unless what is carried is far from fitting."""
+    problem, excess = found.problem, 0
+    least = REPAIRED * problem.above_budget_bytes / len(problem.program.ops) ** 2
+    for _ in range(ASKED):
+        carried = _carried(found, small, quick_plan, excess)
+        more = min((_peak(found, reruns) for reruns in carried), default=0) - problem.above_budget_bytes
+        if not carried or more <= least or problem.interrupt:
+            _start(found, carried)
+            return
+        excess += more
+
+
+def start_from_stand_in(found: Found, small: StandIn, plan: Plan) -> None:
+    """Start from the plan of a stand-in, repaired however long that takes.
+
+    Args:
+        found: of the large program.
+        small: its stand-in.
+        plan: how to plan the stand-in.
+    """
+    _start(found, _carried(found, small, plan, 0))
+
+
+def linear_start(problem: Problem, small: StandIn) -> Start | None:
+    """Where the linear relaxation of a large program begins: at the optimum of its stand-in's."""
+    asked = small.reduce(problem).problem
+    basis = quick_bound(asked.program, asked.above_budget_bytes, problem.interrupt, IntervalState(asked.program)).basis
+    return None if basis is None else Start(basis, small.fellows())
+
+
+def _carried(found: Found, small: StandIn, plan: Plan, excess: int) -> list[Reruns]:
+    """Reruns from a plan of the stand-in, for so many bytes less than the budget of the large program."""
+    tighter = found.problem.above_budget_bytes - excess
+    reduced = small.reduce(replace(found.problem, above_budget_bytes=tighter, progress=silent))
+    schedule = plan(reduced.problem)
+    return [] if schedule is None else list(reduced.lift(schedule))
+
+
+def _start(found: Found, carried: list[Reruns]) -> None:
+    for index, reruns in enumerate(carried):
+        if reruns not in carried[:index]:
+            start_from(found, reruns)
+
+
+def quick_plan(problem: Problem) -> Schedule | None:
+    """A plan in hundredths of a second: the linear relaxation of one cut and the unplanned step, repaired."""
+    found = Found(problem)
+    quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, found.state)
+    for reruns in ([], quick.reruns):
+        if reruns is not None:
+            start_from(found, reruns)
+    if found.reruns is None:
+        return None
+    found.state.load(found.reruns)
+    return found.state.to_schedule()
+
+
+def _peak(found: Found, reruns: Reruns) -> int:
+    found.state.load(reruns)
+    return found.state.peak_bytes

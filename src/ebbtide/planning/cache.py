@@ -1,0 +1,205 @@
+"""Plans on disk: what was found for a program at a budget is found again, and starts the search for its neighbours.
+
+Definitions:
+1. The *structure* of a program is what its ops call and which buffers they read and make, without sizes and costs.
+   Programs of one structure (another batch, another sequence length) take each other's schedules as start points.
+2. An *entry* is one answer, in a file named by structure and by a digest of all that the answer depends on: program,
+   costs, budget, planner, effort, seed and this package's version. It holds what was digested, and is not trusted
+   where that differs; its schedule is judged anew by whoever takes it.
+3. Entries are JSON, written atomically; beyond :data:`MOST_BYTES` those that were used longest ago go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ebbtide.files import cache_directory, keep, kept
+from ebbtide.planners.base import Answer, Problem, Status
+from ebbtide.step.program import Program
+from ebbtide.step.provenance import Provenance
+from ebbtide.step.schedule import Schedule
+
+__all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory", "share_of", "structure_of"]
+
+MOST_BYTES = 256 * 2**20
+NEAR = 2  # start points taken from each side of a budget
+_SCHEMA = "ebbtide-plans/2"
+_DEFECTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+_KEPT = (Status.OPTIMAL, Status.FEASIBLE)  # what a clock or an interrupt ended is not worth keeping
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAnswer:
+    """An entry.
+
+    Attributes:
+        answer: as the planner gave it.
+        smallest_above_bytes: the least peak above the start for which a schedule was found.
+    """
+
+    answer: Answer
+    smallest_above_bytes: int
+
+
+class PlanCache:
+    """Answers of planners on disk.
+
+    Args:
+        directory: :func:`plans_directory` if ``None``.
+        most_bytes: what all entries together may take.
+    """
+
+    def __init__(self, directory: Path | None = None, *, most_bytes: int = MOST_BYTES) -> None:
+        self._directory = directory or plans_directory()
+        self._most_bytes = most_bytes
+
+    def load(self, planner: str, problem: Problem) -> CachedAnswer | None:
+        """The answer that ``planner`` gave to this very problem, or ``None``. What is damaged counts as absent."""
+        key = _key(planner, problem)
+        data = _read(self._path(problem.program, key))
+        if data is None or data.get("key") != key:
+            return None
+        try:
+            found = _found(data)
+        except _DEFECTS:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self._path(problem.program, key))
+        return found
+
+    def near(self, problem: Problem) -> list[Schedule]:
+        """Schedules of programs of the same structure, those of the nearest budgets first as shares of the step."""
+        share = share_of(problem.program, problem.above_budget_bytes)
+        found: list[tuple[float, str, Schedule]] = []
+        for path in self._entries(f"{structure_of(problem.program)}-*.json"):
+            data = _read(path)
+            try:
+                if data is not None:
+                    found.append((_finite(data["share"]) - share, path.name, Schedule.from_json(data["schedule"])))
+            except _DEFECTS:
+                continue
+        below = sorted((each for each in found if each[0] <= 0), key=lambda each: (-each[0], each[1]))
+        above = sorted((each for each in found if each[0] > 0), key=lambda each: each[:2])
+        return [schedule for _, _, schedule in (*below[:NEAR], *above[:NEAR])]
+
+    def store(self, planner: str, problem: Problem, found: CachedAnswer) -> None:
+        """Keep an answer that has a schedule; a cache that cannot be written is left alone."""
+        answer = found.answer
+        if answer.schedule is None or answer.status not in _KEPT:
+            return
+        key = _key(planner, problem)
+        data = {
+            "schema": _SCHEMA,
+            "key": key,
+            "share": share_of(problem.program, problem.above_budget_bytes),
+            "status": answer.status.name,
+            "bound": answer.bound,
+            "bound_class": answer.bound_class,
+            "notes": answer.notes,
+            "smallest_above_bytes": found.smallest_above_bytes,
+            "schedule": answer.schedule.to_json(),
+        }
+        path = self._path(problem.program, key)
+        keep(path, self._directory / ".lock", lambda: data, self._make_room)
+
+    def _make_room(self) -> None:
+        """Definition 3."""
+        known = [(path, path.stat()) for path in self._entries("*.json")]
+        total = sum(stat.st_size for _, stat in known)
+        for path, stat in sorted(known, key=lambda each: (each[1].st_mtime, each[0].name)):
+            if total <= self._most_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= stat.st_size
+
+    def _entries(self, pattern: str) -> Iterator[Path]:
+        with contextlib.suppress(OSError):
+            yield from sorted(self._directory.glob(pattern))
+
+    def _path(self, program: Program, key: dict[str, str]) -> Path:
+        return self._directory / f"{structure_of(program)}-{_digest(key)}.json"
+
+
+def plans_directory() -> Path:
+    """Where plans are kept: below the user's cache directory."""
+    return cache_directory() / "plans"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    data = kept(path)
+    return data if data is not None and data.get("schema") == _SCHEMA else None
+
+
+def _found(data: dict[str, Any]) -> CachedAnswer:
+    """The answer that an entry holds; raises one of ``_DEFECTS`` if it holds none."""
+    notes = {str(k): str(v) for k, v in data["notes"].items()}
+    if Provenance.from_dict(notes).notes != notes:
+        raise ValueError("a planner's notes say what is not the planner's to say")
+    bound = None if data["bound"] is None else _finite(data["bound"])
+    answer = Answer(
+        Status[data["status"]],
+        Schedule.from_json(data["schedule"]),
+        bound=bound,
+        bound_class=str(data["bound_class"]),
+        notes=notes,
+    )
+    smallest = int(data["smallest_above_bytes"])
+    if answer.status not in _KEPT or smallest < 0:
+        raise ValueError("no such answer is kept")
+    return CachedAnswer(answer, smallest)
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
+
+
+def structure_of(program: Program) -> str:
+    """Definition 1."""
+    ops = [(op.target, op.inputs, op.outputs, op.once) for op in program.ops]
+    ends = (program.boundary, program.forward_outputs, program.gradients, program.mutations, len(program.buffers))
+    return _digest((ops, ends))
+
+
+def share_of(program: Program, above_budget_bytes: int) -> float:
+    """The budget as a share of all that the step makes: comparable between programs of one structure."""
+    return above_budget_bytes / max(sum(buffer.bytes for buffer in program.buffers), 1)
+
+
+def _key(planner: str, problem: Problem) -> dict[str, str]:
+    """All that an answer depends on (definition 2)."""
+    program = problem.program
+    costs = [(op.seconds, op.workspace_bytes) for op in program.ops]
+    return {
+        "version": _version(),
+        "program": program.fingerprint,
+        "costs": _digest((costs, program.between_bytes, program.held_bytes)),
+        "above_budget_bytes": str(problem.above_budget_bytes),
+        "planner": planner,
+        "machine": "" if problem.machine is None else repr(problem.machine),
+        "tiers": repr(problem.tiers),
+        "effort": str(problem.effort),
+        "seed": str(problem.seed),
+    }
+
+
+def _version() -> str:
+    """This package's; a tree that is not installed has none."""
+    try:
+        return metadata.version("ebbtide")
+    except metadata.PackageNotFoundError:
+        return "source"

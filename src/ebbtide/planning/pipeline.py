@@ -1,0 +1,457 @@
+"""From a program and a budget to a plan: one way for ``plan``, ``fit``, ``sweep`` and the command line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ebbtide.errors import BudgetError, UsageError
+from ebbtide.options import Options
+from ebbtide.planners import Interrupt, Problem, Progress, Status, planner_named
+from ebbtide.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, finds_smallest, moves_buffers, silent
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.planners.narration import interruption_noted
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning.alternatives import Alternative, Hints, best_of
+from ebbtide.planning.cache import CachedAnswer, PlanCache
+from ebbtide.planning.resident_in_words import OPTIMIZER_STATE, WEIGHTS, parts_of, resident_sentence
+from ebbtide.planning.shape_plans import Buckets
+from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
+from ebbtide.step.legality import check
+from ebbtide.step.machine import Link, Machine, catalogue
+from ebbtide.step.plan import Plan
+from ebbtide.step.program import Program
+from ebbtide.step.provenance import Planned, Provenance
+from ebbtide.step.rewrite import Rewritten
+from ebbtide.step.schedule import Schedule
+from ebbtide.step.simulate import overhead_of, simulate
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.units import Budget, format_allowed, format_bytes
+
+__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
+
+
+_SMALL_NUMBER = 100
+"""Bytes up to which a budget is rather meant as a share."""
+REWRITE = frozenset({"auto", "auto_free", "greedy", "least_memory"})
+"""Planners that may plan another program than the captured one. What stands for a paper's plans what it is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningOptions:
+    """How to plan."""
+
+    planner: str = "auto"
+    """Name of the planner."""
+    effort: int = DEFAULT_EFFORT
+    """Local-search moves; plans are reproducible for one effort and seed."""
+    seed: int = 0
+    """Of every random choice."""
+    time_limit_seconds: float | None = None
+    """Cuts planning off; the plan then says ``TIME_LIMIT``."""
+    machine: Machine | None = None
+    """For transfers; planners that only recompute ignore it."""
+    tiers: tuple[str, ...] = ()
+    """That buffers may be moved to, the preferred one first; planners that only recompute ignore them."""
+    interrupt: Interrupt | None = None
+    """Set by Ctrl-C; the best plan so far is kept."""
+    progress: Callable[[Progress], None] = field(default=silent)
+    """Called with what is known while planning."""
+    provenance: Provenance = field(default_factory=Provenance)
+    """What is known of where the program comes from, to be kept in the plan."""
+    resident_parts: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What is resident by kind, where that is known; likewise."""
+    cache: PlanCache | None = None
+    """Where answers are kept, and start points taken from; ``None`` plans anew, from the given seeds alone."""
+    buckets: Buckets | None = None
+    """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
+
+    alternatives: Sequence[Alternative] = ()
+    """Other programs for the same step, for the planners of :data:`REWRITE`; none is tried where there is none."""
+    rewritten: Rewritten | None = None
+    """How the program at hand comes from the captured one, if it is another."""
+    known: Sequence[Plan] = ()
+    """Plans of the step that are at hand: those of an alternative's own program are start points of it."""
+
+    takes_shares: bool = True
+    """Whether a refusal may advise a share: for one caller a budget is always in bytes."""
+
+    @staticmethod
+    def of(options: Options) -> PlanningOptions:
+        """The part of ``options`` that planning a captured step needs."""
+        return PlanningOptions(
+            planner=options.planner,
+            effort=options.effort,
+            seed=options.seed,
+            time_limit_seconds=options.time_limit,
+            machine=options.target,
+            interrupt=options.interrupt,
+            progress=options.tell,
+        )
+
+
+def make_plan(
+    program: Program,
+    budget: Budget,
+    *,
+    resident_bytes: int,
+    reserve_bytes: int = 0,
+    end: StepEnd = NOTHING_AFTER,
+    seeds: Sequence[Schedule] = (),
+    options: PlanningOptions | None = None,
+) -> Plan:
+    """The best plan found for ``program`` within ``budget``.
+
+    Args:
+        program: with costs.
+        budget: bytes, or a share of the unplanned peak (resident part included).
+        resident_bytes: bytes resident at a step's start, state that is still to come among them.
+        reserve_bytes: bytes to keep free inside the budget besides.
+        end: what is taken when the backward has returned, which the budget has to hold as well.
+        seeds: schedules to start from.
+        options: how to plan.
+
+    Raises:
+        BudgetError: if no schedule within the budget was found.
+        UsageError: for an unknown planner, or a tier to which the machine has no link.
+    """
+    options = options or PlanningOptions()
+    with interruption_noted(changes_to(options.progress)) as progress:
+        told = replace(options, progress=progress, alternatives=())
+        if not options.alternatives or options.planner not in REWRITE:
+            return _best_plan(program, budget, resident_bytes, reserve_bytes, end, seeds, told)
+        within = Budget(bytes=end.budget_bytes(budget, program, resident_bytes, reserve_bytes))
+
+        def plan_one(candidate: Program, rewritten: Rewritten | None) -> Plan:
+            if rewritten is None:
+                return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, seeds, told)
+            same = [each.schedule for each in options.known if each.program.fingerprint == candidate.fingerprint]
+            how = replace(told, rewritten=rewritten, progress=_telling_of(rewritten, candidate, progress))
+            return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, same, how)
+
+        assert within.bytes is not None
+        above_budget = within.bytes - resident_bytes - reserve_bytes
+        stop = options.interrupt
+        return best_of(
+            program,
+            options.alternatives,
+            above_budget,
+            plan_one,
+            interrupted=lambda: stop is not None and bool(stop),
+            links=_links(told),
+            hints=Hints.of(options.known, program, above_budget),
+        )
+
+
+def _telling_of(
+    rewritten: Rewritten, program: Program, progress: Callable[[Progress], None]
+) -> Callable[[Progress], None]:
+    """``progress`` of another program in the captured one's place: it is named, and overheads are over the captured."""
+    rules = ", ".join(sorted({each.rule for each in rewritten.rewrites}))
+
+    def tell(each: Progress) -> None:
+        best, bound = (rewritten.overhead_of(value, program) for value in (each.best_overhead, each.bound))
+        progress(replace(each, stage=f"{each.stage}, with {rules}", best_overhead=best, bound=bound))
+
+    return tell
+
+
+def _best_plan(
+    program: Program,
+    budget: Budget,
+    resident_bytes: int,
+    reserve_bytes: int,
+    end: StepEnd,
+    seeds: Sequence[Schedule],
+    options: PlanningOptions,
+) -> Plan:
+    """What :func:`make_plan` gives."""
+    plan_with = planner_named(options.planner)
+    options = _with_tiers(options)
+    begin = time.perf_counter()
+    unplanned_above = unplanned_bytes(program)
+    budget_bytes = end.budget_bytes(budget, program, resident_bytes, reserve_bytes)
+    held = resident_bytes + reserve_bytes
+    above_budget = budget_bytes - held
+    interrupt = Interrupt() if options.interrupt is None else options.interrupt
+    if options.time_limit_seconds is not None:
+        interrupt = interrupt.or_after(options.time_limit_seconds)
+    problem = Problem(
+        program=program,
+        above_budget_bytes=above_budget,
+        machine=options.machine,
+        effort=options.effort,
+        seed=options.seed,
+        seeds=tuple(seeds),
+        interrupt=interrupt,
+        progress=options.progress,
+        tiers=options.tiers,
+    )
+    links = problem.links
+    # A seed that moves may be from where there were other tiers.
+    problem = replace(problem, seeds=tuple(each for each in seeds if not each.moves or _is_legal(problem, each)))
+    floor_above, floor_op = floor_with_tiers(program, links) if links else floor_bytes(program)
+    end_needs = end.needed_bytes(program, resident_bytes)
+
+    def budget_of(above_bytes: int) -> int:
+        return max(end_needs, held + above_bytes)
+
+    if budget_bytes < end_needs:
+        plan_bytes = held + _smallest(problem, options, smallest_told(options.progress, None, budget_of))[0]
+        if plan_bytes <= end_needs:  # else any plan that is known is too large already
+            raise _end_error(end, program, resident_bytes, budget_bytes, options)
+    known, planned = _known(problem, options)
+    smallest: Schedule | None = None
+    if known is not None:
+        answer, smallest_above = known.answer, known.smallest_above_bytes
+    else:
+        near = [] if options.cache is None else options.cache.near(problem)
+        problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(problem, each))))
+        answer = plan_with(problem) if finds_smallest(options.planner) else None  # so that plans come sooner
+        best = None if answer is None or answer.schedule is None else _overhead(problem, answer.schedule)
+        tell_smallest = smallest_told(options.progress, best, budget_of)
+        tell_smallest(unplanned_above)
+        smallest_above, smallest = _smallest(problem, options, tell_smallest)
+        if above_budget >= smallest_above:
+            problem = replace(problem, seeds=(*problem.seeds, smallest))
+        answer = answer or plan_with(problem)
+    if answer.schedule is None and interrupt:
+        answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(problem))
+    if answer.schedule is None:
+        raise _budget_error(
+            program,
+            budget_bytes,
+            floor=held + floor_above,
+            smallest=budget_of(smallest_above),
+            resident=held,
+            reserve=reserve_bytes,
+            unplanned=_unplanned(end, program, resident_bytes, options.rewritten),
+            floor_op=floor_op,
+            tiers=tuple(links),
+            options=options,
+            interrupted=interrupt.interrupted,
+        )
+    if budget_bytes < end_needs:  # a planner has found a smaller plan than were known
+        raise _end_error(end, program, resident_bytes, budget_bytes, options)
+    # A planner may get below what the search for the smallest reached.
+    smallest_above = min(smallest_above, simulate(program, answer.schedule, options.machine).above_bytes)
+    if options.cache is not None and known is None:
+        options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
+    if options.buckets is not None and planned is not Planned.ADAPTED:
+        options.buckets.learn(options.planner, problem, answer, smallest)
+    options.progress(Progress("planned", _overhead(problem, answer.schedule), answer.bound))
+    return Plan(
+        program=program,
+        schedule=answer.schedule,
+        status=answer.status,
+        case=program.name,
+        planner=options.planner,
+        budget_bytes=budget_bytes,
+        resident_bytes=resident_bytes,
+        reserve_bytes=reserve_bytes,
+        floor_bytes=held + floor_above,
+        floor_op=floor_op,
+        smallest_bytes=budget_of(smallest_above),
+        bound=answer.bound if options.rewritten is None else options.rewritten.overhead_of(answer.bound, program),
+        bound_class=answer.bound_class + ("" if options.rewritten is None else ", program: as rewritten"),
+        plan_seconds=time.perf_counter() - begin,
+        provenance=replace(
+            Provenance.from_dict({**program.context, **options.provenance, **answer.notes}),
+            planned=planned,
+            effort=options.effort,
+            seed=options.seed,
+        ),
+        machine=options.machine,
+        tiers=tuple(links),
+        rewritten=options.rewritten,
+        resident_parts=options.resident_parts,
+    )
+
+
+def _unplanned(end: StepEnd, program: Program, resident_bytes: int, rewritten: Rewritten | None) -> int:
+    """The peak that shares are of: that of the captured program."""
+    if rewritten is None:
+        return end.unplanned_bytes(program, resident_bytes)
+    return max(resident_bytes + rewritten.above_bytes + end.held_bytes, end.needed_bytes(program, resident_bytes))
+
+
+def _with_tiers(options: PlanningOptions) -> PlanningOptions:
+    """``options`` with the tiers that the planner uses; what other shapes have told is of plans that move nothing."""
+    if not options.tiers or not moves_buffers(options.planner):
+        return replace(options, tiers=())
+    there = {} if options.machine is None else options.machine.links
+    for tier in options.tiers:
+        if tier not in there:
+            name = "none is given" if options.machine is None else f"{options.machine.name!r} has none"
+            raise UsageError(
+                f"moving buffers needs a machine with a link to tier {tier!r}; {name}; "
+                f"accepted: {', '.join(sorted(there)) or 'no tier'}",
+                argument="tiers",
+                value=tier,
+                accepted=tuple(sorted(there)),
+            )
+    return replace(options, buckets=None)
+
+
+def _links(options: PlanningOptions) -> Mapping[str, Link]:
+    """To the tiers that plans may move buffers to."""
+    there = {} if options.machine is None else options.machine.links
+    return {tier: there[tier] for tier in options.tiers if tier in there} if moves_buffers(options.planner) else {}
+
+
+def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, Planned]:
+    """What needs no search, and how it was found: this very problem's answer, or that of a bucket."""
+    cached = None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
+    if cached is not None:
+        return cached, Planned.CACHED
+    fitted = None if options.buckets is None else options.buckets.answer(options.planner, problem)
+    return fitted, Planned.SEARCHED if fitted is None else Planned.ADAPTED
+
+
+def smallest_told(
+    progress: Callable[[Progress], None], best: float | None, budget_of: Callable[[int], int]
+) -> Callable[[int], None]:
+    """Tells ``progress`` of ever smaller budgets, given bytes above the step's start and what budget they need."""
+    least: int | None = None
+
+    def tell(above_bytes: int) -> None:
+        nonlocal least
+        least = above_bytes if least is None else min(above_bytes, least)
+        progress(Progress("looking for the smallest workable budget", best, smallest_bytes=budget_of(least)))
+
+    return tell
+
+
+def _smallest(problem: Problem, options: PlanningOptions, tell: Callable[[int], None]) -> tuple[int, Schedule]:
+    """The least bytes above a step's start for which a schedule is known, and that schedule.
+
+    It is told to users: a time limit must not make it larger than it is.
+    """
+    known = None if options.buckets is None else options.buckets.smallest(problem)
+    limitless = problem.interrupt.without_limit()
+    return known or smallest_of(problem.program, interrupt=limitless, links=problem.links, tell=tell)
+
+
+def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:
+    """What the cache gave if it is legal and fits, whatever its file says."""
+    if cached is None or cached.answer.schedule is None:
+        return None
+    fits = _is_legal(problem, cached.answer.schedule, problem.above_budget_bytes)
+    return cached if fits else None
+
+
+def _is_legal(problem: Problem, schedule: Schedule, above_budget_bytes: int | None = None) -> bool:
+    """Whether a schedule that was made for any program is one of this program and tiers, within a budget if given."""
+    try:
+        return not check(problem.program, schedule, above_budget_bytes, problem.links)
+    except IndexError:
+        return False
+
+
+def _overhead(problem: Problem, schedule: Schedule) -> float:
+    return overhead_of(problem.program, schedule, problem.machine)
+
+
+def _cheapest(problem: Problem) -> Schedule | None:
+    """The seed of least time that fits, for a planner that was stopped before it had any plan."""
+    timelines = [(simulate(problem.program, each, problem.machine), each) for each in problem.seeds]
+    fitting = [
+        (each.seconds, index)
+        for index, (each, _) in enumerate(timelines)
+        if each.above_bytes <= problem.above_budget_bytes
+    ]
+    return timelines[min(fitting)[1]][1] if fitting else None
+
+
+def _machines_for(smallest: int, machine: Machine) -> str:
+    """Which machines of the catalogue hold ``smallest`` bytes, where the one planned for is too small itself."""
+    if not machine.memory_bytes or smallest <= machine.usable_bytes:
+        return ""
+    large = sorted((each.usable_bytes, name) for name, each in catalogue().items() if each.usable_bytes >= smallest)
+    which = ", ".join(name for _, name in large)
+    holding = f"of the catalogue, {which} would do" if large else "no machine of the catalogue has that much"
+    room = f"{format_allowed(machine.memory_bytes)}, {format_allowed(machine.usable_bytes)} of it usable"
+    return f". {machine.name} has {room}, which no plan that was found fits; {holding}"
+
+
+def _moving_to(tiers: tuple[str, ...]) -> str:
+    """What schedules may do besides recomputing."""
+    return f", whatever it moves to {' and '.join(tiers)}," if tiers else ""
+
+
+def _end_error(
+    end: StepEnd, program: Program, resident_bytes: int, budget_bytes: int, options: PlanningOptions
+) -> BudgetError:
+    return end.error(
+        program,
+        resident_bytes,
+        budget_bytes,
+        resident_parts=options.resident_parts,
+        takes_shares=options.takes_shares,
+    )
+
+
+def _budget_error(
+    program: Program,
+    budget: int,
+    *,
+    floor: int,
+    smallest: int,
+    resident: int,
+    reserve: int,
+    unplanned: int,
+    floor_op: int,
+    tiers: tuple[str, ...],
+    options: PlanningOptions,
+    interrupted: bool,
+) -> BudgetError:
+    pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
+    parts = parts_of(options.resident_parts, resident - reserve, reserve)
+    if budget >= smallest:
+        text = (
+            f"planner {options.planner!r} found no schedule within the budget of {format_allowed(budget)} "
+            f"({budget} bytes); another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
+        )
+    else:
+        text = (
+            f"a budget of {format_allowed(budget)} ({budget} bytes) is too small{_if_a_share_is_meant(budget)}: "
+            f"the smallest for which a plan was found is {format_bytes(smallest)} "
+            f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
+            f"{resident_sentence(parts)}. "
+            f"No schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
+            f"which is pinned by {pin}. "
+            f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}, "
+            f"or {_less_besides(program, budget, options.resident_parts)}"
+            + ("" if options.machine is None else _machines_for(smallest, options.machine))
+        )
+    if interrupted:
+        text += ". The search was interrupted: a longer one may find a plan within less"
+    return BudgetError(
+        text,
+        budget_bytes=budget,
+        floor_bytes=floor,
+        smallest_bytes=smallest,
+        resident_bytes=resident,
+        pinned_by=pin,
+        resident_parts=parts,
+    )
+
+
+def _less_besides(program: Program, budget: int, resident: Mapping[str, int]) -> str:
+    """What else may help: not smaller inputs where weights, their gradients and an optimizer's state are too large."""
+    made = sum(program.buffers[each].bytes for each in set(program.gradients))
+    state = resident.get(OPTIMIZER_STATE, 0)
+    fixed = made + state + resident.get(WEIGHTS, 0)
+    if fixed <= budget:
+        return "give the step smaller inputs"
+    less = ['step="inside" keeps no gradients'] * bool(made) + ["offload_optimizer=True no state"] * bool(state)
+    return (
+        f"train fewer weights: whatever the inputs, weights, gradients and the optimizer's state take "
+        f"{format_bytes(fixed)}" + (f"; {', '.join(less)}" if less else "")
+    )
+
+
+def _if_a_share_is_meant(budget: int) -> str:
+    return f" (a share is a text, '{budget}%')" if budget <= _SMALL_NUMBER else ""

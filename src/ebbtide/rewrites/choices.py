@@ -1,0 +1,474 @@
+"""All rewrites of a captured step, as alternatives to its program, and the step with the ones that were chosen.
+
+Rules compose: an alternative is one way of each of some rules (``rewrites.rule``). How many there are is the sum of
+the rules' ways and no product: the ways of free rules are tried alone, and with the best ways of the others; of the
+others, the last ways of later rules, which lower most, come with every way of an earlier one, each and all of them.
+
+Some rules are *further* ones: ways of theirs are looked at only where those of the others do not do
+(``planning.alternatives``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+
+from ebbtide.capture.joint import Captured
+from ebbtide.cost.attach import is_measured, with_measured_costs
+from ebbtide.errors import CaptureError
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planning.alternatives import Alternative, Alternatives, Costed
+from ebbtide.rewrites.attention.rule import AttentionRule, left_attention
+from ebbtide.rewrites.facts import Fact, measured
+from ebbtide.rewrites.feed_forward.rule import TileRule, left_regions
+from ebbtide.rewrites.heads.kernels import KEPT
+from ebbtide.rewrites.heads.reordered import ReorderedHeadRule, stated
+from ebbtide.rewrites.heads.rule import HeadRule, left_heads
+from ebbtide.rewrites.in_place.rule import InPlaceRule, lowers
+from ebbtide.rewrites.replaced import Replaced
+from ebbtide.rewrites.rule import Estimate, Rule
+from ebbtide.rewrites.second_pass import SecondPassRule
+from ebbtide.step.program import Op, Program
+from ebbtide.step.rewrite import Rewrite
+
+__all__ = [
+    "RULES",
+    "UNKNOWN",
+    "Choice",
+    "Finish",
+    "alternatives_elsewhere",
+    "alternatives_here",
+    "apply",
+    "apply_proven",
+    "choice_of",
+    "itself",
+    "left_of",
+    "may_be_rewritten",
+    "measure_ahead",
+]
+
+RULES: tuple[Rule, ...] = (
+    HeadRule(),
+    ReorderedHeadRule(),
+    TileRule(),
+    AttentionRule(),
+    SecondPassRule(),
+    InPlaceRule(),
+)
+"""In the order in which they are applied: free ones come last, after all that looks for what was captured."""
+UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbtide calibrate CASE finds out ahead"
+"""Why a rewrite is not used of which something is not known."""
+NOT_HERE = "not the bits of the whole here"
+"""Why one is not used of which something does not hold."""
+
+Finish = Callable[[Captured], Captured]
+"""What is done to a step after its rewrites (``inside``)."""
+
+
+def itself(captured: Captured) -> Captured:
+    """Nothing is done."""
+    return captured
+
+
+def apply(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
+    """``captured`` with all of ``rewrites`` in it."""
+    return Choice(captured, tuple(rewrites)).captured
+
+
+def apply_proven(captured: Captured, rewrites: Sequence[Rewrite]) -> tuple[Captured, list[Replaced]]:
+    """The same, with the proof of every rule that it is ``captured`` otherwise, and what its ops stand for.
+
+    Raises:
+        RewriteError: if it is not.
+    """
+    choice = Choice(captured, tuple(rewrites))
+    replaced = [one for each in choice.stages for one in each.rule.prove(each.before, each.after)]
+    return choice.captured, replaced
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One rule's part of a choice."""
+
+    rule: Rule
+    before: Captured
+    rewrites: tuple[Rewrite, ...]
+
+    @cached_property
+    def after(self) -> Captured:
+        return self.rule.rewritten(self.before, self.rewrites)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way of each of some rules.
+
+    Attributes:
+        source: the step as captured.
+        rewrites: in the order in which rules are applied.
+        known: the stages of the first rules, where they are at hand.
+        finish: gives the step that runs for the one with the rewrites in it.
+    """
+
+    source: Captured
+    rewrites: tuple[Rewrite, ...]
+    known: tuple[_Stage, ...] = ()
+    finish: Finish = field(default=itself, compare=False)
+
+    @cached_property
+    def stages(self) -> tuple[_Stage, ...]:
+        """What each rule does, one after the other."""
+        stages = [*self.known]
+        done = {each.rule.name for each in stages}
+        for rule in RULES:
+            own = tuple(each for each in self.rewrites if each.rule == rule.name)
+            if own and rule.name not in done:
+                stages.append(_Stage(rule, stages[-1].after if stages else self.source, own))
+        if sum(len(each.rewrites) for each in stages) != len(self.rewrites):
+            names = sorted({each.rule for each in self.rewrites} - {rule.name for rule in RULES})
+            raise LookupError(f"no rule of these names is known here: {', '.join(names)}")
+        return tuple(stages)
+
+    @property
+    def rewritten(self) -> Captured:
+        """The step with the rewrites in it."""
+        return self.stages[-1].after if self.stages else self.source
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The same, finished."""
+        return self.finish(self.rewritten)
+
+    def with_rewrites(self, rule: Rule, rewrites: Sequence[Rewrite]) -> Choice:
+        """The same with a way of one rule more, which comes after all of these."""
+        return Choice(self.source, (*self.rewrites, *rewrites), self.stages, self.finish)
+
+    def not_held(self, device: str) -> str:
+        """The first fact that does not hold on ``device``, or of which nobody knows; empty if all hold.
+
+        Raises:
+            LookupError: if the step has not what the rewrites replace.
+        """
+        missing = (_missing(stage, each, device) for stage in self.stages for each in stage.rewrites)
+        return next((fact.says for fact, _ in filter(None, missing)), "")
+
+    def why_not(self, device: str) -> str:
+        """Why no plan on ``device`` may use it, in words; empty where one may."""
+        if self.holding(device):
+            return ""
+        missing = (_missing(stage, each, device) for stage in self.stages for each in stage.rewrites)
+        known = ((fact.says, held) for fact, held in filter(None, missing))
+        return next((f"{says}: {UNKNOWN if held is None else NOT_HERE}" for says, held in known), "")
+
+    def unknown(self, device: str) -> str:
+        """A fact of it of which nobody knows on ``device``, in words; empty if there is none."""
+        for stage in self.stages:
+            for each in stage.rewrites:
+                missing = _missing(stage, each, device)
+                if missing is not None and missing[1] is None:
+                    return f"{missing[0].says}: {UNKNOWN}"
+        return ""
+
+    def holding(self, device: str) -> Choice | None:
+        """It, of rewrites whose facts hold.
+
+        Of free rules, others are left out; of the rest, what the rule has instead takes their place. ``None`` where
+        there is nothing.
+        """
+        known: list[_Stage] = []
+        for stage in self.stages:
+            before = known[-1].after if known else self.source
+            at = stage if before is stage.before else _Stage(stage.rule, before, stage.rewrites)
+            kept = tuple(filter(None, (_held(at, each, device) for each in at.rewrites)))
+            if kept == at.rewrites:
+                known.append(at)
+            elif len(kept) < len(at.rewrites) and not at.rule.free:
+                return None
+            elif kept:
+                known.append(_Stage(at.rule, before, kept))
+        if not known:
+            return None
+        rewrites = tuple(each for stage in known for each in stage.rewrites)
+        return Choice(self.source, rewrites, tuple(known), self.finish)
+
+    def estimated(self, program: Program) -> Program:
+        """The program with the costs of ``program``, as captured, where an op is in both, else estimated ones."""
+        return self._estimates(program)[0]
+
+    def _estimates(self, program: Program) -> tuple[Program, dict[str, Estimate]]:
+        """The same, and what was estimated by the names of ops."""
+        known = {op.signature: (op.seconds, op.workspace_bytes) for op in program.ops}
+        own: dict[str, Estimate] = {}
+
+        def priced(ours: Program) -> Program:
+            estimates = {name: (each.seconds, each.workspace_bytes) for name, each in own.items()}
+            costs = [estimates.get(op.name) or known.get(op.signature) or (0.0, 0) for op in ours.ops]
+            return ours.with_costs([each for each, _ in costs], [each for _, each in costs])
+
+        at = priced(self.source.program)
+        for stage in self.stages:
+            own |= stage.rule.estimates(stage.before, stage.rewrites, at, stage.after)
+            at = priced(stage.after.program)
+        return priced(self.captured.program), own
+
+    def costed(self, device: str, program: Program) -> Costed | None:
+        """With costs as measured on ``device``; ``None`` if not all facts are known to hold there.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+            program: as captured and finished, with costs, from which those of ops are estimated that had no room to be
+                measured.
+        """
+        holding = self.holding(device)
+        return None if holding is None else holding._measured(device, program)
+
+    def _measured(self, device: str, program: Program) -> Costed | None:
+        try:
+            measured = with_measured_costs(self.captured.program, self.captured.calls, device)
+        except CaptureError:  # a profiler runs, ours or somebody's: what is new cannot be measured now
+            return None
+        estimates = self._estimates(program)[1]
+
+        def priced(op: Op, *, known: bool) -> Op:
+            if (estimate := estimates.get(op.name)) is None:
+                return op
+            if not known:
+                return replace(op, workspace_bytes=estimate.workspace_bytes, seconds=estimate.seconds)
+            needs = estimate.workspace_bytes if estimate.at_least else 0
+            return replace(op, workspace_bytes=max(op.workspace_bytes, needs))
+
+        calls = (is_measured(call, device) for call in self.captured.calls)
+        ops = tuple(priced(op, known=known) for op, known in zip(measured.ops, calls, strict=True))
+        return Costed(self._stated(), replace(measured, ops=ops))
+
+    def _stated(self) -> tuple[Rewrite, ...]:
+        """The rewrites, with what each changes of the numbers where one does."""
+        return tuple(
+            stated(stage.before, each) if isinstance(stage.rule, ReorderedHeadRule) else each
+            for stage in self.stages
+            for each in stage.rewrites
+        )
+
+    def assumed(self, program: Program) -> Costed:
+        """With estimated costs, for a machine that is not at hand."""
+        return Costed(self.rewrites, self.estimated(program))
+
+
+def _missing(stage: _Stage, rewrite: Rewrite, device: str) -> tuple[Fact, bool | None] | None:
+    """The first fact of ``rewrite`` that does not hold, or of which nobody knows; ``None`` if all hold."""
+    for fact in stage.rule.facts(stage.before, rewrite):
+        if not (held := measured([fact], device)[fact.signature]):
+            return fact, held
+    return None
+
+
+def _held(stage: _Stage, rewrite: Rewrite, device: str) -> Rewrite | None:
+    """``rewrite``, or the first that the rule has instead, of which all facts hold; ``None`` if there is none."""
+    for each in _with_others(stage, rewrite):
+        found = _missing(stage, each, device)
+        if found is None:
+            return each
+        if found[1] is None:  # nobody knows, and others would take no less to find out
+            return None
+    return None
+
+
+def _with_others(stage: _Stage, rewrite: Rewrite) -> Iterator[Rewrite]:
+    yield rewrite
+    yield from stage.rule.instead(stage.before, rewrite)
+
+
+def choice_of(captured: Captured, rewrites: Sequence[Rewrite], finish: Finish = itself) -> Choice:
+    """The choice that ``rewrites`` are; ``finish`` is done to the step then.
+
+    Raises:
+        LookupError: if the step has not what they replace.
+    """
+    choice = Choice(captured, tuple(rewrites), finish=finish)
+    for stage in choice.stages:
+        for each in stage.rewrites:
+            stage.rule.facts(stage.before, each)
+    return choice
+
+
+def alternatives_here(
+    captured: Captured,
+    program: Program,
+    device: str,
+    *,
+    rules: Collection[str],
+    first: Collection[str] | None = None,
+    retained: bool = False,
+    finish: Finish = itself,
+) -> Alternatives:
+    """Alternatives whose costs and facts are measured on ``device`` before they are planned in earnest.
+
+    Args:
+        captured: the step.
+        program: its program with costs, finished.
+        device: ``"cpu"`` or ``"cuda"``.
+        rules: names of those that are used.
+        first: of these, those that are no further ones; all if ``None``.
+        retained: whether its backwards retain their graph: then nothing that they keep may be written over.
+        finish: done to the step after its rewrites.
+    """
+
+    def made(choice: Choice) -> Alternative:
+        costed = partial(choice.costed, device, program)
+        estimated = cache(partial(choice.estimated, program))
+        why_not, unknown = partial(choice.why_not, device), partial(choice.unknown, device)
+        return Alternative(choice.rewrites, estimated, costed, why_not=why_not, unknown=unknown)
+
+    def usable(found: Iterator[Alternative]) -> Iterator[Alternative]:
+        for each in found:
+            if not (retained and any(one.form == KEPT for one in each.rewrites)):
+                yield each
+
+    return _in_rounds(captured, made, rules, first, finish, usable)
+
+
+def alternatives_elsewhere(
+    captured: Captured,
+    program: Program,
+    *,
+    rules: Collection[str],
+    first: Collection[str] | None = None,
+    finish: Finish = itself,
+) -> Alternatives:
+    """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
+
+    def made(choice: Choice) -> Alternative:
+        estimated = cache(partial(choice.estimated, program))
+        return Alternative(choice.rewrites, estimated, partial(choice.assumed, program))
+
+    return _in_rounds(captured, made, rules, first, finish, iter)
+
+
+def _in_rounds(
+    captured: Captured,
+    made: Callable[[Choice], Alternative],
+    rules: Collection[str],
+    first: Collection[str] | None,
+    finish: Finish,
+    usable: Callable[[Iterator[Alternative]], Iterator[Alternative]],
+) -> Alternatives:
+    ways = _Ways(captured, finish)
+    known: dict[tuple[Rewrite, ...], Alternative] = {}
+
+    def once(choice: Choice) -> Alternative:
+        if choice.rewrites not in known:
+            known[choice.rewrites] = made(choice)
+        return known[choice.rewrites]
+
+    if first is None or set(first) == set(rules):
+        return Alternatives(lambda: usable(_alternatives(ways, once, rules)))
+    return Alternatives(
+        lambda: usable(_alternatives(ways, once, first)), lambda: usable(_alternatives(ways, once, rules))
+    )
+
+
+def _alternatives(ways: _Ways, made: Callable[[Choice], Alternative], rules: Collection[str]) -> Iterator[Alternative]:
+    """Free ways first; then every way of each other rule, which can be had with the free ways of what it leaves."""
+    for choice in ways.choices(rules):
+        if all(stage.rule.free for stage in choice.stages):
+            yield replace(made(choice), free=True)
+        else:
+            yield replace(made(choice), refined=partial(_refined, ways, choice, made, rules))
+
+
+def _refined(
+    ways: _Ways, choice: Choice, made: Callable[[Choice], Alternative], rules: Collection[str]
+) -> list[Alternative]:
+    return [made(each) for each in ways.with_free_ways(choice, rules)]
+
+
+def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:
+    """Whether the budget may be below what any plan as captured needs, by rules of these names."""
+    used = [rule for rule in RULES if rule.name in rules]
+    if any(next(rule.ways(captured), ()) for rule in used if not rule.free):
+        return True
+    return any(rule.free for rule in used) and lowers(captured, floor_bytes(captured.program)[1])
+
+
+def left_of(captured: Captured, rules: Collection[str]) -> list[tuple[str, str]]:
+    """Where something looks as if it could be rewritten by rules of these names, and why it is left."""
+    looks = {HeadRule.name: left_heads, TileRule.name: left_regions, AttentionRule.name: left_attention}
+    return [(each.source, each.why) for name, left in looks.items() if name in rules for each in left(captured)]
+
+
+def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> Iterator[tuple[str, bool | None]]:
+    """All facts that rewrites of ``captured`` rest on, in words, and whether they hold; those are kept for later."""
+    seen: set[str] = set()
+    costly = [rule.name for rule in RULES if rule.name in rules and not rule.free]  # the others take little to find out
+
+    def of(stage: _Stage, rewrite: Rewrite) -> Iterator[tuple[str, bool | None]]:
+        """As far as :func:`_held` looks."""
+        for each in _with_others(stage, rewrite):
+            held: bool | None = True
+            for fact in stage.rule.facts(stage.before, each):
+                held = measured([fact], device)[fact.signature]
+                if fact.signature not in seen:
+                    seen.add(fact.signature)
+                    yield f"{each.where or each.at}: {fact.says}", held
+                if not held:
+                    break
+            if held is not False:
+                return
+
+    for choice in _Ways(captured, itself).choices(costly):
+        for stage in choice.stages:
+            for each in stage.rewrites:
+                yield from of(stage, each)
+
+
+class _Ways:
+    """All choices of one step; each is made once, however often it is asked for.
+
+    Args:
+        captured: the step.
+        finish: of each choice.
+    """
+
+    def __init__(self, captured: Captured, finish: Finish) -> None:
+        self._nothing = Choice(captured, (), finish=finish)
+        self._known: dict[tuple[Rewrite, ...], Choice] = {}
+        self._ways: dict[tuple[str, tuple[Rewrite, ...]], list[tuple[Rewrite, ...]]] = {}
+
+    def choices(self, rules: Collection[str]) -> Iterator[Choice]:
+        """Free ways first, alone; then every way of each other rule, alone and with what comes later."""
+        yield from self.with_free_ways(self._nothing, rules)
+        others = [rule for rule in RULES if rule.name in rules and not rule.free]
+        for index, rule in enumerate(others):
+            for way in self._of(rule, self._nothing):
+                choice = self._with(self._nothing, rule, way)
+                yield choice
+                yield from self._with_later(choice, others[index + 1 :])
+
+    def with_free_ways(self, choice: Choice, rules: Collection[str]) -> Iterator[Choice]:
+        """``choice`` with each way of each free rule."""
+        for rule in RULES:
+            if rule.free and rule.name in rules:
+                for way in self._of(rule, choice):
+                    yield self._with(choice, rule, way)
+
+    def _with_later(self, choice: Choice, later: Sequence[Rule]) -> Iterator[Choice]:
+        """``choice`` with the last way of each of ``later``, and of all of them together."""
+        together, count = choice, 0
+        for rule in later:
+            if ways := self._of(rule, choice):
+                yield self._with(choice, rule, ways[-1])
+            if ways := self._of(rule, together):
+                together, count = self._with(together, rule, ways[-1]), count + 1
+        if count > 1:
+            yield together
+
+    def _of(self, rule: Rule, choice: Choice) -> list[tuple[Rewrite, ...]]:
+        key = rule.name, choice.rewrites
+        if key not in self._ways:
+            self._ways[key] = list(rule.ways(choice.rewritten))
+        return self._ways[key]
+
+    def _with(self, choice: Choice, rule: Rule, way: tuple[Rewrite, ...]) -> Choice:
+        made = choice.with_rewrites(rule, way)
+        return self._known.setdefault(made.rewrites, made)

@@ -1,0 +1,161 @@
+"""What a rewrite takes for granted of the kernels here, measured: slices of this product are rows of the whole one.
+
+1. A *fact* is about one signature: sizes, strides, types and slices, on one device, build and thread count. It is
+   measured once, on normal numbers, and kept on disk like a cost. Integers, zeros or tiny numbers would make sums exact
+   whatever their order, and are never used.
+2. A kernel may add in another order where its operands begin at another address: MKL's products of small matrices do. A
+   slice of what a rewrite makes itself is a tensor of its own, which begins at a multiple of :data:`ALIGNMENT` as all
+   that is allocated does, wherever that slice lies in the whole; it is measured as that (:func:`own`, :func:`either`).
+3. Measuring needs the whole result once, in the room that there is (``cost.room``). Where there is none, nobody knows,
+   and what rests on the fact is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbtide.cost.cache import device_context, product_precisions
+from ebbtide.cost.call import TensorSpec
+from ebbtide.cost.room import has_room
+from ebbtide.files import cache_directory, keep, kept
+from ebbtide.torch_seams.fake_tensors import without_modes
+
+__all__ = ["ALIGNMENT", "Fact", "FactCache", "either", "known_facts", "made_up", "measured", "normal", "own"]
+
+_SCHEMA = "ebbtide-facts/2"  # 1: slices of what rewrites make lay where they lie in the whole
+ALIGNMENT = 512
+"""Bytes: c10/core/alignment.h has 64 on a CPU, CUDACachingAllocator.cpp 512."""
+_BESIDES = 1.1
+"""Times what a fact says that it takes: vectors of a number for each row, and what kernels take besides."""
+_KNOWN: dict[str, dict[str, bool]] = {}  # per file, what this process has read or measured
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Definition 1.
+
+    Attributes:
+        signature: all that it depends on besides the device.
+        says: it in words.
+        bytes: that measuring takes at its peak, but for what is small beside that.
+        holds: measures it.
+        smaller: what is measured instead where there is no room for this one, on fewer rows of an op whose rows do
+            not depend on each other; ``None`` if nothing would do.
+    """
+
+    signature: str
+    says: str
+    bytes: int
+    holds: Callable[[], bool] = field(compare=False, repr=False)
+    smaller: Fact | None = field(default=None, compare=False, repr=False)
+
+
+class FactCache:
+    """Facts of one device context on disk.
+
+    Args:
+        context: all that a fact depends on besides its signature.
+        directory: of the cache; the user's if ``None``.
+    """
+
+    def __init__(self, context: Mapping[str, str], directory: Path | None = None) -> None:
+        self._context = dict(context)
+        digest = hashlib.sha256(json.dumps(self._context, sort_keys=True).encode()).hexdigest()[:16]
+        self.path = (directory or cache_directory()) / f"facts-{digest}.json"
+
+    def load(self) -> dict[str, bool]:
+        """All on disk by signature; empty if there is no file of ours."""
+        data = kept(self.path)
+        try:
+            if data is None or data["schema"] != _SCHEMA or data["context"] != self._context:
+                return {}
+            facts = data["facts"]
+            return {str(key): value for key, value in facts.items()} if _are_bools(facts.values()) else {}
+        except (LookupError, TypeError, AttributeError):
+            return {}
+
+    def add(self, facts: Mapping[str, bool]) -> None:
+        """Add ``facts`` to what is on disk; a cache that cannot be written is left alone."""
+
+        def merged() -> dict[str, Any]:
+            return {"schema": _SCHEMA, "context": self._context, "facts": {**self.load(), **facts}}
+
+        keep(self.path, self.path.with_name(f"{self.path.name}.lock"), merged)
+
+
+def _are_bools(values: Iterable[object]) -> bool:
+    return all(isinstance(each, bool) for each in values)
+
+
+def _cache(device: str) -> FactCache:
+    return FactCache({**device_context(device), "products": " ".join(product_precisions())})
+
+
+def known_facts(device: str) -> dict[str, bool]:
+    """What is known on ``device``, ``"cpu"`` or ``"cuda"``, by signature."""
+    cache = _cache(device)
+    key = str(cache.path)
+    if key not in _KNOWN:
+        _KNOWN[key] = cache.load()
+    return _KNOWN[key]
+
+
+def measured(facts: Iterable[Fact], device: str) -> dict[str, bool | None]:
+    """Whether each holds, by signature; ``None`` where there is no room to find out (definition 3).
+
+    Random generators are left as they were.
+    """
+    return {fact.signature: _measured(fact, device) for fact in facts}
+
+
+def _measured(fact: Fact, device: str) -> bool | None:
+    known = known_facts(device)
+    if fact.signature not in known:
+        if not has_room(fact.bytes * _BESIDES, matters=fact.smaller is None):
+            return None if fact.smaller is None else _measured(fact.smaller, device)
+        with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
+            known[fact.signature] = fact.holds()
+        _cache(device).add({fact.signature: known[fact.signature]})
+    return known[fact.signature]
+
+
+def own(part: Tensor) -> Tensor:
+    """The numbers of ``part`` in memory of their own (definition 2), with its columns as near to each other or rows."""
+    if part.dim() > 1 and part.mT.is_contiguous() and not part.is_contiguous():
+        return part.mT.clone(memory_format=torch.contiguous_format).mT
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def either(part: Tensor) -> Iterator[Tensor]:
+    """``part`` as it lies in the whole, and in memory of its own where that may make a difference."""
+    yield part
+    if part.data_ptr() % ALIGNMENT:
+        yield own(part)
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """Normal numbers of a generator of their own."""
+    drawing = torch.Generator(device).manual_seed(seed)
+    if dtype in (torch.float32, torch.float64):
+        return torch.randn(shape, dtype=dtype, device=device, generator=drawing)
+    made = torch.empty(shape, dtype=dtype, device=device)
+    return made.normal_(generator=drawing)
+
+
+def made_up(spec: TensorSpec, seed: int) -> Tensor:
+    """What ``spec`` describes, of normal numbers; half of what is true or false is true, and integers are zero."""
+    if spec.dtype.is_floating_point:
+        vector = normal((spec.extent,), spec.dtype, spec.device, seed)
+    elif spec.dtype is torch.bool:
+        vector = normal((spec.extent,), torch.float32, spec.device, seed) > 0
+    else:
+        vector = torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
+    return vector.as_strided(spec.shape, spec.stride)

@@ -1,0 +1,425 @@
+"""The facts that ``heads.kernels`` rests on, for one head and sizes of slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ebbtide.rewrites.facts import Fact, either, normal, own
+from ebbtide.rewrites.heads.between import applied, caps, taken_back
+from ebbtide.rewrites.heads.cuts import read, rows_read
+from ebbtide.rewrites.heads.slices import weighted_loss, weighted_targets
+from ebbtide.rewrites.spans import LEAST, spans
+
+__all__ = [
+    "HeadSizes",
+    "column_facts",
+    "columns_of_logits_hold",
+    "logits_by_slices",
+    "row_facts",
+    "rows_of_logits_hold",
+    "softmax_facts",
+    "weight_of_made_up",
+]
+
+_aten = torch.ops.aten
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """What the kernels of a head depend on.
+
+    Attributes:
+        rows: N, tokens.
+        width: D, of the hidden states.
+        vocabulary: V.
+        dtype: of the products.
+        softmax: of the softmax.
+        h_stride: of the hidden states, in elements.
+        wt_stride: of the transposed weight (D x V).
+        bias: whether there is one.
+        reduction: 0 for none, 1 for the mean, 2 for the sum.
+        device: type.
+        cut: which rows the loss reads (``heads.cuts``).
+        smoothed: whether labels are.
+        weighted: whether classes have weights.
+        between: what is made of the logits before their softmax (``heads.between``); empty for a cast alone.
+    """
+
+    rows: int
+    width: int
+    vocabulary: int
+    dtype: torch.dtype
+    softmax: torch.dtype
+    h_stride: tuple[int, int]
+    wt_stride: tuple[int, int]
+    bias: bool
+    reduction: int
+    device: str
+    cut: tuple[int, ...] = ()
+    smoothed: bool = False
+    weighted: bool = False
+    between: str = ""
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of N x V in the type of the products."""
+        return self.rows * self.vocabulary * self.dtype.itemsize
+
+    @property
+    def softmax_bytes(self) -> int:
+        """Of N x V in the type of the softmax."""
+        return self.rows * self.vocabulary * self.softmax.itemsize
+
+    @property
+    def held_bytes(self) -> int:
+        """Of logits, log-softmax and its gradient, all at once."""
+        return self.logits_bytes + 2 * self.softmax_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of V x D."""
+        return self.vocabulary * self.width * self.dtype.itemsize
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of N x D."""
+        return self.rows * self.width * self.dtype.itemsize
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of hidden states and weight."""
+        return self.hidden_bytes + self.weight_bytes
+
+    def __str__(self) -> str:
+        kind = f"{str(self.dtype).removeprefix('torch.')}>{str(self.softmax).removeprefix('torch.')}"
+        shapes = f"h[{self.rows},{self.width}]:{list(self.h_stride)} wt[{self.width},{self.vocabulary}]"
+        cut = f" cut={list(self.cut)}" if self.cut else ""
+        smoothed = (" smoothed" if self.smoothed else "") + (" weighted" if self.weighted else "")
+        smoothed += f" between=[{self.between}]" if self.between else ""
+        return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}{cut}{smoothed}"
+
+
+# -- made-up operands ---------------------------------------------------------------------------------------------
+
+
+def _strided(sizes: HeadSizes, shape: tuple[int, int], stride: tuple[int, int], seed: int) -> Tensor:
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return normal((extent,), sizes.dtype, sizes.device, seed).as_strided(shape, stride)
+
+
+def _h(sizes: HeadSizes) -> Tensor:
+    return _strided(sizes, (sizes.rows, sizes.width), sizes.h_stride, 1)
+
+
+def _wt(sizes: HeadSizes) -> Tensor:
+    return _strided(sizes, (sizes.width, sizes.vocabulary), sizes.wt_stride, 2)
+
+
+def _bias(sizes: HeadSizes) -> Tensor | None:
+    return normal((sizes.vocabulary,), sizes.dtype, sizes.device, 3) if sizes.bias else None
+
+
+def _product(h: Tensor, wt: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+
+
+def _normal_logits(sizes: HeadSizes, dtype: torch.dtype, seed: int) -> Tensor:
+    return normal((sizes.rows, sizes.vocabulary), dtype, sizes.device, seed)
+
+
+# -- products -----------------------------------------------------------------------------------------------------
+
+
+def rows_of_logits_hold(h: Tensor, wt: Tensor, bias: Tensor | None, rows: int) -> bool:
+    """Whether rows of the logits, made whole, are products of ``rows`` rows of ``h``."""
+    whole = _product(h, wt, bias)
+    return all(_equal(whole[a:b], _product(h[a:b], wt, bias)) for a, b in spans(h.shape[0], rows))
+
+
+def columns_of_logits_hold(h: Tensor, wt: Tensor, bias: Tensor | None, columns: int) -> bool:
+    """Whether columns of the logits, made whole, are products of ``columns`` columns of ``wt``."""
+    whole = _product(h, wt, bias)
+    return all(
+        _equal(whole[:, a:b], _product(h, wt[:, a:b], None if bias is None else bias[a:b]))
+        for a, b in spans(wt.shape[1], columns)
+    )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Bit by bit: what is no number is not equal to itself, and a step may have some."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
+
+
+def logits_by_slices(sizes: HeadSizes, axis: str, size: int) -> tuple[int, int]:
+    """Bytes of the largest slice of the logits, and of all of them with that."""
+    along, more = (sizes.rows, 0) if axis == "rows" else (sizes.vocabulary, 1)
+    part = -(-sizes.logits_bytes * (size + more) // max(along, 1))
+    return part, sizes.logits_bytes + part
+
+
+def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
+    """Rows of the logits and of the gradient of the hidden states are products of rows."""
+
+    def logits_hold() -> bool:
+        return rows_of_logits_hold(_h(sizes), _wt(sizes), _bias(sizes), rows)
+
+    def hidden_hold() -> bool:
+        gradient, w = _normal_logits(sizes, sizes.dtype, 4), _wt(sizes).t()
+        whole = torch.mm(gradient, w)
+        return all(
+            torch.equal(whole[a:b], torch.mm(part, w))
+            for a, b in spans(sizes.rows, rows)
+            for part in either(gradient[a:b])
+        )
+
+    needs = logits_by_slices(sizes, "rows", rows)[1] + sizes.operand_bytes + _widened(sizes)
+    yield Fact(f"rows of logits {sizes} by {rows}", f"{rows} rows of the logits at a time", needs, logits_hold)
+    hidden = sizes.logits_bytes + 2 * sizes.operand_bytes + _widened(sizes)
+    yield Fact(
+        f"rows of hidden {sizes} by {rows}",
+        f"{rows} rows of the hidden states' gradient at a time",
+        hidden,
+        hidden_hold,
+    )
+
+
+def _widened(sizes: HeadSizes) -> int:
+    """Of the operands, by kernels that sum narrow numbers in float32."""
+    return 2 * (sizes.operand_bytes + sizes.weight_bytes) if sizes.dtype.itemsize < 4 else 0
+
+
+def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
+    """Columns of the logits and rows of the gradient of the weight are products of columns; so are bias sums."""
+
+    def logits_hold() -> bool:
+        return columns_of_logits_hold(_h(sizes), _wt(sizes), _bias(sizes), columns)
+
+    def weight_hold() -> bool:
+        gradient, h = _normal_logits(sizes, sizes.dtype, 4), _h(sizes)
+        whole = torch.mm(gradient.t(), h)
+        sums = torch.sum(gradient, [0]) if sizes.bias else None
+        for a, b in spans(sizes.vocabulary, columns):
+            part = _as_columns(sizes, gradient[:, a:b])
+            if not torch.equal(whole[a:b], torch.mm(part.t(), h)):
+                return False
+            if sums is not None and not torch.equal(sums[a:b], torch.sum(part, [0])):
+                return False
+        return True
+
+    part, logits = logits_by_slices(sizes, "columns", columns)
+    needs = logits + sizes.operand_bytes + _widened(sizes)
+    yield Fact(f"columns of logits {sizes} by {columns}", f"{columns} columns of the logits", needs, logits_hold)
+    weight = sizes.logits_bytes + 2 * sizes.operand_bytes + sizes.weight_bytes + part + _widened(sizes)
+    yield Fact(
+        f"columns of weight {sizes} by {columns}", f"{columns} rows of the weight's gradient", weight, weight_hold
+    )
+
+
+def weight_of_made_up(sizes: HeadSizes, classes: int) -> tuple[Tensor, Tensor]:
+    """Normal numbers as the gradient of the logits of some classes, and as hidden states."""
+    few = replace(sizes, vocabulary=min(sizes.vocabulary, classes))
+    return _normal_logits(few, sizes.dtype, 4), _h(sizes)
+
+
+def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
+    """``values`` laid out as the gradient of some columns is: with one column more, or copied to another type."""
+    if sizes.dtype != sizes.softmax or sizes.between:
+        return own(values)
+    held = values.new_empty((values.shape[0], values.shape[1] + 1))
+    held[:, :-1] = values
+    return held[:, :-1]
+
+
+# -- the softmax --------------------------------------------------------------------------------------------------
+
+_FEW_SLICES = 4
+"""Of rows, on which the softmax is tried where there is no room for all: a row of it depends on no other row."""
+_FEW_CLASSES = 256
+"""On which the loss is tried, which reads one number of each row."""
+
+
+def softmax_facts(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Iterator[Fact]:
+    """Log-softmax and its gradient are of one row, by columns too; the loss is that of the targets' column."""
+    yield Fact(
+        f"loss {sizes}",
+        "the loss of the targets' log-probabilities",
+        2 * sizes.rows * _FEW_CLASSES * sizes.softmax.itemsize,
+        lambda: _loss_holds(
+            replace(
+                sizes, rows=rows_read(sizes.rows, sizes.cut), vocabulary=min(sizes.vocabulary, _FEW_CLASSES), cut=()
+            )
+        ),
+    )
+    few = replace(sizes, rows=min(sizes.rows, _FEW_SLICES * max(rows, LEAST)), cut=())
+    yield _rows_fact(sizes, rows, _rows_fact(few, rows, None))
+    for size in columns:
+        yield _columns_fact(replace(sizes, cut=()), size, _columns_fact(few, size, None))
+    if sizes.between:
+        whole = replace(sizes, cut=())
+        yield _between_fact(whole, rows, columns, _between_fact(few, rows, columns, None))
+
+
+def _rows_fact(sizes: HeadSizes, rows: int, smaller: Fact | None) -> Fact:
+    part = -(-sizes.softmax_bytes * rows // max(sizes.rows, 1))
+    return Fact(
+        f"rows of softmax {sizes} by {rows}",
+        f"{rows} rows of the softmax at a time",
+        (3 if sizes.cut else 2) * sizes.softmax_bytes + 2 * part,
+        lambda: _rows_hold(sizes, rows),
+        smaller,
+    )
+
+
+def _columns_fact(sizes: HeadSizes, columns: int, smaller: Fact | None) -> Fact:
+    part = -(-sizes.softmax_bytes * (columns + 1) // max(sizes.vocabulary, 1))
+    return Fact(
+        f"columns of softmax {sizes} by {columns}",
+        f"{columns} columns of the softmax at a time",
+        2 * sizes.softmax_bytes + 3 * part,
+        lambda: _columns_hold(sizes, columns),
+        smaller,
+    )
+
+
+def _between_fact(sizes: HeadSizes, rows: int, columns: Sequence[int], smaller: Fact | None) -> Fact:
+    by = f"{rows} rows" + "".join(f", {size} columns" for size in columns)
+    return Fact(
+        f"between {sizes} by {by}",
+        f"{by} of what is made of the logits before their softmax ({sizes.between})",
+        (5 + caps(sizes.between)) * sizes.softmax_bytes,
+        lambda: _between_holds(sizes, rows, columns),
+        smaller,
+    )
+
+
+def _between_holds(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool:
+    logits, gradient = _normal_logits(sizes, sizes.dtype, 7).mul_(8), _normal_logits(sizes, sizes.softmax, 8)
+    whole, kept = applied(sizes.between, logits, sizes.softmax)
+    back = taken_back(sizes.between, gradient, kept, sizes.dtype)
+    del kept
+    slices = [(slice(a, b), slice(None)) for a, b in spans(sizes.rows, rows)]
+    slices += [(slice(None), slice(a, b)) for size in columns for a, b in spans(sizes.vocabulary, size)]
+    for each in slices:
+        part, made = applied(sizes.between, own(logits[each]), sizes.softmax)
+        again = taken_back(sizes.between, own(gradient[each]), made, sizes.dtype)
+        if not torch.equal(part, whole[each]) or not torch.equal(again, back[each]):
+            return False
+    return True
+
+
+def _class_weights(sizes: HeadSizes) -> Tensor | None:
+    return normal((sizes.vocabulary,), sizes.softmax, sizes.device, 9).abs() if sizes.weighted else None
+
+
+def _weights_of(class_weights: Tensor, labels: Tensor) -> Tensor:
+    """Of the label of each row, 0 where it is ignored."""
+    return class_weights.gather(0, labels.clamp(0)).masked_fill(labels == _IGNORED, 0)
+
+
+def _made(sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels of which some are ignored, and the gradient of the loss: one, or one for each row."""
+    x = _normal_logits(sizes, sizes.softmax, 5)
+    labels = torch.arange(sizes.rows, device=sizes.device) * 7919 % sizes.vocabulary
+    labels[::11] = _IGNORED
+    shape = () if sizes.reduction else (sizes.rows,)
+    return x, labels, torch.full(shape, 0.37, dtype=sizes.softmax, device=sizes.device)
+
+
+def _column(softmax: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return softmax.gather(1, labels.clamp(0).unsqueeze(1)), torch.where(labels == _IGNORED, _IGNORED, 0)
+
+
+def _loss_holds(sizes: HeadSizes) -> bool:
+    x, labels, _ = _made(sizes)
+    whole = _aten._log_softmax(x, 1, False)
+    target, classes = _column(whole, labels)
+    class_weights = _class_weights(sizes)
+    one = _aten.nll_loss_forward(whole, labels, class_weights, sizes.reduction, _IGNORED)
+    if class_weights is None:
+        other = _aten.nll_loss_forward(target, classes, None, sizes.reduction, _IGNORED)
+    else:
+        other = weighted_loss(target, classes, _weights_of(class_weights, labels), sizes.reduction)
+    return all(map(torch.equal, one, other))
+
+
+def _gradient(sizes: HeadSizes, softmax: Tensor, labels: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the logits, in the memory of that of the log-probabilities, and the total weight."""
+    of_classes = _class_weights(sizes)
+    weight = _aten.nll_loss_forward(softmax, labels, of_classes, sizes.reduction, _IGNORED)[1]
+    gradient = _aten.nll_loss_backward(tangent, softmax, labels, of_classes, sizes.reduction, _IGNORED, weight)
+    if sizes.smoothed:
+        torch.add(_numbers(sizes, softmax.shape[0]).unsqueeze(1).expand(softmax.shape), gradient, out=gradient)
+    _aten._log_softmax_backward_data.out(gradient, softmax, 1, sizes.softmax, out=gradient)
+    return gradient, weight
+
+
+def _numbers(sizes: HeadSizes, rows: int) -> Tensor:
+    """What smoothed labels add to the gradient of each row."""
+    return normal((rows,), sizes.softmax, sizes.device, 6)
+
+
+def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
+    x, labels, tangent = _made(replace(sizes, rows=rows_read(sizes.rows, sizes.cut), cut=()))
+    if sizes.cut:
+        x = _normal_logits(sizes, sizes.softmax, 5)
+    whole = _aten._log_softmax(read(x, sizes.cut), 1, False)
+    places = read(torch.arange(sizes.rows, device=sizes.device), sizes.cut).contiguous()
+    sums = torch.sum(whole, [1]) if sizes.smoothed else None
+    slices: list[tuple[int, int]] = []
+    for a, b in spans(sizes.rows, rows):
+        first, end = torch.searchsorted(places, torch.tensor([a, b], device=places.device)).tolist()
+        part = _aten._log_softmax(x[a:b], 1, False)
+        if not torch.equal(part[places[first:end] - a] if sizes.cut else part, whole[first:end]):
+            return False
+        if sums is not None and not torch.equal(
+            torch.sum(part, [1])[places[first:end] - a] if sizes.cut else torch.sum(part, [1]), sums[first:end]
+        ):
+            return False
+        slices.append((first, end))
+        del part
+    del x
+    gradient, weight = _gradient(sizes, whole, labels, tangent)
+    of_classes = _class_weights(sizes)
+    for a, b in slices:
+        dy = tangent if sizes.reduction else tangent[a:b]
+        part = _aten.nll_loss_backward(dy, whole[a:b], labels[a:b], of_classes, sizes.reduction, _IGNORED, weight)
+        if sizes.smoothed:
+            numbers = _numbers(sizes, whole.shape[0])[a:b].unsqueeze(1)
+            torch.add(numbers.expand(part.shape), part, out=part)
+        if not torch.equal(_aten._log_softmax_backward_data(part, whole[a:b], 1, sizes.softmax), gradient[a:b]):
+            return False
+    return True
+
+
+def _columns_hold(sizes: HeadSizes, columns: int) -> bool:
+    x, labels, tangent = _made(sizes)
+    largest, where = x.max(1)
+    whole = _aten._log_softmax(x, 1, False)
+    log_sum = whole.gather(1, where.unsqueeze(1))
+    slices = spans(sizes.vocabulary, columns)
+    for a, b in slices:
+        if not torch.equal((x[:, a:b] - largest.unsqueeze(1)).add_(log_sum), whole[:, a:b]):
+            return False
+    del x
+    gradient, weight = _gradient(sizes, whole, labels, tangent)
+    target, classes = _column(whole, labels)
+    at_target = _aten.nll_loss_backward(tangent, target, classes, None, sizes.reduction, _IGNORED, weight)
+    if (class_weights := _class_weights(sizes)) is not None:
+        at_target = weighted_targets(at_target, _weights_of(class_weights, labels))
+    for a, b in slices:
+        inside = (labels >= a) & (labels < b)
+        softmax = whole.new_empty((sizes.rows, b - a + 1))
+        softmax[:, :-1] = whole[:, a:b]
+        softmax[:, -1] = torch.where(inside, float("-inf"), target[:, 0])
+        part = torch.zeros_like(softmax)
+        part.scatter_(1, torch.where(inside, labels - a, b - a).unsqueeze(1), at_target)
+        found = _aten._log_softmax_backward_data(part, softmax, 1, sizes.softmax)[:, :-1]
+        if not torch.equal(found, gradient[:, a:b]):
+            return False
+    return True

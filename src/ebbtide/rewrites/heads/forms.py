@@ -1,0 +1,378 @@
+"""What may take the place of a head, and the joint graph with it there.
+
+1. ``kept``: one N x V buffer from forward to backward; as many products as eager's.
+2. ``guessed``: nothing of N x V; the forward makes the gradient of the hidden states by a guess, and a share of the
+   logits' gradient where that is worth it; one product more, less that share. With a frozen weight none more.
+3. ``rows``: nothing of N x V, no guess; two products more, with a frozen weight one.
+4. ``summed``, on request: as ``rows``, with the gradient of the weight added up from rows; one product more, and other
+   last bits of that gradient than eager's.
+
+Where labels are smoothed there is ``kept`` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ebbtide.capture.joint import Captured, reread
+from ebbtide.errors import InternalError
+from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.heads import kernels as head_kernels
+from ebbtide.rewrites.heads.facts import column_facts, row_facts, softmax_facts
+from ebbtide.rewrites.heads.find import VIEWS, Head, find_heads
+from ebbtide.rewrites.heads.kernels import GUESSED, KEPT, ROWS, SUMMED
+from ebbtide.rewrites.heads.slices import known_columns
+from ebbtide.rewrites.spans import LEAST
+from ebbtide.step.rewrite import Rewrite
+from ebbtide.torch_seams.aot import is_tangent
+from ebbtide.torch_seams.dispatcher import OpOverload
+from ebbtide.torch_seams.fake_tensors import mode_of
+from ebbtide.torch_seams.trees import tree_leaves
+
+__all__ = ["REORDERED", "RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten", "summed_forms_of"]
+
+RULE = "linear-cross-entropy"
+REORDERED = "reordered-cross-entropy"
+"""The rule of form 4."""
+_ops = getattr(torch.ops, head_kernels.NAMESPACE)
+_PARTS = (4, 16, 64)
+"""Of N x V, what slices take at a time."""
+_PERCENTS = (75, 50, 25)
+"""Of the logits' gradient, what ``guessed`` may keep of its own forward."""
+_MOST_GUESSED = 16
+"""Elements of what a guess is computed through: a division by a count, a scale."""
+
+
+def forms_of(head: Head) -> Iterator[Rewrite]:
+    """All that may take the place of ``head``, the cheapest kinds first."""
+    trained = head.weight_gradient is not None
+    for part in _PARTS:
+        rows = max(LEAST, head.sizes.rows // part)
+        columns = max(LEAST, head.sizes.vocabulary // part)
+        yield _rewrite(head, KEPT, rows=rows)
+        if head.smoothing is not None:
+            continue
+        if _guess_cone(head) is not None:
+            for percent in (*(_PERCENTS if trained else ()), 0):
+                yield _rewrite(head, GUESSED, rows=rows, columns=columns if trained else 0, percent=percent)
+        yield _rewrite(head, ROWS, rows=rows, columns=columns if trained else 0)
+
+
+def summed_forms_of(head: Head) -> Iterator[Rewrite]:
+    """Form 4; none where the weight is frozen, for which ``rows`` is as good, or labels are smoothed."""
+    if head.weight_gradient is None or head.smoothing is not None:
+        return
+    for part in _PARTS:
+        yield _rewrite(head, SUMMED, rule=REORDERED, rows=max(LEAST, head.sizes.rows // part))
+
+
+def larger_slices_of(head: Head, rewrite: Rewrite) -> Iterator[Rewrite]:
+    """``rewrite`` with larger slices of rows, of columns or of both, what takes the least memory first.
+
+    Kernels that sum otherwise for few rows than for many do not for few columns, and the other way round.
+    """
+    settings = dict(rewrite.settings)
+    whole = {"rows": head.sizes.rows, "columns": head.sizes.vocabulary}
+    axes = [name for name in whole if settings.get(name)]
+    sizes = [_doubled(settings[name], max(LEAST, whole[name] // _PARTS[0])) for name in axes]
+
+    def share(found: tuple[int, ...]) -> float:
+        return sum(size / whole[name] for name, size in zip(axes, found, strict=True))
+
+    for found in sorted(itertools.product(*sizes), key=share)[1:]:
+        made = settings | dict(zip(axes, found, strict=True))
+        yield _rewrite(head, rewrite.form, rule=rewrite.rule, **made)
+
+
+def _doubled(size: int, most: int) -> list[int]:
+    """``size``, twice that and so on, up to ``most``."""
+    found = [size]
+    while found[-1] < most:
+        found.append(min(2 * found[-1], most))
+    return found
+
+
+def _rewrite(head: Head, form: str, *, rule: str = RULE, **settings: int) -> Rewrite:
+    made = Rewrite(rule, head.loss.name, head.name, form, tuple(settings.items()))
+    return Rewrite(rule, made.at, made.where, form, made.settings, tuple(each.says for each in facts_of(head, made)))
+
+
+def facts_of(head: Head, rewrite: Rewrite) -> list[Fact]:
+    """What ``rewrite`` takes for granted of the kernels."""
+    settings = dict(rewrite.settings)
+    rows, columns = settings["rows"], settings.get("columns", 0)
+    facts = list(softmax_facts(head.sizes, rows, [columns] if columns else []))
+    if rewrite.form != KEPT:
+        facts += row_facts(head.sizes, rows)
+        facts += column_facts(head.sizes, columns) if columns else ()
+    return facts
+
+
+def rewritten(captured: Captured, rewrite: Rewrite) -> Captured:
+    """``captured`` with ``rewrite`` in it; the one that is given is left as it is."""
+    graph = fx.Graph(owning_module=captured.graph.owning_module)
+    nodes: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(captured.graph, nodes)
+    graph.output(tuple(tree_leaves(results))).meta = dict(captured.graph.output_node().meta)
+    head = next((each for each in find_heads(captured)[0] if each.loss.name == rewrite.at), None)
+    if head is None:
+        raise InternalError(f"the captured step has no head at {rewrite.at}")
+    _Writer(graph, nodes, head, rewrite).write()
+    return reread(captured, graph)
+
+
+def _guess_cone(head: Head) -> list[fx.Node] | None:
+    """What computes the loss' gradient from the tangents of the step, in order; ``None`` if that cannot be guessed.
+
+    What it reads besides has to be there where the forward's op goes.
+    """
+    cone: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    place = {node: index for index, node in enumerate(head.loss.graph.nodes)}
+    there = place[_place_of(head)]
+    late = _after_tangents(head.loss.graph)
+
+    def visit(node: fx.Node) -> bool:
+        if node in seen:
+            return True
+        seen.add(node)
+        if node not in late:
+            return place[node] < there
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.numel() > _MOST_GUESSED:
+            return False
+        if node.op == "placeholder":
+            return value.dtype.is_floating_point
+        if not all(map(visit, node.all_input_nodes)):
+            return False
+        cone.append(node)
+        return True
+
+    return cone if visit(head.tangent) else None
+
+
+def _place_of(head: Head) -> fx.Node:
+    """Before this node goes the forward's op: before what reads the loss and before all of the backward."""
+    readers = {reader for element in head.loss.users for reader in element.users}
+    readers |= set() if head.smoothing is None else set(head.smoothing.sums.users)
+    late = _after_tangents(head.loss.graph)
+    later = False
+    for node in head.loss.graph.nodes:
+        later |= node is head.loss
+        if later and (node in readers or (node.op == "call_function" and node in late)):
+            return node
+    return head.loss
+
+
+def _after_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on a tangent, tangents among them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        tangent = node.op == "placeholder" and is_tangent(node)
+        if tangent or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+class _Writer:
+    """Puts the ops of a form into a copy of the joint graph.
+
+    Args:
+        graph: the copy.
+        nodes: from the captured graph's nodes to its.
+        head: of the captured graph.
+        rewrite: of ``head``.
+    """
+
+    def __init__(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], head: Head, rewrite: Rewrite) -> None:
+        self.graph, self.nodes, self.head = graph, nodes, head
+        self.form, self.settings = rewrite.form, dict(rewrite.settings)
+        self.operands = tuple(self._of(each) for each in (head.h, head.wt, head.bias, head.labels))
+        class_weights = self._of(head.class_weights)
+        self.how = (head.reduction, head.ignore_index, list(head.sizes.cut), class_weights, head.sizes.between)
+        self.dtype = head.sizes.softmax
+
+    def write(self) -> None:
+        """All of it; what it replaces goes where nothing else reads it."""
+        {KEPT: self._kept, GUESSED: self._guessed, ROWS: self._rows, SUMMED: self._summed}[self.form]()
+        self.graph.lint()
+
+    def _of(self, node: fx.Node | None) -> Any:
+        return None if node is None else self.nodes[node]
+
+    # -- the forms ------------------------------------------------------------------------------------------------
+
+    def _kept(self) -> None:
+        smoothing = self.head.smoothing
+        call = (*self.operands, *self.how, self.dtype, self.settings["rows"], smoothing is not None)
+        total_weight, kept, row_sums = self._forward(_ops.forward_that_keeps.default, call)
+        self._replace(None if smoothing is None else smoothing.sums, row_sums)
+        numbers = None if smoothing is None else self.nodes[smoothing.numbers]
+        h, wt, bias, labels = self.operands
+        trains = self.head.weight_gradient is not None
+        last = (*self.how, self.dtype, self.settings["rows"], trains)
+        tangent = self._of(self.head.tangent)
+        call = (kept, h, wt, bias, labels, tangent, total_weight, numbers, *last)
+        self._all_gradients(_ops.backward_over_kept.default, call)
+
+    def _summed(self) -> None:
+        call, *_ = self._forward_by_rows()
+        self._all_gradients(_ops.backward_in_sums.default, call)
+
+    def _forward_by_rows(self) -> tuple[tuple[Any, ...], Any, fx.Node, fx.Node]:
+        """The op in the place of the loss; what a backward op by rows takes, and of that what others take too."""
+        call = (*self.operands, *self.how, self.dtype, self.settings["rows"])
+        total_weight, statistics = self._forward(_ops.forward_by_rows.default, call)
+        tangent = self._of(self.head.tangent)
+        last = (*self.how, self.dtype, self.settings["rows"])
+        return (*self.operands, tangent, total_weight, *last), tangent, total_weight, statistics
+
+    def _rows(self) -> None:
+        call, tangent, total_weight, statistics = self._forward_by_rows()
+        before = self.nodes[self.head.hidden_gradient]
+        hidden = self._issue(_ops.backward_by_rows.default, call, before, self.head.hidden_gradient)
+        self._replace(self.head.hidden_gradient, hidden)
+        if self.head.weight_gradient is not None:
+            call = (*self.operands, statistics, tangent, total_weight, *self.how, self.settings["columns"])
+            self._weights(_ops.backward_by_columns.default, call)
+
+    def _guessed(self) -> None:
+        vocabulary = self.head.sizes.vocabulary
+        columns, share = self.settings["columns"], self.settings["percent"] / 100
+        known = known_columns(vocabulary, share, columns) if columns else 0
+        guess = self._guess()
+        call = (*self.operands, guess, *self.how, self.dtype, self.settings["rows"], known)
+        total_weight, statistics, by_guess, first = self._forward(_ops.forward_with_guess.default, call)
+        tangent = self._of(self.head.tangent)
+        call = (by_guess, guess, *self.operands, tangent, total_weight, *self.how, self.dtype, self.settings["rows"])
+        before = self.nodes[self.head.hidden_gradient]
+        hidden = self._issue(_ops.settle_guess.default, call, before, self.head.hidden_gradient)
+        self._replace(self.head.hidden_gradient, hidden)
+        if self.head.weight_gradient is not None:
+            call = (*self.operands, statistics, tangent, total_weight, *self.how, columns)
+            if known:
+                self._weights(_ops.backward_by_other_columns.default, (first, guess, *call))
+            else:
+                self._weights(_ops.backward_by_columns.default, call)
+
+    # -- parts of them --------------------------------------------------------------------------------------------
+
+    def _forward(self, target: Callable[..., Any], call: tuple[Any, ...]) -> list[fx.Node]:
+        """The op in the place of the loss; what it returns besides the loss."""
+        loss = self.nodes[self.head.loss]
+        made = self._issue(target, call, self.nodes.get(_place_of(self.head), loss), self.head.loss)
+        others = [self._element(made, index) for index in range(1, len(made.meta["val"]))]
+        for user in list(loss.users):
+            assert user.target is operator.getitem
+            new = self._element(made, 0) if user.args[1] == 0 else others[0]
+            user.replace_all_uses_with(new)
+            self._renew_views(new)
+        return others
+
+    def _guess(self) -> fx.Node:
+        """The loss' gradient where that of each output is 1, made in the forward."""
+        before = self.nodes.get(_place_of(self.head), self.nodes[self.head.loss])
+        cone = _guess_cone(self.head)
+        assert cone is not None
+        copies: dict[fx.Node, fx.Node] = {}
+        mode = mode_of(self.head.product.meta["val"])
+
+        def copy_of(node: fx.Node) -> fx.Node:
+            if node in copies:
+                return copies[node]
+            if node.op == "placeholder" and is_tangent(node):
+                value = node.meta["val"]
+                with self.graph.inserting_before(before):
+                    made = self.graph.call_function(
+                        torch.ops.aten.full.default,
+                        (list(value.shape), 1.0),
+                        {"dtype": value.dtype, "device": value.device},
+                    )
+                made.meta = dict(self.nodes[self.head.loss].meta)
+                with mode:
+                    made.meta["val"] = torch.full(value.shape, 1.0, dtype=value.dtype, device=value.device)
+                copies[node] = made
+                return made
+            return self.nodes[node]
+
+        for node in cone:
+            with self.graph.inserting_before(before):
+                made = self.graph.node_copy(node, copy_of)
+            self._renew(made)
+            copies[node] = made
+        return copies.get(self.head.tangent) or copy_of(self.head.tangent)
+
+    def _all_gradients(self, target: Callable[..., Any], call: tuple[Any, ...]) -> None:
+        products = [self.head.hidden_gradient, self.head.weight_gradient, self.head.bias_gradient]
+        first = min((self.nodes[each] for each in products if each is not None), key=self._place)
+        made = self._issue(target, call, first, self.head.gradient)
+        hidden, weight, sums = (self._element(made, index) for index in range(3))
+        self._replace(self.head.hidden_gradient, hidden)
+        self._replace(self.head.weight_gradient, weight)
+        self._replace_sums(sums)
+
+    def _weights(self, target: Callable[..., Any], call: tuple[Any, ...]) -> None:
+        assert self.head.weight_gradient is not None
+        made = self._issue(target, call, self.nodes[self.head.weight_gradient], self.head.weight_gradient)
+        weight, sums = self._element(made, 0), self._element(made, 1)
+        self._replace(self.head.weight_gradient, weight)
+        self._replace_sums(sums)
+
+    def _replace_sums(self, sums: fx.Node) -> None:
+        if self.head.bias_gradient is None:
+            return
+        shape = list(self.head.bias_gradient.meta["val"].shape)
+        with self.graph.inserting_after(sums):
+            shaped = self.graph.call_function(torch.ops.aten.view.default, (sums, shape))
+        shaped.meta = dict(sums.meta)
+        with mode_of(sums.meta["val"]):
+            shaped.meta["val"] = torch.ops.aten.view.default(sums.meta["val"], shape)
+        self._replace(self.head.bias_gradient, shaped)
+
+    def _replace(self, old: fx.Node | None, new: fx.Node) -> None:
+        if old is None:
+            return
+        self.nodes[old].replace_all_uses_with(new)
+        self._renew_views(new)
+
+    def _renew_views(self, node: fx.Node) -> None:
+        """Give views of ``node`` values that are views of its value: what shares memory is told by these."""
+        for user in node.users:
+            value = user.meta.get("val")
+            views = user.target in VIEWS or (isinstance(user.target, OpOverload) and user.target.is_view)
+            if not views or not isinstance(value, torch.Tensor):
+                continue
+            self._renew(user)
+            self._renew_views(user)
+
+    def _renew(self, node: fx.Node) -> None:
+        """Give ``node`` a value of its own, made of those that it reads."""
+        node.meta = dict(node.meta)
+        with mode_of(self.head.product.meta["val"]), torch.no_grad():
+            given, options = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+            node.meta["val"] = node.target(*given, **options)  # type: ignore[operator]
+
+    def _place(self, node: fx.Node) -> int:
+        return next(index for index, each in enumerate(self.graph.nodes) if each is node)
+
+    def _issue(self, target: Callable[..., Any], call: tuple[Any, ...], before: fx.Node, like: fx.Node) -> fx.Node:
+        """A call of ``target`` right before ``before``, from the same line and module as ``like``."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, call)
+        node.meta = dict(like.meta)
+        with mode_of(self.head.product.meta["val"]), torch.no_grad():
+            node.meta["val"] = target(*fx.map_arg(call, lambda each: each.meta["val"]))
+        return node
+
+    def _element(self, made: fx.Node, index: int) -> fx.Node:
+        with self.graph.inserting_after(made):
+            node = self.graph.call_function(operator.getitem, (made, index))
+        node.meta = dict(made.meta)
+        node.meta["val"] = made.meta["val"][index]
+        return node

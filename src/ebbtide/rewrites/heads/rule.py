@@ -1,0 +1,103 @@
+"""The heads of language models as a rule: a form for every linear layer with a cross-entropy (``heads.forms``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.origin import source_of
+from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.heads.costs import estimates, guess_workspace_bytes
+from ebbtide.rewrites.heads.find import Head, find_heads, worthwhile_heads
+from ebbtide.rewrites.heads.flops import tell_flops
+from ebbtide.rewrites.heads.forms import RULE, facts_of, forms_of, larger_slices_of, rewritten
+from ebbtide.rewrites.heads.kernels import NAMESPACE, SETTLES
+from ebbtide.rewrites.heads.proof import prove_rewritten
+from ebbtide.rewrites.replaced import Replaced
+from ebbtide.rewrites.rule import Estimate, Left
+from ebbtide.step.program import Op, Program
+from ebbtide.step.rewrite import Rewrite
+from ebbtide.units import format_bytes
+
+__all__ = ["HeadRule", "head_at", "left_heads"]
+
+tell_flops()
+
+
+class HeadRule:
+    """See ``rewrites.rule``."""
+
+    name: str = RULE
+    free = False
+
+    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+        """The same form for all heads, of which a step has one but in odd models."""
+        heads = worthwhile_heads(step)
+        if not heads:
+            return
+        seen: set[tuple[Rewrite, ...]] = set()
+        for rewrites in zip_longest(*(forms_of(head) for head in heads)):
+            if None not in rewrites and rewrites not in seen:
+                seen.add(rewrites)
+                yield rewrites
+
+    def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
+        """Of its head."""
+        return facts_of(head_at(step, rewrite), rewrite)
+
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """Larger slices."""
+        return larger_slices_of(head_at(step, rewrite), rewrite)
+
+    def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
+        """One head after the other."""
+        for each in rewrites:
+            step = rewritten(step, each)
+        return step
+
+    def estimates(
+        self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
+    ) -> Mapping[str, Estimate]:
+        """The most that each op takes of any head; room for a wrong guess, which a right one does not take."""
+        seconds = {op.name: op.seconds for op in program.ops}
+        pairs = [(head_at(step, each), each) for each in rewrites]
+        known = [estimates(head, each, seconds) for head, each in pairs]
+        settling = max(guess_workspace_bytes(head, each) for head, each in pairs)
+
+        def estimate(op: Op) -> Estimate:
+            kind = op.target.removeprefix(f"{NAMESPACE}.").partition(".")[0]
+            found = [each[kind] for each in known]
+            workspace = max(each.workspace_bytes for each in found)
+            settles = op.target == SETTLES
+            return Estimate(
+                max(each.seconds for each in found), max(workspace, settling) if settles else workspace, settles
+            )
+
+        return {op.name: estimate(op) for op in after.program.ops if op.target.startswith(NAMESPACE)}
+
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
+        """By ``rewrites.heads.proof``."""
+        return prove_rewritten(step, after)
+
+
+def left_heads(step: Captured) -> list[Left]:
+    """What looks like a head and is left as it is: it is none, or so small that it decides nothing."""
+    heads, left = find_heads(step)
+    worthwhile = worthwhile_heads(step)
+    small = [each for each in heads if each not in worthwhile]
+    return [
+        *left,
+        *(
+            Left(source_of(each.loss), f"it holds {format_bytes(each.sizes.held_bytes)} at most, which decides nothing")
+            for each in small
+        ),
+    ]
+
+
+def head_at(step: Captured, rewrite: Rewrite) -> Head:
+    """The head that ``rewrite`` is of; raises ``LookupError`` if ``step`` has none there."""
+    for head in find_heads(step)[0]:
+        if head.loss.name == rewrite.at:
+            return head
+    raise LookupError(f"it has no linear layer with a cross-entropy at {rewrite.at}")

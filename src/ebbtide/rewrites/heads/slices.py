@@ -1,0 +1,275 @@
+"""What the ops of ``heads.kernels`` do with slices of a head; its definitions are cited here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ebbtide.rewrites.heads.between import applied, taken_back
+from ebbtide.rewrites.heads.cuts import clear_unread, read, spread
+from ebbtide.rewrites.spans import spans
+from ebbtide.torch_seams.graphs import ASSERTS_TRUE
+
+__all__ = [
+    "LOG_SUM",
+    "MAX",
+    "TARGET",
+    "Loss",
+    "gradient_rows",
+    "gradients_by_columns",
+    "hidden_gradient",
+    "known_columns",
+    "logits_of",
+    "loss_and_weight",
+    "loss_of",
+    "refuse_other_labels",
+    "softmax_rows",
+    "statistics_of",
+    "sum_of_rows",
+    "tangents_of",
+    "targets_of",
+    "weighted_loss",
+    "weighted_targets",
+]
+
+_aten = torch.ops.aten
+_IGNORED = -100  # in the column of definition 2, where all other targets are 0
+_MEAN, _SUM = 1, 2
+MAX, LOG_SUM, TARGET = 0, 1, 2
+"""Rows of ``statistics``: the largest logit, minus the logarithm of the sum, the target's log-probability."""
+
+
+def logits_of(h: Tensor, wt: Tensor, bias: Tensor | None) -> Tensor:
+    """The product."""
+    return torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+
+
+class Loss(NamedTuple):
+    """How a head's loss is made of its logits and labels, spread over all rows.
+
+    Attributes:
+        labels: N.
+        reduction: as in the ops.
+        ignore_index: likewise.
+        cut: likewise.
+        class_weights: likewise.
+        weights: of the label of each row, 0 where it does not count; ``None`` where classes have none.
+        between: as in the ops.
+    """
+
+    labels: Tensor
+    reduction: int
+    ignore_index: int
+    cut: Sequence[int]
+    class_weights: Tensor | None
+    weights: Tensor | None
+    between: str
+
+
+def loss_of(
+    h: Tensor,
+    labels: Tensor,
+    reduction: int,
+    ignore_index: int,
+    cut: Sequence[int],
+    class_weights: Tensor | None,
+    between: str,
+) -> Loss:
+    """Rows that are not read are as ignored ones."""
+    labels = spread(labels, cut, h.shape[0], ignore_index)
+    weights = None
+    if class_weights is not None:
+        weights = class_weights.gather(0, labels.clamp(0, class_weights.shape[0] - 1))
+        weights.masked_fill_(labels == ignore_index, 0)
+    return Loss(labels, reduction, ignore_index, cut, class_weights, weights, between)
+
+
+def softmax_rows(
+    h: Tensor, wt: Tensor, bias: Tensor | None, how: Loss, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """The log-softmax of some rows, and what the gradient needs of the way there."""
+    logits, made = applied(how.between, logits_of(h, wt, bias), dtype)
+    return _aten._log_softmax(logits, 1, False), made
+
+
+def tangents_of(how: Loss, tangent: Tensor) -> Tensor:
+    """One for all rows, or one for each."""
+    return tangent if how.reduction else spread(tangent, how.cut, how.labels.shape[0], 0.0)
+
+
+def _classes(how: Loss) -> Tensor:
+    """Labels of definition 2."""
+    return torch.where(how.labels == how.ignore_index, _IGNORED, 0)
+
+
+def loss_and_weight(target: Tensor, how: Loss) -> tuple[Tensor, Tensor]:
+    """Loss and total weight, from the log-probabilities of all rows' targets."""
+    column, classes = read(target, how.cut).unsqueeze(1), read(_classes(how), how.cut)
+    if how.weights is None:
+        return _aten.nll_loss_forward(column, classes, None, how.reduction, _IGNORED)
+    return weighted_loss(column, classes, read(how.weights, how.cut), how.reduction)
+
+
+def weighted_loss(column: Tensor, classes: Tensor, weights: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """Loss and total weight of definition 7.
+
+    Args:
+        column: log-probabilities of the targets, N x 1.
+        classes: 0, or ``-100`` where a row does not count.
+        weights: of the rows.
+        reduction: as in the ops.
+    """
+    if not reduction:
+        losses, total_weight = _aten.nll_loss_forward(column, classes, None, 0, _IGNORED)
+        return losses * weights, total_weight
+    of_rows = weights.unsqueeze(1)
+    loss = _aten.nll_loss_forward(column * of_rows, classes, None, _SUM, _IGNORED)[0]
+    total_weight = _aten.nll_loss_forward(-of_rows, classes, None, _SUM, _IGNORED)[0]
+    return loss / total_weight if reduction == _MEAN else loss, total_weight
+
+
+def weighted_targets(at_target: Tensor, weights: Tensor) -> Tensor:
+    """``at_target``, gradients of the targets' log-probabilities without weights, with those of the rows."""
+    return at_target * weights.unsqueeze(1)
+
+
+def gradient_rows(
+    softmax: Tensor,
+    how: Loss,
+    tangents: Tensor,
+    total_weight: Tensor,
+    a: int,
+    b: int,
+    numbers: Tensor | None = None,
+) -> Tensor:
+    """That of what the softmax of rows ``a`` to ``b`` reads, in its type; ``numbers`` by definition 6."""
+    tangent = tangents if how.reduction else tangents[a:b]
+    gradient = _aten.nll_loss_backward(
+        tangent, softmax, how.labels[a:b], how.class_weights, how.reduction, how.ignore_index, total_weight
+    )
+    if numbers is not None:
+        torch.add(numbers[a:b].unsqueeze(1).expand(gradient.shape), gradient, out=gradient)
+    return clear_unread(_aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype), how.cut, a)
+
+
+def refuse_other_labels(labels: Tensor, classes: int, ignore_index: int) -> None:
+    """Refuse labels that are no class, as the loss does on all of the logits.
+
+    Raises:
+        IndexError: on a CPU; on a card an assertion fails there.
+    """
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
+    if labels.device.type == "cpu":
+        if wrong.any():
+            raise IndexError(f"Target {int(labels[wrong][0])} is out of bounds.")
+    else:
+        ASSERTS_TRUE(~wrong.any())
+
+
+def targets_of(softmax: Tensor, labels: Tensor) -> Tensor:
+    """Of some rows, the log-probability of each label; of one that is ignored, anything."""
+    return softmax.gather(1, labels.clamp(0, softmax.shape[1] - 1).unsqueeze(1)).squeeze(1)
+
+
+def statistics_of(logits: Tensor, softmax: Tensor, labels: Tensor) -> Tensor:
+    """Of some rows, what definition 3 needs."""
+    largest, where = logits.max(1)
+    log_sum = softmax.gather(1, where.unsqueeze(1)).squeeze(1)
+    return torch.stack([largest, log_sum, targets_of(softmax, labels)])
+
+
+def hidden_gradient(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    how: Loss,
+    tangent: Tensor,
+    total_weight: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+) -> Tensor:
+    """The gradient of ``h``, a few rows at a time."""
+    gradient = torch.empty_like(h, memory_format=torch.contiguous_format)
+    tangents = tangents_of(how, tangent)
+    for a, b in spans(h.shape[0], rows):
+        softmax, made = softmax_rows(h[a:b], wt, bias, how, dtype)
+        part = gradient_rows(softmax, how, tangents, total_weight, a, b)
+        del softmax
+        part = taken_back(how.between, part, made, h.dtype)
+        torch.mm(part, wt.t(), out=gradient[a:b])
+        del part, made
+    return gradient
+
+
+def _gradient_columns(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    how: Loss,
+    statistics: Tensor,
+    at_target: Tensor,
+    begin: int,
+    end: int,
+) -> Tensor:
+    """Of all rows, the gradient of the logits from ``begin`` to ``end`` (definition 3), in the type of ``h``."""
+    width = end - begin
+    softmax = statistics.new_empty((h.shape[0], width + 1))
+    logits = logits_of(h, wt[:, begin:end], None if bias is None else bias[begin:end])
+    softmax[:, :width], made = applied(how.between, logits, softmax.dtype)
+    del logits
+    softmax[:, :width].sub_(statistics[MAX].unsqueeze(1)).add_(statistics[LOG_SUM].unsqueeze(1))
+    labels = how.labels
+    inside = (labels >= begin) & (labels < end)
+    softmax[:, width] = torch.where(inside, float("-inf"), statistics[TARGET])
+    gradient = torch.zeros_like(softmax)
+    gradient.scatter_(1, torch.where(inside, labels - begin, width).unsqueeze(1), at_target)
+    whole = _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
+    del gradient, softmax
+    whole = clear_unread(whole, how.cut, 0)[:, :width]
+    return taken_back(how.between, whole.contiguous() if how.between else whole, made, h.dtype)
+
+
+def gradients_by_columns(
+    h: Tensor,
+    wt: Tensor,
+    bias: Tensor | None,
+    how: Loss,
+    statistics: Tensor,
+    tangent: Tensor,
+    total_weight: Tensor,
+    known: Tensor | None,
+    columns: int,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of weight (V x D) and bias; ``known`` are the first columns of the gradient of the logits."""
+    column, tangents = statistics[TARGET].unsqueeze(1), tangents_of(how, tangent)
+    at_target = _aten.nll_loss_backward(tangents, column, _classes(how), None, how.reduction, _IGNORED, total_weight)
+    if how.weights is not None:
+        at_target = weighted_targets(at_target, how.weights)
+    weight = h.new_empty((wt.shape[1], h.shape[1]))
+    sums = h.new_empty((0 if bias is None else wt.shape[1],))
+    for a, b in spans(wt.shape[1], columns):
+        if known is not None and b <= known.shape[1]:
+            part = known[:, a:b]
+        else:
+            part = _gradient_columns(h, wt, bias, how, statistics, at_target, a, b)
+        torch.mm(part.t(), h, out=weight[a:b])
+        if bias is not None:
+            torch.sum(part, [0], out=sums[a:b])
+        del part
+    return weight, sums
+
+
+def sum_of_rows(whole: Tensor, part: Tensor, h: Tensor) -> None:
+    """Add to ``whole``, in the type of the softmax, what some rows give to the gradient of the weight."""
+    if whole.dtype == h.dtype:
+        whole.addmm_(part.t(), h)
+    else:
+        whole.add_(torch.mm(part.t(), h))
+
+
+def known_columns(length: int, share: float, columns: int) -> int:
+    """How many of the first columns lie in slices that end within ``share`` of them."""
+    return max((end for _, end in spans(length, columns) if end <= share * length), default=0)

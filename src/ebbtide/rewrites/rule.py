@@ -1,0 +1,92 @@
+"""What a rewrite rule is: where a step has something to replace, by what, on which facts, and how it is proven.
+
+1. A rule is asked for *ways*: sets of rewrites that belong together, such as a form for every head of the step. One way
+   of each rule may be taken, in the order in which rules are applied (``rewrites.choices``); a rule that comes later is
+   asked about the step that the earlier ones have made.
+2. A *free* rule makes no number twice and reads no more than the captured step does, so that its ways cost no time.
+   Where the captured step does not fit as it is, they need no further reason.
+3. A rewrite is plain data (``step.rewrite``): a plan's file brings it back, and the same rule finds its place again.
+4. What looks like a place of the rule and is none is *left*, with the reason and what would change that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ebbtide.capture.joint import Captured
+from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.replaced import Replaced
+from ebbtide.step.program import Program
+from ebbtide.step.rewrite import Rewrite
+
+__all__ = ["Estimate", "Left", "Rule"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Definition 4.
+
+    Attributes:
+        source: ``file:line`` of what was found, or empty.
+        why: it stays as it is.
+    """
+
+    source: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an op of a rule takes, from what the captured ops take whose place it has.
+
+    Attributes:
+        seconds: one run.
+        workspace_bytes: beyond its outputs.
+        at_least: whether it needs the workspace even where measuring it alone finds less.
+    """
+
+    seconds: float
+    workspace_bytes: int
+    at_least: bool = False
+
+
+class Rule(Protocol):
+    """One kind of rewrite. All steps that it is given are as captured, or as earlier rules have left them."""
+
+    @property
+    def name(self) -> str:
+        """As in ``Rewrite.rule``."""
+        ...
+
+    @property
+    def free(self) -> bool:
+        """By definition 2. Of a free rule's way, rewrites whose facts do not hold are left out; else the way is."""
+        ...
+
+    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+        """By definition 1, none of them empty, the one that costs least first."""
+        ...
+
+    def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
+        """What ``rewrite`` takes for granted of the kernels; raises ``LookupError`` if the step has not its place."""
+        ...
+
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """What may stand for ``rewrite`` where a fact of it does not hold, what takes the least memory first."""
+        ...
+
+    def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
+        """``step`` with all of ``rewrites`` in it, which are of one way; ``step`` is left as it is."""
+        ...
+
+    def estimates(
+        self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
+    ) -> Mapping[str, Estimate]:
+        """For each op of ``after`` that is the rule's own, by its name; ``program`` is that of ``step`` with costs."""
+        ...
+
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
+        """What the ops of the rule stand for in ``after``, which is ``step`` but for them; raises ``RewriteError``."""
+        ...

@@ -1,0 +1,64 @@
+"""The rule that makes gradients a second time where they wait for their norm (``inside.second_pass``).
+
+Its ways are cuts at several prices of memory: which gradients are kept until the norm is known, and which are freed and
+made again, of what. It rests on no fact but that ops give the same bits twice, as all recomputation does; the first
+step holds each value of the second pass against the fingerprint of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ebbtide.capture.joint import Captured
+from ebbtide.inside.looks import settlement_of
+from ebbtide.inside.proof import prove_second_pass
+from ebbtide.inside.second_pass import cut_at, cuts_of, with_second_pass
+from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.replaced import Replaced
+from ebbtide.rewrites.rule import Estimate
+from ebbtide.step.program import Program
+from ebbtide.step.rewrite import Rewrite
+
+__all__ = ["SecondPassRule"]
+
+
+class SecondPassRule:
+    """See ``rewrites.rule``."""
+
+    name = "second-pass"
+    free = False
+
+    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+        """One for each cut, that of the fewest ops first."""
+        settlement = settlement_of(step)
+        for cut in cuts_of(step):
+            assert settlement is not None
+            settings = (("ops", len(cut.again)), ("kept_bytes", cut.kept_bytes), ("price", cut.price))
+            yield (Rewrite(self.name, settlement.name, "the norm of all gradients", "made again", settings),)
+
+    def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
+        """None."""
+        settlement = settlement_of(step)
+        if settlement is None or len(cut_at(step, rewrite["price"]).again) != rewrite["ops"]:
+            raise LookupError("the step has no such second pass over its gradients")
+        return ()
+
+    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
+        """Nothing."""
+        return iter(())
+
+    def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
+        """The second pass of the one of ``rewrites``."""
+        (rewrite,) = rewrites
+        return with_second_pass(step, cut_at(step, rewrite["price"]))
+
+    def estimates(
+        self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
+    ) -> Mapping[str, Estimate]:
+        """None: each op costs what its like does."""
+        return {}
+
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
+        """As ``inside.proof`` does; what is made again is held against the fingerprints of the first."""
+        prove_second_pass(step, after)
+        return ()

@@ -1,0 +1,64 @@
+"""Views that a rewrite sees through: the same numbers in the same order, or with the last two dimensions swapped."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ebbtide.torch_seams.graphs import arguments_of
+
+__all__ = ["SAME_ORDER", "is_same_order", "is_swap", "made_by", "seen"]
+
+_aten = torch.ops.aten
+SAME_ORDER = frozenset(
+    {
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten.reshape.default,
+        _aten.alias.default,
+        _aten.detach.default,
+    }
+)
+"""What gives the same elements in the same order."""
+
+
+def is_same_order(node: fx.Node) -> bool:
+    """Whether it gives the numbers of what it is a view of, in their order."""
+    if node.target is _aten.expand.default:
+        return node.meta["val"].shape == arguments_of(node)[0].meta["val"].shape
+    return node.target in SAME_ORDER
+
+
+def is_swap(node: fx.Node) -> bool:
+    """Whether it is a view with the last two dimensions swapped."""
+    if node.target is _aten.t.default:
+        return node.meta["val"].dim() == 2
+    if node.target is not _aten.transpose.int:
+        return False
+    dims = node.meta["val"].dim()
+    return sorted(each % dims for each in arguments_of(node)[1:]) == [dims - 2, dims - 1]
+
+
+def seen(node: fx.Node) -> tuple[fx.Node, bool]:
+    """What makes the numbers of ``node``, and whether they are read with the last two dimensions swapped.
+
+    A view that keeps the order keeps the last two dimensions as well, or nothing is seen through it.
+    """
+    swapped = False
+    while True:
+        if is_swap(node):
+            swapped = not swapped
+        elif not (is_same_order(node) and _last(node) == _last(arguments_of(node)[0])):
+            return node, swapped
+        node = arguments_of(node)[0]
+
+
+def made_by(node: fx.Node) -> fx.Node:
+    """What makes the numbers of ``node``, in whatever order it has them."""
+    while is_same_order(node) or is_swap(node):
+        node = arguments_of(node)[0]
+    return node
+
+
+def _last(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape[-2:])

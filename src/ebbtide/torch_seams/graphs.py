@@ -1,0 +1,131 @@
+"""FX graphs: the code that is generated for them, what tracing writes on their nodes, and sizes that are symbols."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch.fx.graph import _BoxedCodeGen
+
+if TYPE_CHECKING:
+    import sympy
+
+__all__ = [
+    "ASSERTS_TRUE",
+    "arguments_of",
+    "asserts_on_numbers",
+    "boxed_codegen",
+    "data_dependent_guard_type",
+    "expression_of",
+    "hint_of",
+    "module_stack_of",
+    "number_read",
+    "own_names_of",
+    "size_source",
+    "stack_trace_of",
+]
+
+
+ASSERTS_TRUE: Any = torch._assert_async  # type: ignore[attr-defined]
+"""What an ``assert`` on a tensor is in Dynamo's graph: of one element, with the message."""
+
+
+def asserts_on_numbers(graph: fx.Graph) -> bool:
+    """Whether the forward that this thread captures asserts something about a number that only data tell.
+
+    Asked in a backend. Dynamo hands such assertions to the shape environment, which writes out some of them. Where a
+    size depends on data torch asserts things itself.
+
+    Args:
+        graph: Dynamo's.
+    """
+    context = TracingContext.try_get()
+    env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if env is None or not env.deferred_runtime_asserts:
+        return False
+    values = (node.meta.get("example_value") for node in graph.nodes)
+    sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    return not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def number_read(graph: fx.Graph) -> fx.Node | None:
+    """What reads a number from a tensor in Dynamo's ``graph``, or the tensor of one element that has no reader left."""
+    numbers: list[fx.Node] = []
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return node
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not node.users and node.op != "placeholder":
+            numbers.append(node)
+    return next(iter(numbers), None)
+
+
+def boxed_codegen(module: fx.GraphModule) -> None:
+    """Let a graph module's code take its arguments as one list and empty it, so that no frame keeps saved tensors."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+
+
+def own_names_of(kind: type) -> dict[str, Any]:
+    """What a class that is derived from the class ``kind`` of a ``GraphModule`` has to have in its own dictionary.
+
+    ``recompile`` makes there what it does not find there, and it would call itself then.
+    """
+    return {"_wrapped_call": vars(kind)["_wrapped_call"]} if "_wrapped_call" in vars(kind) else {}
+
+
+def stack_trace_of(node: fx.Node) -> str:
+    """The frames that issued a node, as Python prints them, or ``""``; a backward's node has its forward's."""
+    return node.meta.get("stack_trace") or ""
+
+
+def module_stack_of(node: fx.Node) -> Mapping[str, tuple[str, Any]]:
+    """Path and class of each module in whose forward a node was issued, from the outermost on; may be empty.
+
+    A forward's node has ``nn_module_stack``, a backward's ``fwd_nn_module_stack``.
+    """
+    return node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+
+
+def expression_of(size: torch.SymInt) -> sympy.Expr:
+    """What a symbolic size is, in symbols."""
+    import sympy  # takes longer to import than the rest of Ebbtide
+
+    return sympy.sympify(size.node.expr)
+
+
+def hint_of(size: torch.SymInt) -> int:
+    """What a symbolic size was in the call that was captured."""
+    return int(size.node.hint)  # type: ignore[arg-type]
+
+
+def size_source(size: torch.SymInt) -> str | None:
+    """A symbolic size as an expression of what Dynamo calls the inputs; ``None`` if a symbol is from none."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    expression = expression_of(size)
+    known = size.node.shape_env.var_to_sources
+    sources = {str(symbol): known.get(symbol) for symbol in expression.free_symbols}
+    if not all(sources.values()):
+        return None
+
+    def source(found: re.Match[str]) -> str:
+        return f"({sources[found[0]][0].name})" if found[0] in sources else found[0]
+
+    return re.sub(r"\b[a-z]+\d+\b", source, PythonPrinter().doprint(expression))
+
+
+def data_dependent_guard_type() -> type[Exception]:
+    """What symbolic shapes raise where Python asks for a number that only data could tell."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
+
+
+def arguments_of(node: fx.Node) -> tuple[Any, ...]:
+    """Positional arguments of a call, which ``torch.fx`` types as anything that a graph may hold."""
+    return cast("tuple[Any, ...]", node.args)

@@ -1,0 +1,244 @@
+"""Identity of storages, and the tables in which a module keeps its tensors."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from ebbtide.torch_seams.away import is_away
+from ebbtide.torch_seams.optimizers import gradient_of
+
+__all__ = [
+    "StorageWatch",
+    "buffer_table",
+    "has_memory",
+    "held_in",
+    "module_table",
+    "parameter_table",
+    "parts_of",
+    "storage_key",
+    "version_of",
+    "walk",
+]
+
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size])
+_DEPTH = 4  # of containers in containers
+_MANY, _SAMPLE = 256, 16
+_TORCHS = "torch.nn.modules."
+_plain_names: dict[type, frozenset[str]] = {}
+"""Per class of torch's own the names of attributes that hold no tensor in any module: sizes, flags and modes."""
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for two tensors exactly if they share a storage, while both are alive; also for fake tensors.
+
+    ``untyped_storage()._cdata`` is the address of the C++ storage. ``data_ptr()`` would not do: fake and empty storages
+    have none, and two storages of no bytes have the same.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type], tuple[int, ...]]:
+    """Per parameter whether it takes a gradient, whether all have one, bytes by key of storages, classes, hooks.
+
+    Hooks on parameters have numbers, of which none is given twice.
+
+    Parameters, their gradients and buffers, and what else modules hold (:func:`held_in`); each module once. Every
+    planned step asks, so it is one plain loop over the tables: torch's own walks take several times as long.
+    """
+    seen = {id(module)}
+    held: list[object] = []
+    hooks: list[int] = []
+    waiting = [module]
+    trained: list[bool] = []
+    sizes: dict[int, int] = {}
+    accumulating = True
+    classes: set[type] = set()
+    while waiting:
+        each = waiting.pop()
+        classes.add(type(each))
+        for parameter in each._parameters.values():
+            if parameter is None:
+                continue
+            trained.append(parameter.requires_grad)
+            if parameter._backward_hooks:
+                hooks += parameter._backward_hooks
+            if parameter._post_accumulate_grad_hooks:
+                hooks += parameter._post_accumulate_grad_hooks
+            storage = parameter.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+            if parameter.is_leaf and (gradient := parameter.grad) is not None:
+                storage = gradient.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+            elif parameter.requires_grad:
+                accumulating = False
+        for buffer in each._buffers.values():
+            if buffer is not None:
+                storage = buffer.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+        for child in each._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+        held += _attributes(each)
+    for tensor in _tensors(held, seen):
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    return bytes(trained), accumulating, sizes, classes, tuple(hooks)
+
+
+def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that ``module`` and its children hold otherwise than as parameters and buffers, on the CPU.
+
+    In attributes, in containers and dataclasses in attributes, and all of modules that are there. Of many elements the
+    first few say whether there are tensors among them.
+    """
+    modules = list(module.modules())
+    held = [value for each in modules for value in _attributes(each)]
+    return _tensors(held, {id(each) for each in modules})
+
+
+def _attributes(module: torch.nn.Module) -> Sequence[object]:
+    """What of the module's own attributes may hold a tensor."""
+    kind, own = type(module), vars(module)
+    if (known := _plain_names.get(kind)) is not None and own.keys() <= known:
+        return ()
+    found = [value for name, value in own.items() if name not in _OF_EVERY_MODULE and not _is_plain(value)]
+    if not found and kind.__module__.startswith(_TORCHS):
+        # What is None may become a tensor, and so may what is not the class's own: a user's attribute on one module.
+        declared = {
+            name
+            for base in kind.__mro__
+            for name in (*vars(base).get("__constants__", ()), *vars(base).get("__annotations__", ()))
+        }
+        plain = {name for name, value in own.items() if value is not None and name in declared}
+        _plain_names[kind] = _OF_EVERY_MODULE | plain
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is no tensor and holds none, as is told at once; kernel sizes, strides and paddings among them."""
+    if (kind := type(value)) is tuple or kind is list:
+        return len(value) <= _SAMPLE and _PLAIN.issuperset(map(type, value))  # type: ignore[arg-type]
+    return kind in _PLAIN
+
+
+def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors in ``values`` that have memory, to a depth; ``seen`` are ids of modules that are walked already."""
+    waiting = [(value, _DEPTH) for value in values]
+    looked_into: dict[int, tuple[int, object]] = {}  # a configuration is an attribute of every layer
+    while waiting:
+        value, depth = waiting.pop()
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, torch.Tensor):
+            if has_memory(value):
+                yield value
+            if value.is_leaf and (gradient := gradient_of(value)) is not None:
+                waiting.append((gradient, 0))
+        elif isinstance(value, torch.nn.Module):
+            if id(value) not in seen:
+                seen.add(id(value))
+                tables = (value._parameters, value._buffers, value._modules)
+                waiting += ((each, depth) for table in tables for each in table.values())
+                waiting += ((each, depth) for each in _attributes(value))
+        elif depth and (id(value) not in looked_into or looked_into[id(value)][0] < depth):
+            looked_into[id(value)] = depth, value  # which keeps its number
+            waiting += [(each, depth - 1) for each in _elements(value) if type(each) not in _PLAIN]
+
+
+def _elements(value: object) -> Collection[object]:
+    """What a container or a dataclass holds."""
+    elements: Collection[object] = ()
+    kind = type(value)  # isinstance asks the value itself, which may have a way of its own to answer
+    if issubclass(kind, list | tuple | set | frozenset | collections.deque):
+        elements = value  # type: ignore[assignment]
+    elif issubclass(kind, Mapping):
+        values = value.values()  # type: ignore[attr-defined]
+        elements = values if isinstance(values, Collection) else tuple(values)  # a weak dictionary's are a generator
+    elif dataclasses.is_dataclass(kind) and not issubclass(kind, type):
+        elements = vars(value).values() if hasattr(value, "__dict__") else ()
+    if len(elements) > _MANY and all(type(each) in _PLAIN for each, _ in zip(elements, range(_SAMPLE), strict=False)):
+        return ()
+    return list(elements)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors whose storages are the memory of ``tensor``: itself, or what a sparse or wrapping one is made of."""
+    if isinstance(flatten := getattr(tensor, "__tensor_flatten__", None), Callable):
+        for name in flatten()[0]:
+            yield from parts_of(getattr(tensor, name))
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` takes memory of the CPU: not one that is away or fake, or stands for others in a transform."""
+    if is_away(tensor):
+        return False
+    try:
+        return tensor.untyped_storage().device.type == "cpu"
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to."""
+    return tensor._version
+
+
+class StorageWatch:
+    """A storage that is watched and not kept alive: while the watch lives, its key is nobody else's.
+
+    A weak reference as ``torch.multiprocessing`` holds it (``untyped_storage()._weak_ref``).
+
+    Args:
+        tensor: whose storage it is.
+
+    Attributes:
+        key: :func:`storage_key` of the tensor.
+        bytes: of the storage.
+    """
+
+    __slots__ = ("_forget", "_reference", "bytes", "key")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.key = storage._cdata
+        self.bytes = storage.nbytes()
+        self._forget = torch.UntypedStorage._free_weak_ref  # at the interpreter's end torch may be gone before this
+        self._reference = storage._weak_ref()
+
+    @property
+    def alive(self) -> bool:
+        """Whether some tensor has the storage still."""
+        return not torch.UntypedStorage._expired(self._reference)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_reference"):  # making it may have been interrupted
+            self._forget(self._reference)
+
+
+def parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """A module's own parameters by name, the very table (``_parameters``); an entry may be ``None``."""
+    return module._parameters
+
+
+def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers by name, the very table (``_buffers``); an entry may be ``None``."""
+    return module._buffers
+
+
+def module_table(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
+    """A module's children by name, the very table (``_modules``); an entry may be ``None``."""
+    return module._modules
