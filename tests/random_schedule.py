@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ebbtide.report.plan import Plan
 from ebbtide.step.machine import Link, Machine, machine_named
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Hold, Offload, Reload, Schedule
 from ebbtide.step.simulate import simulate

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from ebbtide.step.graph_file import program_from_graph
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 
@@ -32,4 +33,4 @@ def published(name: str) -> Program | None:
     path = Path(os.environ.get(_VARIABLE, "")) / f"{name}.json"
     if _VARIABLE not in os.environ or not path.is_file():
         return None
-    return Program.from_graph(json.loads(path.read_text(encoding="utf-8")), name=name)
+    return program_from_graph(json.loads(path.read_text(encoding="utf-8")), name=name)

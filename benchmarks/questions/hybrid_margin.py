@@ -15,8 +15,8 @@ import torch
 import ebbtide
 from ebbtide.capture.without_memory import without_memory
 from ebbtide.case import Case
+from ebbtide.report.plan import Plan
 from ebbtide.step.machine import Machine, machine_named
-from ebbtide.step.plan import Plan
 from ebbtide.step.simulate import simulate
 from ebbtide.transfers.links import COUNTED_ON
 from ebbtide.units import Budget

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ebbtide import errors as errors
+from ebbtide.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ebbtide._api.doctor import doctor as doctor
@@ -30,14 +31,12 @@ if TYPE_CHECKING:
     from ebbtide.case import Case as Case
     from ebbtide.clipping import Clipping as Clipping
     from ebbtide.measurement.peak import measure as measure
+    from ebbtide.report.plan import Plan as Plan
     from ebbtide.report.plots.frontier import plot_frontier as plot_frontier
     from ebbtide.step.machine import Machine as Machine
-    from ebbtide.step.plan import Plan as Plan
     from ebbtide.step.program import Program as Program
     from ebbtide.step.status import Status as Status
     from ebbtide.units import Budget as Budget
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "BatchPlan": "ebbtide._api.max_batch",
@@ -45,7 +44,7 @@ _HOMES = {
     "Case": "ebbtide.case",
     "Clipping": "ebbtide.clipping",
     "Machine": "ebbtide.step.machine",
-    "Plan": "ebbtide.step.plan",
+    "Plan": "ebbtide.report.plan",
     "Program": "ebbtide.step.program",
     "Status": "ebbtide.step.status",
     "Verification": "ebbtide._api.verify",

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from ebbtide.case import Case
+    from ebbtide.report.plan import Plan
     from ebbtide.step.machine import Machine
-    from ebbtide.step.plan import Plan
 
     AnyOptimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -362,7 +362,7 @@ def _check_machine(value: object) -> None:
 def _check_start(value: object) -> None:
     if value is None:
         return
-    from ebbtide.step.plan import Plan
+    from ebbtide.report.plan import Plan
 
     if not isinstance(value, Plan):
         near = "; read the file first: ebbtide.Plan.load(path)" if isinstance(value, str | os.PathLike) else ""

@@ -22,8 +22,8 @@ from ebbtide.cli.max_batch import _limit
 from ebbtide.errors import UsageError
 from ebbtide.planners import Progress
 from ebbtide.planners.search.smallest import forget_smallest
+from ebbtide.report.plan import Plan
 from ebbtide.report.text.progress import ProgressDisplay
-from ebbtide.step.plan import Plan
 from ebbtide.units import format_bytes
 
 # Six ops in a chain and back: small enough that planning takes no time.

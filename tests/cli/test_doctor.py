@@ -22,15 +22,16 @@ from ebbtide.errors import CaptureError
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.bounds.floor_parts import floor_parts
 from ebbtide.planning.alternatives import Alternative
+from ebbtide.planning.rewriting import rewritings
+from ebbtide.report.plan import Plan
 from ebbtide.report.records.advice import Advice
 from ebbtide.report.records.diagnosis import Break, Findings, break_of, find, place_of
-from ebbtide.report.records.rewriting import rewritings
 from ebbtide.report.text.doctor import write_findings
 from ebbtide.step.occupancy import moment_at
-from ebbtide.step.plan import Plan, Status
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.step.simulate import simulate
+from ebbtide.step.status import Status
 from ebbtide.step.unplanned import unplanned_schedule
 from random_schedule import random_schedule
 from strategies import programs

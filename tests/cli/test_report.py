@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbtide.cli import app
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.provenance import Provenance
 from ebbtide.step.status import Status

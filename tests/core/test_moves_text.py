@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from test_move_rules import MACHINE, MOVED, PROGRAM
 
+from ebbtide.report.plan import Plan
 from ebbtide.report.text.plan import moves_of
-from ebbtide.step.plan import Plan, Status
 from ebbtide.step.schedule import Schedule
+from ebbtide.step.status import Status
 from ebbtide.step.unplanned import unplanned_schedule
 
 PLAN = Plan(

@@ -17,14 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import EbbtideError, PlanFileError, PlanMismatch, UsageError
+from ebbtide.report.plan import Plan
 from ebbtide.step import legality
 from ebbtide.step.machine import Link, Machine, machine_named
 from ebbtide.step.occupancy import moment_at
-from ebbtide.step.plan import Plan, Status
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.provenance import Costs, Provenance
 from ebbtide.step.schedule import Compute, Free, Offload, Reload, Schedule
 from ebbtide.step.simulate import simulate
+from ebbtide.step.status import Status
 from ebbtide.step.unplanned import unplanned_schedule
 from random_schedule import random_schedule
 from strategies import chain, examples, programs

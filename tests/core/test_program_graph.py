@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import UsageError
 from ebbtide.step.graph_file import program_from_graph
-from ebbtide.step.program import Program
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_schedule
 
@@ -43,7 +42,7 @@ def layered() -> dict[str, Any]:
 
 
 def test_a_network_becomes_ops_with_one_buffer_each() -> None:
-    program = Program.from_graph(network())
+    program = program_from_graph(network())
     assert program.name == "tiny"
     assert [op.name for op in program.ops] == ["a", "b", "b_back", "a_back"]
     assert [op.inputs for op in program.ops] == [(), (0,), (0, 1), (0, 2)]
@@ -54,7 +53,7 @@ def test_a_network_becomes_ops_with_one_buffer_each() -> None:
 
 
 def test_the_peak_counts_a_node_with_its_inputs() -> None:
-    program = Program.from_graph(network())
+    program = program_from_graph(network())
     assert simulate(program, unplanned_schedule(program)).above_bytes == 100 + 200 + 200
 
 

@@ -31,7 +31,7 @@ RECORDS = ("Budget", "Case", "Clipping", "Machine", "Plan", "Program", "Status",
 RETURNED = {"Step": Step, "Calls": Calls}
 """What functions return and nobody makes."""
 ONLY = {
-    "Program": ("name", "ops", "buffers", "context", "seconds", "fingerprint", "from_graph"),
+    "Program": ("name", "ops", "buffers", "context", "seconds", "fingerprint"),
     "Step": ("phase", "plan", "verified_buffers", "rewrites_held", "measured_above_bytes", "forward_calls"),
     "Calls": ("planned", "unplanned"),
 }
@@ -41,6 +41,7 @@ WRITTEN = {
     "Rewrites": "Literal['exact', 'in-place', 'all', 'reordered', 'none']",
     "AnyOptimizer": "torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]",
     "Interrupt": "ebbtide.planners.Interrupt",
+    "PlanRecord": "Plan",
 }
 """Types as users know them."""
 
@@ -138,9 +139,10 @@ def class_lines(name: str, kind: type[Any]) -> Iterator[str]:
     if issubclass(kind, enum.Enum):
         yield "\n".join(f"- `{each.name}`: {each.value}" for each in kind) + "\n"
         return
-    had = dict(entries(parts.get("Attributes", "")))
+    homes = [each for each in reversed(kind.__mro__) if each.__module__.startswith("ebbtide.")]
+    had = {name: said for home in homes for name, said in entries(sections(home).get("Attributes", ""))}
     lines = [f"- `{each}`: {said}" for each, said in had.items() if not only or each in only]
-    for each, value in vars(kind).items():
+    for each, value in {name: value for home in homes for name, value in vars(home).items()}.items():
         if each.startswith("_") or each in had or (only and each not in only) or not _documented(value):
             continue
         inner = _function_of(value)

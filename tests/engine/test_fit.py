@@ -18,8 +18,8 @@ from ebbtide.planners import Problem, Progress, planner_named
 from ebbtide.planners.base import Answer
 from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.planning import pipeline
+from ebbtide.report.plan import Plan
 from ebbtide.step.machine import machine_named
-from ebbtide.step.plan import Plan
 from ebbtide.step.provenance import Costs
 from ebbtide.zoo import MLPChain, mlp_chain
 

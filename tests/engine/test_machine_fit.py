@@ -13,9 +13,9 @@ from ebbtide.capture.without_memory import without_memory
 from ebbtide.cost.cuda_workspace import cublas_bytes
 from ebbtide.errors import BudgetError
 from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.report.plan import Plan
 from ebbtide.report.text.plan import write_plan
 from ebbtide.step.machine import Machine, catalogue, machine_named
-from ebbtide.step.plan import Plan
 from ebbtide.units import Budget
 from ebbtide.zoo import GPTConfig, gpt
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import ebbtide
 from ebbtide.errors import BudgetError
-from ebbtide.planning.resident_in_words import OTHER, parts_of, resident_sentence
 from ebbtide.report.records.diagnosis import Findings
 from ebbtide.report.text.doctor import write_findings
+from ebbtide.step.resident_in_words import OTHER, parts_of, resident_sentence
 from ebbtide.zoo import mlp_chain
 
 

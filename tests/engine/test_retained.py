@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import ebbtide
 from ebbtide.engine.retained import Retained, plan_retained, retained_above_bytes
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.zoo import mlp_chain
 
 AGAIN = Retained(again=True)

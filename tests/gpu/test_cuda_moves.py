@@ -18,9 +18,9 @@ import ebbtide
 from device_steps import EFFORT, Way, case_of, deterministic, train, workable
 from ebbtide.cli import app
 from ebbtide.errors import TierError, UsageError
+from ebbtide.report.plan import Plan
 from ebbtide.step import legality
 from ebbtide.step.machine import Link
-from ebbtide.step.plan import Plan
 from ebbtide.step.schedule import Reload
 from ebbtide.step.simulate import simulate
 from ebbtide.transfers import host

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from ebbtide.cli import app
 from ebbtide.demo.text import batches
 from ebbtide.demo.training import DemoConfig, run_demo
+from ebbtide.report.plan import Plan
 from ebbtide.report.text.demo import write_demo
-from ebbtide.step.plan import Plan
 
 SMALL = ["--steps", "5", "--layers", "1", "--width", "64", "--length", "64", "--batch", "8"]
 

@@ -17,9 +17,9 @@ from test_budgets import as_predicted
 import ebbtide
 from ebbtide._api import fit as fit_module
 from ebbtide._api import verify as verify_module
+from ebbtide.report.plan import Plan
 from ebbtide.step import legality
 from ebbtide.step.machine import Link
-from ebbtide.step.plan import Plan
 from ebbtide.step.simulate import simulate
 from ebbtide.transfers.host import HostTier
 from ebbtide.transfers.streams import Edge

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.errors import CaptureError, PlanMismatch, TierError, VerificationError
+from ebbtide.report.plan import Plan
 from ebbtide.step import legality
-from ebbtide.step.plan import Plan
 from ebbtide.step.schedule import Compute, Offload, Reload
 from ebbtide.transfers.arena import Arena
 from ebbtide.transfers.disk import Region

@@ -16,6 +16,7 @@ from ebbtide.planners.search import sequence as Q
 from ebbtide.planners.search.greedy import greedy
 from ebbtide.planners.search.layout import H_RANDOM
 from ebbtide.step import legality
+from ebbtide.step.graph_file import program_from_graph
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import simulate
@@ -132,7 +133,7 @@ def test_an_interrupt_keeps_the_best_so_far():
 @pytest.mark.skipif(not GRAPHS.is_dir(), reason="published graphs are absent")
 @pytest.mark.parametrize(("share", "at_most"), [(0.9, 0.0), (0.8, 0.003)])
 def test_random_layered_graph_matches_the_published_overhead(share: float, at_most: float):
-    program = Program.from_graph(json.loads((GRAPHS / "random_layered_n100.json").read_text()))
+    program = program_from_graph(json.loads((GRAPHS / "random_layered_n100.json").read_text()))
     answer = anneal(Problem(program, int(share * unplanned_bytes(program))))
     assert answer.schedule is not None
     assert overhead_of(program, answer.schedule) <= at_most + 5e-4

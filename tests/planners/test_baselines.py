@@ -25,6 +25,7 @@ from ebbtide.planners.published.segments import articulation_points, residents_o
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
 from ebbtide.step import legality
+from ebbtide.step.graph_file import program_from_graph
 from ebbtide.step.program import Buffer, Op
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_schedule
@@ -420,7 +421,7 @@ def graph(name: str) -> Program:
     path = GRAPHS / f"{name}.json"
     if not path.exists():
         pytest.skip("published graphs are not part of the repository")
-    return Program.from_graph(json.loads(path.read_text(encoding="utf-8")))
+    return program_from_graph(json.loads(path.read_text(encoding="utf-8")))
 
 
 # Budgets in percent of the unplanned peak, and the optimum's overhead there (CP-SAT, proven), in percent.

@@ -15,6 +15,7 @@ from ebbtide.planners.auto import auto
 from ebbtide.planners.published.chain_table import NO_PLAN, Steps, Table
 from ebbtide.planners.published.rotor import chain
 from ebbtide.step import legality
+from ebbtide.step.graph_file import program_from_graph
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import simulate
@@ -149,7 +150,7 @@ def test_an_interrupt_ends_it():
 @pytest.mark.parametrize("name", ["unet_b32_train", "resnet50_b256_train", "mobilenet_b512_train"])
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.5])
 def test_published_graphs_take_at_most_a_twentieth_more_time_than_auto(name: str, share: float):
-    program = Program.from_graph(json.loads((GRAPHS / f"{name}.json").read_text()))
+    program = program_from_graph(json.loads((GRAPHS / f"{name}.json").read_text()))
     problem = Problem(program, int(share * unplanned_bytes(program)), effort=2000)
     ours, best = chain(problem).schedule, auto(problem).schedule
     assert ours is not None

@@ -24,11 +24,12 @@ from ebbtide.errors import BudgetError, UsageError
 from ebbtide.planners import Interrupt, Progress
 from ebbtide.planners.narration import INTERRUPTED
 from ebbtide.planners.search.smallest import forget_smallest
-from ebbtide.planning.frontier import Refusal, frontier
+from ebbtide.planning.frontier import frontier
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbtide.report.text.compare import row_of, write_rows
 from ebbtide.step.program import Program
+from ebbtide.step.refusal import Refusal
 from ebbtide.units import Budget, format_bytes
 from strategies import chain, programs
 

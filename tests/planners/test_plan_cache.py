@@ -17,7 +17,7 @@ from ebbtide.planners import Answer, Problem, Status
 from ebbtide.planning import pipeline as planning
 from ebbtide.planning.cache import CachedAnswer, PlanCache
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import Planned
 from ebbtide.units import Budget

@@ -16,7 +16,7 @@ from ebbtide.planners.base import HOMES, NEED_TIERS, moves_buffers, planner_name
 from ebbtide.planners.settings import setting, settings_from, several_planners
 from ebbtide.planning.cache import PlanCache
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.units import Budget
 from layered import SIZE, layered, linked
 

@@ -22,6 +22,7 @@ from ebbtide.planners.published.moccasin import Solver, request_of, retention_pl
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.solvers import cp_child as _cp_child
 from ebbtide.step import legality
+from ebbtide.step.graph_file import program_from_graph
 from ebbtide.step.program import Program
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_schedule
@@ -131,7 +132,7 @@ def test_published_graphs(graph: str, share: int, percent: float):
     file = GRAPHS / f"{graph}.json"
     if not file.exists():
         pytest.skip("the published graphs are not here")
-    program = Program.from_graph(json.loads(file.read_text()))
+    program = program_from_graph(json.loads(file.read_text()))
     answer = planner_named("retention")(Problem(program, unplanned_bytes(program) * share // 100))
     assert answer.status is Status.OPTIMAL
     assert answer.schedule is not None

@@ -16,8 +16,8 @@ from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planning import pipeline as planning
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.shape_plans import WASTE, Buckets
+from ebbtide.report.plan import Plan
 from ebbtide.step.legality import check
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import Planned
 from ebbtide.step.simulate import simulate

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.report.plan import Plan
 from ebbtide.step.machine import Link, Machine
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import Provenance
 from ebbtide.step.schedule import Boundary, Compute, Offload, Reload, Schedule

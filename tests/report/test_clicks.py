@@ -14,11 +14,11 @@ from browser import Browser, needs_browser
 from plans import hybrid, recomputed
 from test_page import ODD, html_of
 
+from ebbtide.report.plan import Plan
 from ebbtide.report.records.course import planned_course
 from ebbtide.report.records.curve import Curve
 from ebbtide.report.records.points import Measured
 from ebbtide.report.records.stack import Category, stack_of
-from ebbtide.step.plan import Plan
 from ebbtide.units import format_allowed, format_bytes, format_percent, format_seconds, format_share
 
 pytestmark = [needs_browser, pytest.mark.slow]

@@ -17,10 +17,10 @@ from plans import hybrid, plan_of, recomputed
 
 from ebbtide.errors import UsageError
 from ebbtide.report.html.page import write_page
+from ebbtide.report.plan import Plan
 from ebbtide.report.records.curve import Curve
 from ebbtide.report.records.page import page_of
 from ebbtide.report.records.points import Measured
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.schedule import Boundary, Compute, Free, Schedule

@@ -15,10 +15,10 @@ from plans import hybrid, recomputed
 from test_page import ODD
 from torch.cuda import _memory_viz  # the readers that the web page's Python side has
 
+from ebbtide.report.plan import Plan
 from ebbtide.report.records.course import planned_course
 from ebbtide.report.traces.chrome import write_trace
 from ebbtide.report.traces.snapshot import snapshot_of, write_snapshot
-from ebbtide.step.plan import Plan
 
 PLANS: dict[str, Callable[[], Plan]] = {
     "recomputed": lambda: recomputed(9),

@@ -20,7 +20,7 @@ from ebbtide.planners import Interrupt, Progress
 from ebbtide.planners.base import finds_smallest
 from ebbtide.planning.alternatives import Alternative, Costed
 from ebbtide.planning.pipeline import PlanningOptions
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Schedule
 from ebbtide.units import Budget

@@ -16,8 +16,8 @@ from ebbtide.planners import Interrupt, Progress, planner_named
 from ebbtide.planners.base import DEFAULT_EFFORT
 from ebbtide.planners.narration import aloud, interruption_noted, narrated
 from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.planning.rewriting import rewritings
 from ebbtide.report.records.diagnosis import Findings, find
-from ebbtide.report.records.rewriting import rewritings
 from ebbtide.step.machine import Machine
 from ebbtide.units import Budget
 

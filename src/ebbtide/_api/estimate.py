@@ -45,10 +45,11 @@ from ebbtide.planners import Interrupt, Progress, planner_named
 from ebbtide.planners.base import DEFAULT_EFFORT
 from ebbtide.planners.narration import aloud, interruption_noted, narrated
 from ebbtide.planning.alternatives import Alternative
-from ebbtide.planning.frontier import Frontier, Refusal, frontier
+from ebbtide.planning.frontier import frontier
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
-from ebbtide.planning.resident_in_words import OPTIMIZER_STATE
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
+from ebbtide.report.frontier import Frontier
+from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import (
     Finish,
     alternatives_elsewhere,
@@ -58,9 +59,10 @@ from ebbtide.rewrites.choices import (
     measure_ahead,
 )
 from ebbtide.step.machine import Machine, is_elsewhere
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import IN_THE_STEP, Costs, LossPlace, Provenance
+from ebbtide.step.refusal import Refusal
+from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.step.schedule import Schedule
 from ebbtide.tiers import parse_tiers
 from ebbtide.transfers.links import machine_with_tiers

@@ -43,8 +43,8 @@ from ebbtide.planners.narration import aloud
 from ebbtide.planning.cache import PlanCache
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.planning.shape_plans import Buckets
+from ebbtide.report.plan import Plan
 from ebbtide.step.machine import Machine
-from ebbtide.step.plan import Plan
 from ebbtide.tiers import parse_tiers
 from ebbtide.torch_seams.optimizers import gradient_of
 from ebbtide.transfers.links import this_machine

@@ -32,11 +32,11 @@ from ebbtide.planners.base import DEFAULT_EFFORT, silent
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import aloud, interruption_noted, narrated
 from ebbtide.planning.pipeline import PlanningOptions
-from ebbtide.planning.resident_in_words import parts_of
+from ebbtide.report.plan import Plan
 from ebbtide.signals import raised_by_a_handler
 from ebbtide.step.machine import Machine, is_elsewhere
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
+from ebbtide.step.resident_in_words import parts_of
 from ebbtide.units import Budget, format_allowed, format_percent
 
 if TYPE_CHECKING:

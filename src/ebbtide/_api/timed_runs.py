@@ -15,8 +15,8 @@ from ebbtide.errors import UsageError
 from ebbtide.measurement.optimizer_state import future_state_bytes
 from ebbtide.measurement.peak import measure
 from ebbtide.options import Options
+from ebbtide.report.plan import Plan
 from ebbtide.report.records.curve import Curve, Marks, curve_of
-from ebbtide.step.plan import Plan
 from ebbtide.torch_seams import trees as pytree
 
 __all__ = ["Trial", "try_plans"]

@@ -26,10 +26,10 @@ from ebbtide.measurement.peak import measure
 from ebbtide.measurement.resident import device_of
 from ebbtide.names import with_known_keywords
 from ebbtide.options import Options, require_gradients
+from ebbtide.report.plan import Plan
 from ebbtide.report.records.curve import Curve, Marks, curve_of
 from ebbtide.report.records.points import Measured
 from ebbtide.rewrites.choices import apply_proven, choice_of
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_schedule
 from ebbtide.tiers import parse_tiers

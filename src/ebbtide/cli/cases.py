@@ -139,7 +139,7 @@ def _line_of(error: Exception, path: Path) -> str | None:
 
 def _graph(path: Path) -> Program:
     """The program of a published graph file."""
-    from ebbtide.step.program import Program
+    from ebbtide.step.graph_file import program_from_graph
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -150,7 +150,7 @@ def _graph(path: Path) -> Program:
     if isinstance(data, dict) and str(data.get("schema", "")).startswith("ebbtide-plan"):
         raise UsageError(f"{path} is a plan already; read it with ebbtide.Plan.load, or name a graph file")
     name = data.get("graph", {}).get("name") if isinstance(data, dict) and isinstance(data.get("graph"), dict) else None
-    return Program.from_graph(data, name=str(name or path.stem))
+    return program_from_graph(data, name=str(name or path.stem))
 
 
 def _function(path: Path, name: str) -> Callable[..., object]:

@@ -14,8 +14,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-import ebbtide
-from ebbtide.cli import interruptible
 from ebbtide.cli.calibrate import calibrate
 from ebbtide.cli.compare import compare
 from ebbtide.cli.demo import demo
@@ -25,9 +23,11 @@ from ebbtide.cli.plan import plan
 from ebbtide.cli.refusals import told
 from ebbtide.cli.report import report
 from ebbtide.cli.show import show
+from ebbtide.cli.start import interruptible
 from ebbtide.errors import BudgetExceeded, EbbtideError, InternalError, VerificationError
 from ebbtide.faults import RAISED_IN_CAPTURE
 from ebbtide.planners.narration import INTERRUPTED
+from ebbtide.version import __version__
 
 __all__ = ["app"]
 
@@ -98,7 +98,7 @@ app.command(short_help="Measure this machine and its disks, for later plans.")(c
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"ebbtide {ebbtide.__version__}")
+        print(f"ebbtide {__version__}")
         raise typer.Exit
 
 

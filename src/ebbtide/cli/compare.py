@@ -53,11 +53,11 @@ from ebbtide.units import Budget
 if TYPE_CHECKING:
     from ebbtide._api.estimate import AheadStep
     from ebbtide.case import Case
-    from ebbtide.planning.frontier import Refusal
+    from ebbtide.report.plan import Plan
     from ebbtide.report.records.points import Measured
     from ebbtide.report.text.compare import Row
     from ebbtide.report.text.progress import ProgressDisplay
-    from ebbtide.step.plan import Plan
+    from ebbtide.step.refusal import Refusal
 
 __all__ = ["compare"]
 
@@ -126,10 +126,10 @@ def compare(
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
-    from ebbtide.planning.frontier import Refusal
     from ebbtide.report.text.compare import row_of, write_rows
     from ebbtide.report.text.plan import starting_of
     from ebbtide.report.text.progress import ProgressDisplay
+    from ebbtide.step.refusal import Refusal
 
     names = _names(planners, moving=bool(asked.tiers))
     with ProgressDisplay(sys.stderr) as display:
@@ -217,8 +217,8 @@ def _tried(
 ) -> tuple[list[Row], list[tuple[Plan, Measured]]]:
     """The rows with what running their plans gave, and that; once Ctrl-C has come, the rest without."""
     from ebbtide._api.timed_runs import try_plans
+    from ebbtide.report.plan import Plan
     from ebbtide.report.records.points import Measured
-    from ebbtide.step.plan import Plan
 
     plans = [outcome for outcome in outcomes if isinstance(outcome, Plan)]
     trials = try_plans(case, plans)
@@ -240,8 +240,8 @@ def _save_reports(
     outcomes: list[Plan | Refusal], runs: list[tuple[Plan, Measured]], report: Path | None, plot: Path | None
 ) -> None:
     """The page of all plans, in detail of that within the smallest budget, of ``auto`` if it has one there; a plot."""
+    from ebbtide.report.plan import Plan
     from ebbtide.report.records.page import page_of
-    from ebbtide.step.plan import Plan
 
     plans = [each for each in outcomes if isinstance(each, Plan)]
     if not plans or (report is None and plot is None):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from ebbtide.errors import UsageError
 
 if TYPE_CHECKING:
+    from ebbtide.report.plan import Plan
     from ebbtide.report.records.page import Page
     from ebbtide.report.records.points import Measured
-    from ebbtide.step.plan import Plan
 
 __all__ = [
     "PICTURES",

@@ -9,7 +9,7 @@ from ebbtide.cli.imports import import_large
 from ebbtide.errors import UsageError
 
 if TYPE_CHECKING:
-    from ebbtide.step.plan import Plan
+    from ebbtide.report.plan import Plan
 
 __all__ = ["read_plan"]
 
@@ -29,6 +29,6 @@ def read_plan(path: Path) -> Plan:
         raise UsageError(f"{what}; {_MAKE}", argument="plan", value=str(path))
 
     import_large("numpy")
-    from ebbtide.step.plan import Plan
+    from ebbtide.report.plan import Plan
 
     return Plan.load(path)

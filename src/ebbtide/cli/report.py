@@ -18,7 +18,7 @@ from ebbtide.cli.plan_files import read_plan
 from ebbtide.errors import UsageError
 
 if TYPE_CHECKING:
-    from ebbtide.step.plan import Plan
+    from ebbtide.report.plan import Plan
 
 __all__ = ["report"]
 

@@ -22,9 +22,9 @@ from ebbtide.demo.text import batches
 from ebbtide.errors import UsageError
 from ebbtide.measurement.peak import measure
 from ebbtide.measurement.resident import resident_parts, tensors_in
+from ebbtide.report.plan import Plan
 from ebbtide.report.records.curve import Curve, Marks, curve_of
 from ebbtide.report.text.demo import DemoRecord
-from ebbtide.step.plan import Plan
 from ebbtide.zoo import GPTConfig, gpt
 
 __all__ = ["DemoConfig", "run_demo"]

@@ -17,7 +17,7 @@ from ebbtide.engine.executable import SCALARS_BYTES
 from ebbtide.engine.key import Slot
 from ebbtide.faults import users_level
 from ebbtide.planning.step_end import StepEnd, end_bytes
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.units import format_bytes
 
 __all__ = ["AfterBackward", "hooks_end"]

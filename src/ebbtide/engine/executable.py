@@ -44,9 +44,9 @@ from ebbtide.lower.lowering import Lowered, lower
 from ebbtide.lower.proof import prove
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.reserved import Reserved
+from ebbtide.report.plan import Plan
 from ebbtide.rewrites.heads.kernels import SETTLES
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Free
 from ebbtide.step.simulate import simulate

@@ -9,12 +9,12 @@ from dataclasses import replace
 from ebbtide.capture.joint import Captured
 from ebbtide.cost.attach import is_measured_form
 from ebbtide.errors import BudgetError, PlanMismatch
-from ebbtide.planning.resident_in_words import parts_of, resident_sentence
+from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import Finish, choice_of, itself
 from ebbtide.step.legality import check
 from ebbtide.step.machine import is_elsewhere
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
+from ebbtide.step.resident_in_words import parts_of, resident_sentence
 from ebbtide.step.schedule import Schedule
 from ebbtide.units import format_count
 

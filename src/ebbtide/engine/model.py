@@ -47,7 +47,7 @@ from ebbtide.measurement.resident import held_by, optimizers_in, resident_bytes,
 from ebbtide.measurement.together import class_of
 from ebbtide.planners import Progress
 from ebbtide.planning.pipeline import PlanningOptions
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbtide.torch_seams.data_parallel import bucket_bytes
 from ebbtide.torch_seams.eager_answers import Answers

@@ -45,8 +45,8 @@ from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planning.alternatives import Alternative
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.step_end import StepEnd, most_of
+from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import alternatives_here, itself
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import IN_THE_STEP, LossPlace
 from ebbtide.step.schedule import Schedule

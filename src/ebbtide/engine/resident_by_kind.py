@@ -11,7 +11,7 @@ from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.flights import kept_bytes
 from ebbtide.engine.step import Step
 from ebbtide.measurement.resident import resident_parts, tensors_in
-from ebbtide.planning.resident_in_words import OPTIMIZER_STATE
+from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.torch_seams.data_parallel import bucket_bytes
 
 __all__ = ["GRADIENTS_TO_COME", "STATE", "resident_by_kind", "without_flights"]

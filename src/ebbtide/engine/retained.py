@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ebbtide.errors import BudgetError
+from ebbtide.report.plan import Plan
 from ebbtide.rewrites.heads.kernels import OVERWRITES
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Free, Schedule
 from ebbtide.step.simulate import Timeline

@@ -47,9 +47,9 @@ from ebbtide.measurement.resident import tensors_in
 from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
+from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import may_be_rewritten
 from ebbtide.signals import signals_wait
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.autograd import release_failed_backward

@@ -23,8 +23,8 @@ from ebbtide.engine.executable import Executable, Phase
 from ebbtide.engine.inside import Inside
 from ebbtide.measurement.reserved import Reserved
 from ebbtide.measurement.resident import hidden_in, storages_in
+from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import apply_proven
-from ebbtide.step.plan import Plan
 from ebbtide.transfers.traffic import Traffic
 from ebbtide.transfers.ways import Way
 from ebbtide.units import format_allowed, format_bytes, format_count

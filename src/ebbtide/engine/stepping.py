@@ -22,10 +22,10 @@ from ebbtide.engine.executable import SCALARS_BYTES
 from ebbtide.inside.costs import settings_of
 from ebbtide.measurement.optimizer_state import future_state_bytes
 from ebbtide.measurement.resident import kept_by, optimizers_in, storages_in
-from ebbtide.planning.resident_in_words import OPTIMIZER_STATE
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import NOT_KNOWN
+from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.units import format_bytes
 
 __all__ = ["AtTheStep", "StepOfOptimizer", "end_of", "taken_of"]

@@ -25,7 +25,7 @@ from ebbtide.engine.fitted_class import FITTED
 from ebbtide.errors import UsageError
 from ebbtide.integrations.fused_head import opaque_head
 from ebbtide.integrations.options import check
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.torch_seams.patches import Patch
 from ebbtide.units import Budget
 

@@ -20,7 +20,7 @@ from ebbtide._api.max_batch import BatchPlan
 from ebbtide.engine.calls import Calls
 from ebbtide.engine.fitted_class import FITTED
 from ebbtide.integrations.options import check
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.units import Budget
 
 try:

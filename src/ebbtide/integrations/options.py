@@ -9,7 +9,7 @@ from typing import Any
 from ebbtide._api.fit import fit
 from ebbtide.errors import UnknownArgument, UsageError
 from ebbtide.names import did_you_mean
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.units import Budget
 
 __all__ = ["check"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from ebbtide.measurement.leftovers import left_bytes
-from ebbtide.planning.resident_in_words import OPTIMIZER_STATE, WEIGHTS
+from ebbtide.step.resident_in_words import OPTIMIZER_STATE, WEIGHTS
 from ebbtide.torch_seams.away import is_away
 from ebbtide.torch_seams.optimizers import gradient_of
 from ebbtide.torch_seams.storages import (

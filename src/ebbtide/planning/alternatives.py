@@ -27,8 +27,8 @@ from ebbtide.planners.base import Problem, planner_named
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.floor import floor_with_tiers
 from ebbtide.planners.search.smallest import note_alike
+from ebbtide.report.plan import Plan
 from ebbtide.step.machine import Link
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.simulate import simulate

@@ -2,82 +2,28 @@
 
 from __future__ import annotations
 
-import io
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ebbtide.errors import BudgetError
-from ebbtide.planners import Interrupt, Progress, Status
+from ebbtide.planners import Interrupt, Progress
 from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.planning.pipeline import PlanningOptions, make_plan, smallest_told
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
-from ebbtide.step.plan import Plan
+from ebbtide.report.plan import Plan
 from ebbtide.step.program import Program
+from ebbtide.step.refusal import Refusal
 from ebbtide.step.schedule import Schedule
-from ebbtide.units import Budget, format_allowed, format_bytes
+from ebbtide.units import Budget, format_allowed
 
-__all__ = ["Frontier", "Refusal", "frontier"]
+__all__ = ["frontier"]
 
 
 def _told_as(what: str, progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
     """``progress``, told which of many plans it is about."""
     return lambda each: progress(replace(each, stage=f"{what}: {each.stage}"))
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A planner that has no plan within a budget.
-
-    Attributes:
-        planner: its name.
-        budget_bytes: of the peak, resident part included.
-        error: what it would have raised, with the smallest workable budget.
-        plan_seconds: what that took.
-        status: ``INFEASIBLE``; for a planner other than ``auto`` this means that it found none.
-    """
-
-    planner: str
-    budget_bytes: int
-    error: BudgetError
-    plan_seconds: float
-    status: Status = Status.INFEASIBLE
-
-
-class Frontier(list[Plan]):
-    """Plans over budgets, ascending, and what has none; printed, it is a table of both.
-
-    Attributes:
-        refusals: budgets and planners without a plan, each with the reason and the least budget for which there is one.
-    """
-
-    def __init__(self, outcomes: Iterable[Plan | Refusal] = ()) -> None:
-        made = list(outcomes)
-        super().__init__(each for each in made if isinstance(each, Plan))
-        self.refusals = tuple(each for each in made if isinstance(each, Refusal))
-
-    def __str__(self) -> str:
-        """The table."""
-        from ebbtide.report.text.compare import row_of, write_rows
-
-        stream = io.StringIO()
-        name = next((each.case for each in self), "")
-        write_rows([row_of(name, each) for each in (*self, *self.refusals)], stream)
-        return stream.getvalue()
-
-    def left_out(self) -> str:
-        """What has no plan and why, in a sentence; empty if all have one."""
-        budgets: dict[int, list[Refusal]] = {}
-        for each in self.refusals:
-            budgets.setdefault(each.budget_bytes, []).append(each)
-        parts: list[str] = []
-        for budget, refused in sorted(budgets.items()):
-            least = min(each.error.smallest_bytes for each in refused)
-            what = f"{', '.join(each.planner for each in refused)} within {format_allowed(budget)} ({budget} bytes)"
-            too_small = f"the smallest for which a plan was found is {format_bytes(least)} ({least} bytes)"
-            parts.append(f"{what}: {too_small if budget < least else 'another planner has one'}")
-        return "; ".join(parts)
 
 
 def frontier(

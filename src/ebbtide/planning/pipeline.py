@@ -16,14 +16,14 @@ from ebbtide.planners.narration import interruption_noted
 from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.planning.alternatives import Alternative, Hints, best_of
 from ebbtide.planning.cache import CachedAnswer, PlanCache
-from ebbtide.planning.resident_in_words import OPTIMIZER_STATE, WEIGHTS, parts_of, resident_sentence
 from ebbtide.planning.shape_plans import Buckets
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
+from ebbtide.report.plan import Plan
 from ebbtide.step.legality import check
 from ebbtide.step.machine import Link, Machine, catalogue
-from ebbtide.step.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import Planned, Provenance
+from ebbtide.step.resident_in_words import OPTIMIZER_STATE, WEIGHTS, parts_of, resident_sentence
 from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import overhead_of, simulate

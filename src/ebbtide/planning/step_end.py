@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ebbtide.errors import BudgetError
-from ebbtide.planning.resident_in_words import parts_of, resident_sentence
 from ebbtide.step.program import Program, analysis
+from ebbtide.step.resident_in_words import parts_of, resident_sentence
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from ebbtide.units import Budget, format_allowed, format_bytes, format_share

@@ -1,4 +1,6 @@
-"""A plan: a schedule with its timeline, its status, its bound and where it comes from. Immutable; a JSON file.
+"""The record of a plan: a schedule with its status, its bound and where it comes from. Immutable; a JSON file.
+
+What users hold is :class:`ebbtide.Plan` (``report/plan.py``): this record, and what can be written and drawn of it.
 
 A plan file holds the program as well, so that it can be read, judged and explained without the model. Reading
 one executes nothing: the schedule is checked for legality and simulated anew, and the recorded peak must agree.
@@ -10,16 +12,14 @@ import hashlib
 import json
 import lzma
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
-from ebbtide import __version__
 from ebbtide.errors import PlanFileError, PlanMismatch, UsageError
-from ebbtide.files import write_bytes, write_json, write_text
+from ebbtide.files import write_json
 from ebbtide.step.legality import check
 from ebbtide.step.machine import Machine
 from ebbtide.step.program import Program
@@ -29,21 +29,16 @@ from ebbtide.step.schedule import Boundary, Offload, Schedule
 from ebbtide.step.simulate import Timeline, simulate
 from ebbtide.step.status import Status
 from ebbtide.step.unplanned import unplanned_schedule
+from ebbtide.version import __version__
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from ebbtide.report.records.points import Measured
-
-__all__ = ["SCHEMA", "Plan", "Status"]
+__all__ = ["SCHEMA", "PlanRecord", "path_of"]
 
 SCHEMA = "ebbtide-plan/1"
 _LARGEST_FILE_BYTES = 2**30  # a 50,000-op plan takes about 30 MiB; anything near this is no plan of ours
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class PlanRecord:
     """What to run, what it will take, and how good it is.
 
     Attributes:
@@ -155,105 +150,6 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
-    # -- text: the renderers' (report/), which stand above this record ----------------------------------------
-
-    def __repr__(self) -> str:
-        from ebbtide.report.text.plan import line_of
-
-        return line_of(self)
-
-    def __str__(self) -> str:
-        """The plan in a stable text form."""
-        from ebbtide.report.text.plan import text_of
-
-        return text_of(self)
-
-    def _repr_html_(self) -> str:
-        """The plan as a table, for notebooks."""
-        from ebbtide.report.html.plan import html_of
-
-        return html_of(self)
-
-    def report(self) -> str:
-        """The plan as text, with the buffers that are recomputed most and the op at the peak."""
-        from ebbtide.report.text.plan import report_of
-
-        return report_of(self)
-
-    def explain(self, tensor: str) -> str:
-        """What happens to one buffer: its size, where it is from, when it is made, dropped and made again, and why.
-
-        Args:
-            tensor: the name of a buffer or of its op, its op's module path or source line, or part of one of them.
-
-        Raises:
-            UsageError: if no buffer matches, with what comes close.
-        """
-        from ebbtide.report.text.explain import explain
-
-        rewrites = () if self.rewritten is None else tuple(map(str, self.rewritten.rewrites))
-        return explain(self.program, self.schedule, self.timeline, tensor, rewrites)
-
-    def save_html(self, path: str | Path, others: Sequence[Plan] = (), measured: Sequence[Measured] = ()) -> Path:
-        """Write a report of the plan to ``path``: one HTML page that needs no network and no other file.
-
-        Args:
-            path: of the file.
-            others: plans of the same step, such as those of :func:`ebbtide.sweep`, for the frontier on the page.
-            measured: of runs of the step: ``verify(...).measured``.
-
-        Raises:
-            UsageError: for what is not a path, and for plans of another step.
-            OSError: if the file cannot be written.
-        """
-        from ebbtide.report.html.page import save_page
-        from ebbtide.report.records.page import page_of
-
-        path = _path(path, "Plan.save_html")
-        save_page(page_of(self, others, measured=measured), path)
-        return path
-
-    def save_trace(self, path: str | Path) -> Path:
-        """Write the predicted timeline to ``path`` as a Chrome trace (JSON), which Perfetto opens.
-
-        Raises:
-            UsageError: for what is not a path.
-            OSError: if the file cannot be written.
-        """
-        from ebbtide.report.traces.chrome import write_trace
-
-        path, stream = _path(path, "Plan.save_trace"), StringIO()
-        write_trace(self, stream)
-        write_text(path, stream.getvalue())
-        return path
-
-    def save_snapshot(self, path: str | Path) -> Path:
-        """Write the predicted timeline to ``path`` as a PyTorch memory snapshot, which ``memory_viz`` opens.
-
-        Raises:
-            UsageError: for what is not a path.
-            OSError: if the file cannot be written.
-        """
-        from ebbtide.report.traces.snapshot import write_snapshot
-
-        path, stream = _path(path, "Plan.save_snapshot"), BytesIO()
-        write_snapshot(self, stream)
-        write_bytes(path, stream.getvalue())
-        return path
-
-    def plot(self, ax: Axes | None = None) -> Figure:
-        """Draw memory over the step by category, with the unplanned step as a line. Needs the extra ``plot``.
-
-        Args:
-            ax: matplotlib axes to draw into; ``None`` is a new figure.
-
-        Raises:
-            UsageError: if matplotlib is not installed, with what to install.
-        """
-        from ebbtide.report.plots.plan import plot_plan
-
-        return plot_plan(self, ax)
-
     # -- files ----------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
@@ -302,12 +198,12 @@ class Plan:
             UsageError: for what is not a path.
             OSError: if the file cannot be written.
         """
-        path = _path(path, "Plan.save")
+        path = path_of(path, "Plan.save")
         write_json(path, self.to_json())
         return path
 
-    @staticmethod
-    def load(path: str | Path) -> Plan:
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
         """The plan that :meth:`save` wrote; the file may be compressed by ``xz``.
 
         Raises:
@@ -315,7 +211,7 @@ class Plan:
             PlanFileError: if the file is missing, truncated, damaged, or holds an illegal schedule.
             PlanMismatch: if it has another schema.
         """
-        path = _path(path, "Plan.load")
+        path = path_of(path, "Plan.load")
         try:
             if path.stat().st_size > _LARGEST_FILE_BYTES:
                 raise PlanFileError(f"{path} is larger than any plan; nothing was read", path=path)
@@ -341,7 +237,45 @@ class Plan:
                 f"{_MAKE_ANEW}",
                 differences=[f"schema: plan {data['schema']!r}, here {SCHEMA!r}"],
             )
-        return _from_json(data, str(path))
+        return cls._from_json(data, str(path))
+
+    @classmethod
+    def _from_json(cls, data: dict[str, Any], path: str) -> Self:
+        try:
+            plan = cls(
+                program=Program.from_json(data["program"]),
+                schedule=Schedule.from_json(data["schedule"]),
+                status=Status[data["status"]],
+                case=str(data["case"]),
+                planner=str(data["planner"]),
+                budget_bytes=int(data["budget_bytes"]),
+                resident_bytes=int(data["resident_bytes"]),
+                reserve_bytes=int(data["reserve_bytes"]),
+                floor_bytes=int(data["floor_bytes"]),
+                floor_op=int(data["floor_op"]),
+                smallest_bytes=int(data["smallest_bytes"]),
+                bound=None if data["bound"] is None else float(data["bound"]),
+                bound_class=str(data["bound_class"]),
+                plan_seconds=float(data["plan_seconds"]),
+                provenance=Provenance.from_dict(data["provenance"]),
+                machine=None if data["machine"] is None else Machine.from_json(data["machine"]),
+                tiers=tuple(map(str, data["tiers"])),
+                rewritten=None if data.get("rewritten") is None else Rewritten.from_json(data["rewritten"]),
+                resident_parts={str(kind): int(size) for kind, size in data.get("resident_parts", {}).items()},
+            )
+            violations = check(plan.program, plan.schedule, links=None if plan.machine is None else plan.machine.links)
+            recorded = int(data["predicted_peak_bytes"])
+            predicted = recorded if violations else plan.predicted_peak_bytes
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise PlanFileError(f"{path} is damaged ({what}); {_MAKE_ANEW}", path=path) from error
+        if violations:
+            raise PlanFileError(f"{path} holds an illegal schedule ({violations[0]}); {_MAKE_ANEW}", path=path)
+        if recorded != predicted:
+            raise PlanFileError(
+                f"{path} says a peak of {recorded} bytes, its schedule takes {predicted}; {_MAKE_ANEW}", path=path
+            )
+        return plan
 
 
 _XZ = b"\xfd7zXZ\x00"
@@ -359,7 +293,12 @@ def _text_of(path: Path) -> str:
     return content.decode("utf-8")
 
 
-def _path(value: object, caller: str) -> Path:
+def path_of(value: object, caller: str) -> Path:
+    """``value`` as the path of a file.
+
+    Raises:
+        UsageError: naming ``caller``, for what is not a path.
+    """
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"{caller} takes the path of a file, not {type(value).__name__}", argument="path", value=value)
     return Path(value)  # pyright: ignore[reportUnknownArgumentType]
@@ -367,41 +306,3 @@ def _path(value: object, caller: str) -> Path:
 
 def _is_object(data: object) -> TypeGuard[dict[str, Any]]:
     return isinstance(data, dict)
-
-
-def _from_json(data: dict[str, Any], path: str) -> Plan:
-    try:
-        plan = Plan(
-            program=Program.from_json(data["program"]),
-            schedule=Schedule.from_json(data["schedule"]),
-            status=Status[data["status"]],
-            case=str(data["case"]),
-            planner=str(data["planner"]),
-            budget_bytes=int(data["budget_bytes"]),
-            resident_bytes=int(data["resident_bytes"]),
-            reserve_bytes=int(data["reserve_bytes"]),
-            floor_bytes=int(data["floor_bytes"]),
-            floor_op=int(data["floor_op"]),
-            smallest_bytes=int(data["smallest_bytes"]),
-            bound=None if data["bound"] is None else float(data["bound"]),
-            bound_class=str(data["bound_class"]),
-            plan_seconds=float(data["plan_seconds"]),
-            provenance=Provenance.from_dict(data["provenance"]),
-            machine=None if data["machine"] is None else Machine.from_json(data["machine"]),
-            tiers=tuple(map(str, data["tiers"])),
-            rewritten=None if data.get("rewritten") is None else Rewritten.from_json(data["rewritten"]),
-            resident_parts={str(kind): int(size) for kind, size in data.get("resident_parts", {}).items()},
-        )
-        violations = check(plan.program, plan.schedule, links=None if plan.machine is None else plan.machine.links)
-        recorded = int(data["predicted_peak_bytes"])
-        predicted = recorded if violations else plan.predicted_peak_bytes
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        raise PlanFileError(f"{path} is damaged ({what}); {_MAKE_ANEW}", path=path) from error
-    if violations:
-        raise PlanFileError(f"{path} holds an illegal schedule ({violations[0]}); {_MAKE_ANEW}", path=path)
-    if recorded != predicted:
-        raise PlanFileError(
-            f"{path} says a peak of {recorded} bytes, its schedule takes {predicted}; {_MAKE_ANEW}", path=path
-        )
-    return plan

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
@@ -344,13 +344,6 @@ class Program:
             resident_bytes=int(data["resident_bytes"]),
             context={str(k): str(v) for k, v in data["context"].items()},
         )
-
-    @staticmethod
-    def from_graph(data: Mapping[str, Any], *, name: str | None = None) -> Program:
-        """The program of a published graph in networkx node-link JSON (``program_graph``)."""
-        from ebbtide.step.graph_file import program_from_graph
-
-        return program_from_graph(data, name=name)
 
     def __str__(self) -> str:
         size = f"{format_count(len(self.ops), 'op')}, {format_count(len(self.buffers), 'buffer')}"

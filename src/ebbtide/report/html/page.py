@@ -15,12 +15,12 @@ from io import StringIO
 from pathlib import Path
 from typing import TextIO
 
-import ebbtide
 from ebbtide.files import write_text
 from ebbtide.report.records.page import Page
 from ebbtide.report.text.plan import facts_of, origins_of
 from ebbtide.step.provenance import Provenance
 from ebbtide.units import format_allowed
+from ebbtide.version import __version__
 
 __all__ = ["save_page", "write_page"]
 
@@ -42,7 +42,7 @@ def write_page(page: Page, stream: TextIO) -> None:
         "DATA": _embedded(page.to_json()),
         "FACTS": _definitions(facts_of(plan)),
         "ORIGINS": _definitions(_origins(plan.provenance)),
-        "FOOTER": escape(f"Written by Ebbtide {ebbtide.__version__}. This file is the whole report; it loads nothing."),
+        "FOOTER": escape(f"Written by Ebbtide {__version__}. This file is the whole report; it loads nothing."),
     }
     stream.write(_PLACE.sub(lambda found: parts[found[1]], _asset("page.html")))
 

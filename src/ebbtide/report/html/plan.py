@@ -6,7 +6,7 @@ from html import escape
 
 from ebbtide.report.records.course import Course, planned_course, unplanned_course
 from ebbtide.report.text.plan import facts_of
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 from ebbtide.units import format_allowed, format_bytes
 
 __all__ = ["html_of"]
@@ -15,7 +15,7 @@ _WIDTH, _HEIGHT = 520, 120
 _COLUMNS = 260  # of the picture: each shows its highest moment
 
 
-def html_of(plan: Plan) -> str:
+def html_of(plan: PlanRecord) -> str:
     """Memory over the step, and the plan's numbers; what comes from the model is escaped."""
     title = escape(f"{plan.case} by {plan.planner}: {plan.status.name}")
     rows = "".join(
@@ -26,7 +26,7 @@ def html_of(plan: Plan) -> str:
     return f"<div>{_picture(plan)}{table}</div>"
 
 
-def _picture(plan: Plan) -> str:
+def _picture(plan: PlanRecord) -> str:
     planned, unplanned = planned_course(plan), unplanned_course(plan)
     span = max(plan.step_seconds, unplanned.moments[-1].end_seconds if unplanned.moments else 0.0)
     most = max(plan.predicted_peak_bytes, plan.resident_bytes + plan.baseline.above_bytes, 1)

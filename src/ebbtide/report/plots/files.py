@@ -10,12 +10,12 @@ from ebbtide.report.plots.axes import require_matplotlib
 from ebbtide.report.plots.frontier import plot_frontier
 from ebbtide.report.plots.plan import plot_plan
 from ebbtide.report.records.points import Measured
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 
 __all__ = ["save_picture"]
 
 
-def save_picture(plans: Sequence[Plan], path: Path, *, runs: Sequence[tuple[Plan, Measured]] = ()) -> None:
+def save_picture(plans: Sequence[PlanRecord], path: Path, *, runs: Sequence[tuple[PlanRecord, Measured]] = ()) -> None:
     """Draw one plan's memory over the step, or the frontier of several or of runs, to a file.
 
     Raises:

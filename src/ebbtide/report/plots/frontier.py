@@ -9,7 +9,7 @@ from ebbtide.errors import UsageError
 from ebbtide.names import with_known_keywords
 from ebbtide.report.plots.axes import axes_or_new, bytes_axis
 from ebbtide.report.records.points import Measured, Point, points_of
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ __all__ = ["plot_frontier"]
 
 @with_known_keywords
 def plot_frontier(
-    plans: Sequence[Plan], ax: Axes | None = None, *, runs: Sequence[tuple[Plan, Measured]] = ()
+    plans: Sequence[PlanRecord], ax: Axes | None = None, *, runs: Sequence[tuple[PlanRecord, Measured]] = ()
 ) -> Figure:
     """The frontier of a step: the peak and the added time of each of its plans, a line per planner.
 
@@ -34,7 +34,7 @@ def plot_frontier(
     """
     found = list(plans)
     for each in found:
-        if not isinstance(each, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(each, PlanRecord):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"a frontier is of plans, not of {type(each).__name__}", argument="plans", value=each)
     if not found:
         raise UsageError("a frontier needs one plan or more, such as those of ebbtide.sweep", argument="plans")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ebbtide.step.plan import Plan
+    from ebbtide.step.plan import PlanRecord
 
 __all__ = ["plot_plan"]
 
@@ -33,7 +33,7 @@ COLOURS = {
 """Those of the HTML page (``report/html/page/page.css``)."""
 
 
-def plot_plan(plan: Plan, ax: Axes | None = None) -> Figure:
+def plot_plan(plan: PlanRecord, ax: Axes | None = None) -> Figure:
     """Draw ``plan`` into ``ax``, or into a new figure.
 
     Raises:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ebbtide.report.records.copies import copies_of
 from ebbtide.step.arrays import Ints
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule, kept_outputs
 from ebbtide.step.simulate import Timeline
@@ -93,12 +93,12 @@ class Course:
         return max(range(len(self.moments)), key=lambda i: (self.moments[i].bytes, -i), default=0)
 
 
-def planned_course(plan: Plan) -> Course:
+def planned_course(plan: PlanRecord) -> Course:
     """The step as ``plan`` runs it."""
     return course_of(plan.program, plan.schedule, plan.timeline)
 
 
-def unplanned_course(plan: Plan) -> Course:
+def unplanned_course(plan: PlanRecord) -> Course:
     """The program of ``plan`` in captured order, every buffer freed at its last use."""
     return course_of(plan.program, unplanned_schedule(plan.program), plan.baseline)
 

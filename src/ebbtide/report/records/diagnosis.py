@@ -21,14 +21,14 @@ from typing import Any
 
 from ebbtide.errors import CaptureError
 from ebbtide.planners.bounds.floor_parts import floor_parts
-from ebbtide.planning.resident_in_words import parts_of
 from ebbtide.report.records.advice import SCALAR_BYTES, Advice, advise
 from ebbtide.report.records.profile import Kind, LayerType, kinds_at, layer_types_at
 from ebbtide.report.records.rewriting import Rewriting
 from ebbtide.step.occupancy import Moment, moment_at
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 from ebbtide.step.program import COPY_BACK, Op, Program
 from ebbtide.step.provenance import LossPlace, Provenance
+from ebbtide.step.resident_in_words import parts_of
 from ebbtide.step.unplanned import unplanned_schedule
 
 __all__ = ["Break", "BufferGroup", "Findings", "FloorPin", "OpGroup", "Peak", "Place", "break_of", "find", "place_of"]
@@ -243,7 +243,7 @@ class Findings:
 
 
 def find(
-    plan: Plan,
+    plan: PlanRecord,
     top: int = 10,
     *,
     resident: Mapping[str, int] | None = None,

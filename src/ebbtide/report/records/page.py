@@ -11,16 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ebbtide
 from ebbtide.planners.bounds.floor_parts import floor_parts
 from ebbtide.report.records.copies import copies_of
 from ebbtide.report.records.course import Course, planned_course, unplanned_course
 from ebbtide.report.records.decisions import Decision, Why, decisions_of, why_of
 from ebbtide.report.records.points import Measured, Point, points_of
 from ebbtide.report.records.resident import resident_of
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Offload, Reload
+from ebbtide.version import __version__
 
 __all__ = ["Page", "page_of"]
 
@@ -39,7 +39,7 @@ class Page:
         measured: of runs; empty where there are none.
     """
 
-    plan: Plan
+    plan: PlanRecord
     points: tuple[Point, ...]
     measured: tuple[Measured, ...] = ()
 
@@ -51,7 +51,7 @@ class Page:
         planned = planned_course(plan)
         return {
             "schema": SCHEMA,
-            "version": ebbtide.__version__,
+            "version": __version__,
             "case": plan.case,
             "planner": plan.planner,
             "status": plan.status.name,
@@ -79,11 +79,11 @@ class Page:
 
 
 def page_of(
-    plan: Plan,
-    others: Sequence[Plan] = (),
+    plan: PlanRecord,
+    others: Sequence[PlanRecord] = (),
     *,
     measured: Sequence[Measured] = (),
-    runs: Sequence[tuple[Plan, Measured]] = (),
+    runs: Sequence[tuple[PlanRecord, Measured]] = (),
 ) -> Page:
     """The page of ``plan``.
 
@@ -115,7 +115,7 @@ def _short(seconds: float) -> float:
     return float(f"{seconds:.7g}")
 
 
-def _sizes(plan: Plan) -> dict[str, int]:
+def _sizes(plan: PlanRecord) -> dict[str, int]:
     return {
         "budget": plan.budget_bytes,
         "resident": plan.resident_bytes,
@@ -141,7 +141,7 @@ def _ops(program: Program, texts: _Texts) -> dict[str, list[Any]]:
     }
 
 
-def _buffers(plan: Plan, texts: _Texts) -> dict[str, list[Any]]:
+def _buffers(plan: PlanRecord, texts: _Texts) -> dict[str, list[Any]]:
     program = plan.program
     copies = copies_of(program, plan.schedule)
     decided = decisions_of(program, plan.schedule, copies, rewritten=plan.rewritten is not None)
@@ -191,7 +191,7 @@ def _target(action: Compute | Offload | Reload | Boundary) -> int:
             return _NO_OP
 
 
-def _floor(plan: Plan) -> dict[str, Any]:
+def _floor(plan: PlanRecord) -> dict[str, Any]:
     """What pins the floor; without parts where it is that of another class than of schedules that move nothing."""
     program = plan.program
     parts: list[list[Any]] = []

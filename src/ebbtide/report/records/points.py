@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ebbtide.errors import UsageError
 from ebbtide.report.records.curve import Curve
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 
 __all__ = ["Measured", "Point", "points_of"]
 
@@ -56,7 +56,9 @@ class Point:
     chosen: bool = False
 
 
-def points_of(plan: Plan, others: Sequence[Plan] = (), runs: Sequence[tuple[Plan, Measured]] = ()) -> tuple[Point, ...]:
+def points_of(
+    plan: PlanRecord, others: Sequence[PlanRecord] = (), runs: Sequence[tuple[PlanRecord, Measured]] = ()
+) -> tuple[Point, ...]:
     """The unplanned step, ``plan`` and ``others``, by descending peak.
 
     Args:
@@ -76,7 +78,7 @@ def points_of(plan: Plan, others: Sequence[Plan] = (), runs: Sequence[tuple[Plan
                 value=other.case,
             )
 
-    def point(each: Plan) -> Point:
+    def point(each: PlanRecord) -> Point:
         run = next((measured for ran, measured in runs if ran is each), None)
         return Point(
             planner=each.planner,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 
 __all__ = ["UNKNOWN", "resident_of"]
 
 UNKNOWN = "resident before the step"
 
 
-def resident_of(plan: Plan) -> Mapping[str, int]:
+def resident_of(plan: PlanRecord) -> Mapping[str, int]:
     """Bytes by kind, the largest first; all of one kind where no kinds are known that add up to the plan's bytes.
 
     They do not where a plan has been moved to a call with more or less resident than the one that it was made for.

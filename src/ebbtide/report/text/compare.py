@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
-from ebbtide.planning.frontier import Refusal
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
+from ebbtide.step.refusal import Refusal
 from ebbtide.units import format_allowed, format_bytes, format_gap, format_percent, format_seconds
 
 __all__ = ["Row", "row_of", "write_rows"]
@@ -46,7 +46,7 @@ class Row:
         return asdict(self)
 
 
-def row_of(case: str, outcome: Plan | Refusal) -> Row:
+def row_of(case: str, outcome: PlanRecord | Refusal) -> Row:
     """The row of a plan, or of a planner that has none."""
     if isinstance(outcome, Refusal):
         return Row(

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from ebbtide.report.records.curve import Curve
 from ebbtide.report.records.points import Measured
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 from ebbtide.units import format_allowed, format_bytes, format_count, format_gap, format_percent, format_seconds
 
 __all__ = ["DemoRecord", "write_demo"]
@@ -34,7 +34,7 @@ class DemoRecord:
         curves: memory over a planned, an unplanned and an eager step, where that was recorded.
     """
 
-    plan: Plan
+    plan: PlanRecord
     steps: int
     losses: tuple[float, ...]
     losses_equal: bool

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from ebbtide.planners.base import AS_CAPTURED
-from ebbtide.planning.resident_in_words import parts_in_words, parts_of
 from ebbtide.report.records.diagnosis import Break, Findings, OpGroup, Place
 from ebbtide.report.text.plan import counted_of, origins_of, room_of
+from ebbtide.step.resident_in_words import parts_in_words, parts_of
 from ebbtide.units import format_allowed, format_bytes, format_count, format_percent, format_seconds, format_share
 
 __all__ = ["write_break", "write_findings"]

@@ -7,7 +7,7 @@ from typing import TextIO
 from ebbtide.planners.base import AS_CAPTURED
 from ebbtide.report.records.resident import UNKNOWN, resident_of
 from ebbtide.step.machine import Machine, is_elsewhere
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 from ebbtide.step.provenance import NOT_KNOWN, Costs, LossPlace, Provenance
 from ebbtide.step.rewrite import in_words
 from ebbtide.step.schedule import Compute, Offload, Reload
@@ -38,7 +38,7 @@ __all__ = [
 _RANKED = 5  # ops whose reruns take most are listed
 
 
-def line_of(plan: Plan) -> str:
+def line_of(plan: PlanRecord) -> str:
     """The plan in one line: what a debugger shows."""
     return (
         f"<Plan of {plan.case} by {plan.planner}: peak {format_bytes(plan.predicted_peak_bytes)} of "
@@ -46,13 +46,13 @@ def line_of(plan: Plan) -> str:
     )
 
 
-def text_of(plan: Plan) -> str:
+def text_of(plan: PlanRecord) -> str:
     """The plan in a stable text form: what ``str`` gives."""
     lines = [f"plan for {plan.case} by {plan.planner}: {plan.status.name}"]
     return "\n".join([*lines, *(_fact(name, text) for name, text in facts_of(plan))])
 
 
-def facts_of(plan: Plan) -> list[tuple[str, str]]:
+def facts_of(plan: PlanRecord) -> list[tuple[str, str]]:
     """The plan's numbers, each with its name."""
     again = sum(int(n) - 1 for n in plan.timeline.runs if n > 1)
     bound = "none" if plan.bound is None else f"{format_percent(plan.bound)} ({plan.bound_class})"
@@ -85,12 +85,12 @@ def facts_of(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _kinds(plan: Plan) -> str:
+def _kinds(plan: PlanRecord) -> str:
     """What is resident by kind; empty where that is not known."""
     return ", ".join(f"{format_bytes(size)} {kind}" for kind, size in resident_of(plan).items() if kind != UNKNOWN)
 
 
-def rewrites_of(plan: Plan) -> list[str]:
+def rewrites_of(plan: PlanRecord) -> list[str]:
     """What takes the place of parts of the captured step, and what it rests on."""
     if plan.rewritten is None:
         return []
@@ -106,7 +106,7 @@ def rewrites_of(plan: Plan) -> list[str]:
     return lines
 
 
-def moves_of(plan: Plan) -> list[str]:
+def moves_of(plan: PlanRecord) -> list[str]:
     """Per tier what moves, and for all of them what that takes; nothing where the plan may not move anything."""
     if not plan.tiers:
         return []
@@ -131,7 +131,7 @@ def moves_of(plan: Plan) -> list[str]:
     return lines
 
 
-def report_of(plan: Plan) -> str:
+def report_of(plan: PlanRecord) -> str:
     """The stable form with the op at the peak and the ops whose reruns take most."""
     ops, runs = plan.program.ops, plan.timeline.runs
     lines = [text_of(plan)]
@@ -146,7 +146,7 @@ def report_of(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def write_plan(plan: Plan, stream: TextIO) -> None:
+def write_plan(plan: PlanRecord, stream: TextIO) -> None:
     """Write the report of ``plan`` to ``stream``, what its status means and where its numbers are from."""
     source = plan.provenance
     print(report_of(plan), file=stream)
@@ -231,7 +231,7 @@ def room_of(source: Provenance, peak_bytes: int) -> str:
     return f"{has}: this does NOT fit it" if spare < 0 else f"{has}, {format_allowed(spare)} more than the peak"
 
 
-def _kit(plan: Plan) -> str:
+def _kit(plan: PlanRecord) -> str:
     """What measured costs depend on; a roofline depends on the machine alone."""
     source = plan.provenance
     if source.costs is Costs.ROOFLINE:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from ebbtide.report.records.course import Course, Moment, planned_course, unplanned_course
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Offload, Reload
 
@@ -20,7 +20,7 @@ __all__ = ["write_trace"]
 _US = 1e6  # per second
 
 
-def write_trace(plan: Plan, stream: TextIO) -> None:
+def write_trace(plan: PlanRecord, stream: TextIO) -> None:
     """Write ``plan`` to ``stream`` as one JSON object."""
     planned = planned_course(plan)
     events = [
@@ -32,7 +32,7 @@ def write_trace(plan: Plan, stream: TextIO) -> None:
     json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, stream, separators=(",", ":"))
 
 
-def _process(pid: int, name: str, plan: Plan, course: Course) -> Iterator[dict[str, Any]]:
+def _process(pid: int, name: str, plan: PlanRecord, course: Course) -> Iterator[dict[str, Any]]:
     lanes = list(dict.fromkeys(["compute", *(moment.lane for moment in course.moments)]))
     yield _named("process_name", pid, 0, f"{plan.case}, {name}")
     for tid, lane in enumerate(lanes):
@@ -88,7 +88,7 @@ def _event(program: Program, pid: int, tid: int, moment: Moment) -> dict[str, An
     return {**event, "args": details}
 
 
-def _tiers(pid: int, plan: Plan) -> Iterator[dict[str, Any]]:
+def _tiers(pid: int, plan: PlanRecord) -> Iterator[dict[str, Any]]:
     """Bytes in slower memory, where they change."""
     timeline = plan.timeline
     for tier, held in timeline.tier_bytes.items():

@@ -17,7 +17,7 @@ from collections import defaultdict
 from typing import Any, BinaryIO
 
 from ebbtide.report.records.course import Course, planned_course
-from ebbtide.step.plan import Plan
+from ebbtide.step.plan import PlanRecord
 from ebbtide.step.program import Op, Program
 from ebbtide.step.schedule import Compute
 
@@ -28,12 +28,12 @@ _PROTOCOL = 4  # of pickle: readable by every Python that runs a torch of today
 _US = 1e6
 
 
-def write_snapshot(plan: Plan, stream: BinaryIO) -> None:
+def write_snapshot(plan: PlanRecord, stream: BinaryIO) -> None:
     """Write the snapshot of ``plan`` to ``stream``."""
     pickle.dump(snapshot_of(plan), stream, protocol=_PROTOCOL)
 
 
-def snapshot_of(plan: Plan) -> dict[str, Any]:
+def snapshot_of(plan: PlanRecord) -> dict[str, Any]:
     """The snapshot of ``plan`` as plain data."""
     program, course = plan.program, planned_course(plan)
     pool = _Pool()
