@@ -18,13 +18,13 @@ help:
 	@echo "make setup       .venv with everything that the others need; some minutes the first time"
 	@echo "make lint        one part of make test; make types and make unit are the others (unit-all: of make test-all)"
 	@echo "make gpu         with a card: tests/gpu, then benchmarks/gpu.py in steps; 30 minutes, can be cut off and goes on"
-	@echo "make bench       a case of every benchmark against its targets and the committed figures, in an hour; CPU"
-	@echo "make bench-full  all cases whose figures are not of today's sources; days, can be cut off and goes on"
+	@echo "make bench       a sample of every benchmark against its targets and the committed results, in an hour; CPU"
+	@echo "make bench-full  all cases that were not made with this version; days, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run one"
 	@echo "make docs        the site of these pages, build/site; a minute the first time"
 	@echo "make wheel       build wheel and source archive, install the wheel by itself and run the demo from it"
-	@echo "make pages       write docs/benchmarks.md, docs/papers.md and their plots from benchmarks/results"
-	@echo "make release-check  what a release must pass besides make test-all: no stale result, pages as results give them"
+	@echo "make pages       write build/pages: every result with its tables and plots, from benchmarks/results"
+	@echo "make release-check  what a release must pass besides make test-all: every result made with its version, none stale"
 	@echo "make suite-vision  benchmarks/public_suite.py on diffusers, torchvision and timm; hours, can be cut off and goes on"
 	@echo "make test-torch  the canaries, the numerics tier and the demo on another torch: make test-torch TORCH=2.12.0"
 	@echo "make clean       remove .venv and all caches"
@@ -102,7 +102,7 @@ release-check: $(STAMP)
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-docs: $(DOCS_STAMP) $(STAMP)
+docs: $(DOCS_STAMP) $(STAMP) pages
 	$(DOCS_VENV)/bin/python -m sphinx --fail-on-warning --quiet --conf-dir docs/site . build/site
 	PYTHONPATH=src $(BIN)/python docs/site/gallery.py build/site/gallery
 	@echo "build/site/index.html"

@@ -16,7 +16,6 @@ from harness.graphs import take_graphs_option
 from harness.suite import main
 from questions import max_batch, published, ratios
 
-MEASURED = ("step", "planners")
 SEEDS = {"planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {"max_batch": max_batch, "published": published, "ratios": ratios}

@@ -23,7 +23,6 @@ from questions import (
     echo_stored,
 )
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "zoo")
 SEEDS = {"weights and inputs": 0, "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {

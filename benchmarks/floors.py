@@ -22,19 +22,6 @@ from questions import (
     floors_sizes,
 )
 
-MEASURED = (
-    "step",
-    "planners",
-    "planning",
-    "capture",
-    "cost",
-    "inside",
-    "rewrites",
-    "lower",
-    "engine",
-    "measurement",
-    "zoo",
-)
 SEEDS = {"weights and inputs": 0, "sizes": "their case", "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {

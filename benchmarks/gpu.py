@@ -25,7 +25,6 @@ from typing import Any
 from harness.children import emit, run_child
 from harness.record import Record, Row, table
 
-MEASURED = (".",)
 SEEDS = {"weights and inputs": 0, "step": 7, "planners": 0}
 
 BENCHMARKS = Path(__file__).resolve().parent

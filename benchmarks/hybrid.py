@@ -15,7 +15,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import hybrid_grid, hybrid_margin, hybrid_plan, hybrid_time, through_disk
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "transfers", "zoo")
 SEEDS = {"weights and inputs": 0, "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {

@@ -13,7 +13,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import lane_gap, lane_violations
 
-MEASURED = ("step", "planners")
 SEEDS = {"random programs": "their number", "planners": 0}
 NO_PEER = (
     "A bound is held against the optimum of small programs, found by trying all; nobody else has published a "

@@ -15,7 +15,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import libra_batch, libra_real, libra_steps, libra_time, libra_transfer
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "transfers", "zoo")
 SEEDS = {"weights and inputs": 0, "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {

@@ -14,7 +14,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import keep_all, known_failures, random_cases, zoo
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "zoo")
 SEEDS = {"weights and inputs": 0, "steps of known failures": 7, "random models": "0 to 199", "planners": 0}
 NO_PEER = (
     "It asks for bits and bytes, and eager gives both; what PyTorch's own means do to the same kinds of models "

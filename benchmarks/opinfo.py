@@ -16,11 +16,10 @@ import time
 from pathlib import Path
 
 from harness.children import emit, run_child
-from harness.origin import current_cases
+from harness.origin import cases_of_this_version
 from harness.record import Record, Row, holds, table
 from questions import opinfo
 
-MEASURED = ("capture", "lower", "engine")
 SEEDS = {"samples": 0}
 NO_PEER = "Eager is the reference of every bit; no peer claims it."
 
@@ -37,8 +36,8 @@ def main() -> int:
         emit(opinfo.rows(options.child))
         return 0
     record = Record("opinfo", TITLES, {"samples": opinfo.SAMPLES})
-    of_today = not options.stale or current_cases("opinfo", options.out)  # rows are of one run
-    if options.out.exists() and of_today and not options.again:
+    of_this = not options.release or cases_of_this_version(options.out)  # rows are of one run
+    if options.out.exists() and of_this and not options.again:
         record.take(Record.read(options.out, TITLES))
     _drop(record, options.only)
     done = {row.columns["case"] for row in record.rows}
@@ -56,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="ops (default: all that have no row yet)")
     parser.add_argument("--again", action="store_true", help="leave no row standing")
-    parser.add_argument("--stale", action="store_true", help="as --again where the rows are not of today's sources")
+    parser.add_argument("--release", action="store_true", help="as --again where the rows are of another version")
     parser.add_argument("--out", type=Path, default=OUT, help="result file (default: results/opinfo.json)")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()

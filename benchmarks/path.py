@@ -14,18 +14,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import bits, bound, executor, first_call, frontier, hard_limit, planning
 
-MEASURED = (
-    "step",
-    "planners",
-    "planning",
-    "capture",
-    "cost",
-    "lower",
-    "engine",
-    "measurement",
-    "zoo/gpt",
-    "zoo/mlp_chain",
-)
 SEEDS = {"weights and inputs": 0, "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {

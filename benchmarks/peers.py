@@ -16,7 +16,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import peer_frontier
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "transfers", "zoo")
 SEEDS = {"weights and inputs": 0, "step": 1, "order of turns": "number of the round", "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {"frontier": peer_frontier}

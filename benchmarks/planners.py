@@ -14,7 +14,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import best, oracle, reach, unit_chain
 
-MEASURED = ("step", "planners")
 SEEDS = {"random programs": "their number", "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {"oracle": oracle, "best": best, "unit_chain": unit_chain, "reach": reach}

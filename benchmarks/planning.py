@@ -14,7 +14,6 @@ from harness.graphs import take_graphs_option
 from harness.suite import main
 from questions import buckets, fastsa, gap, graphs, llama, revolve, scaling, small, warm
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "zoo")
 SEEDS = {"weights and inputs": 0, "order of lengths": 0, "small programs": "their number", "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {

@@ -19,27 +19,13 @@ import os
 import sys
 from pathlib import Path
 
-from harness.origin import current_cases
+from harness.origin import cases_of_this_version
 from harness.record import Record
 from situations.oracle import SLACK_BYTES
 from situations.registry import GROUPS, all_situations
 from situations.run import EFFORT, MOVING
 from situations.runner import counted, listed, named, run_all
 
-MEASURED = (
-    "step",
-    "planners",
-    "planning",
-    "capture",
-    "cost",
-    "lower",
-    "engine",
-    "measurement",
-    "transfers",
-    "rewrites",
-    "integrations",
-    "_api",
-)
 SEEDS = {"weights and inputs": 0, "planners": 0}
 NO_PEER = "Every situation is held against eager in the same process; no peer promises a budget."
 
@@ -48,7 +34,7 @@ OUT = Path(__file__).resolve().parent / "results" / "promises.json"
 
 def main() -> int:
     options = _options()
-    known = current_cases("promises", options.out) if options.stale else set[str]()
+    known = cases_of_this_version(options.out) if options.release else set[str]()
     wanted = [each for each in named(options.only) if each.name not in known]
     if options.list:
         for each in wanted:
@@ -58,7 +44,7 @@ def main() -> int:
     settings = {"slack_bytes": SLACK_BYTES} | ({} if options.effort is None else {"effort": options.effort})
     record = Record("promises", {"counts": "Counts", "oracle": "The oracle", **GROUPS}, settings)
     before = (
-        Record.read(options.out, record.titles) if options.out.exists() and (options.only or options.stale) else None
+        Record.read(options.out, record.titles) if options.out.exists() and (options.only or options.release) else None
     )
     run_all(record, wanted, options.jobs, lambda: _joined(before, record).write(options.out))
     record = _joined(before, record)
@@ -83,7 +69,7 @@ def _joined(before: Record | None, record: Record) -> Record:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="groups or parts of situations' names")
-    parser.add_argument("--stale", action="store_true", help="run what has no figures of today's sources")
+    parser.add_argument("--release", action="store_true", help="run what was not made with this version")
     parser.add_argument("--list", action="store_true", help="print the situations and run nothing")
     parser.add_argument("--moving", type=Path, default=None, metavar="DIRECTORY", help="let tensors move there")
     parser.add_argument("--effort", type=int, default=None, metavar="N", help="moves of a search (default: a user's)")

@@ -15,7 +15,6 @@ from types import ModuleType
 from harness.suite import main
 from suite import diffusion, hugging_face, timm_models, torchvision_models
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "_api")
 SEEDS = {"weights and inputs": 0, "step": 1, "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {

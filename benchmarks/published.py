@@ -14,7 +14,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import never_worse
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "zoo")
 SEEDS = {"planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {"never_worse": never_worse}

@@ -12,7 +12,6 @@ import sys
 from harness.suite import main
 from questions import soak
 
-MEASURED = (".",)
 SEEDS = {"weights and inputs": 0, "kinds and moments of what is done": 0, "planners": 0}
 NO_PEER = "What is asked is whether anything of ours leaks or breaks; eager runs beside it as the reference."
 

@@ -21,10 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.children import emit, run_child
-from harness.origin import current_cases
+from harness.origin import cases_of_this_version
 from harness.record import Record, Row, at_most, table
 
-MEASURED = (".",)
 SEEDS = {"weights and inputs": 0, "order of turns": 0}
 NO_PEER = "It is about this code: its imports, its tests, and its executor against earlier ones of ours."
 
@@ -44,7 +43,7 @@ def main() -> int:
         return 0
     titles = {"tests": "Seconds of the tests", **{name: _title(name) for name in QUESTIONS if name != "tests"}}
     record = Record("structure", titles, {"old": options.old})
-    current = current_cases("structure", options.out) if options.stale else set[str]()
+    current = cases_of_this_version(options.out) if options.release else set[str]()
     for question in [each for each in options.only or QUESTIONS if each not in current]:
         begin = time.monotonic()
         try:
@@ -68,7 +67,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, help="questions (default: all)")
-    parser.add_argument("--stale", action="store_true", help="leave out what has figures of today's sources")
+    parser.add_argument("--release", action="store_true", help="leave out what was made with this version")
     parser.add_argument("--old", default=OLD, metavar="COMMIT", help=f"to compare the executor with (default: {OLD})")
     parser.add_argument("--cases", nargs="+", default=None, metavar="NAME", help="models of the question executor")
     parser.add_argument("--rounds", type=int, default=None, help="of the question executor")

@@ -15,7 +15,6 @@ from types import ModuleType
 from harness.suite import main
 from questions import swap_m1, swap_m2, swap_m3, swap_m4, swap_real
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "transfers", "zoo")
 SEEDS = {"weights and inputs": 0, "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {"m1": swap_m1, "m2": swap_m2, "m3": swap_m3, "m4": swap_m4, "real": swap_real}

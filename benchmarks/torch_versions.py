@@ -3,12 +3,13 @@
     python benchmarks/torch_versions.py [--only canaries state numerics demo] [--out benchmarks/results]
 
 ``make test-torch TORCH=2.12.0`` runs it in an environment of that release. Results are written after each part, to
-``torch-<release>.json`` with a rendering in Markdown beside it; the exit status is 1 if anything failed.
+``torch-<release>.json``; the exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import subprocess
@@ -23,7 +24,6 @@ from typing import Any
 
 from harness.origin import Origin, origin_now
 
-MEASURED = (".",)
 SEEDS = {"tests": 0}
 NO_PEER = "It runs our own tests on every release of torch that we claim."
 
@@ -49,15 +49,14 @@ def main() -> int:
     record |= {"versions": {"python": platform.python_version(), **versions}}
     record["parts"] = {name: part for name, part in record.get("parts", {}).items() if name not in options.only}
     known = [Origin.from_json(each) for each in record.get("origins", ())]
-    start = origin_now(Path(__file__).stem, record["versions"])
+    start = origin_now(Path(__file__).stem, record["versions"] | {"date": datetime.date.today().isoformat()})
     for name in options.only:
         record["parts"][name] = _demo() if name == DEMO else _suite(SUITES[name])
         known = [replace(each, cases=tuple(case for case in each.cases if case != name)) for each in known]
         known.append(replace(start, cases=(name,)))
         record["origins"] = [each.to_json() for each in known if each.cases]
         path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(_rendering(release, record), encoding="utf-8")
-    print(path.with_suffix(".md").read_text(encoding="utf-8"))
+    print(json.dumps(record["parts"], indent=2))
     return int(any(part["failed"] for part in record["parts"].values()))
 
 
@@ -103,24 +102,6 @@ def _timed(command: list[str]) -> tuple[float, int]:
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, check=False).returncode
     return round(time.perf_counter() - begin, 1), done
-
-
-def _rendering(release: str, record: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    lines = [
-        f"# Ebbtide on torch {release}",
-        "",
-        f"`make test-torch TORCH={release}`: {versions}.",
-        "",
-        "| part | passed | failed | skipped | seconds |",
-        "|---|---|---|---|---|",
-    ]
-    for name, part in record["parts"].items():
-        lines.append(f"| {name} | {part['passed']} | {part['failed']} | {part['skipped']} | {part['seconds']} |")
-    failures = [each for part in record["parts"].values() for each in part["failures"]]
-    if failures:
-        lines += ["", "Failed:", "", *(f"- {each}" for each in failures)]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from harness.origin import current_cases
+from harness.origin import cases_of_this_version
 from harness.record import Check, Record, Row, at_least, at_most
 from situations.oracle import SLACK_BYTES
 from situations.registry import Situation, all_situations
 from situations.runner import KINDS, listed, misses, run_all, why
 
-MEASURED = ("step", "planners", "planning", "capture", "cost", "lower", "engine", "measurement", "integrations", "_api")
 SEEDS = {"weights and inputs": 0, "planners": 0}
 NO_PEER = (
     "The reference is the same trainer with the eager model; the trainers' own means are in some of its "
@@ -96,7 +95,7 @@ _PLACES = {name: (trainer, cell) for trainer, cells in TRAINERS.items() for cell
 
 def main() -> int:
     options = _options()
-    known = current_cases("trainers", options.out) if options.stale else set[str]()
+    known = cases_of_this_version(options.out) if options.release else set[str]()
     wanted = [each for each in _wanted(options.only) if each.name not in known]
     if options.list:
         for each in wanted:
@@ -105,7 +104,7 @@ def main() -> int:
         return 0
     settings = {"slack_bytes": SLACK_BYTES} | {name: version(name) for name in VERSIONS}
     record = Record("trainers", TITLES, settings)
-    before = Record.read(options.out, TITLES) if options.out.exists() and (options.only or options.stale) else None
+    before = Record.read(options.out, TITLES) if options.out.exists() and (options.only or options.release) else None
     sample = bool(options.only) and options.out.resolve() != OUT.resolve()
     run_all(record, wanted, options.jobs, lambda: _joined(before, record, sample=sample).write(options.out), _cell)
     record = _joined(before, record, sample=sample)
@@ -117,7 +116,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="trainers, cells or parts of situations")
-    parser.add_argument("--stale", action="store_true", help="run what has no figures of today's sources")
+    parser.add_argument("--release", action="store_true", help="run what was not made with this version")
     parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: 1)")
     parser.add_argument("--out", type=Path, default=OUT, help="result file (default: results/trainers.json)")

@@ -1,12 +1,12 @@
-"""Run every benchmark: a selection of real cases in under an hour, or all that has no figures of today's sources.
+"""Run every benchmark: a sample of real cases in under an hour, or all that was not made with this version.
 
-    python -m harness.bench             the selection below, into results/bench; goes on where it was cut off
-    python -m harness.bench --full      every case that is stale or missing, into results; likewise
+    python -m harness.bench             the sample below, into results/bench; goes on where it was cut off
+    python -m harness.bench --full      every case that is not of this version, into results; likewise
     python -m harness.bench --list      what either runs
 
-The selection has at least one case of every question that needs no card and no other torch, at its full size. At the
-end stand, for each benchmark, the targets met, and how its bytes and counts compare with the committed result; the same
-is kept for the page of benchmarks (``checked``).
+The sample has at least one case of every question that needs no card and no other torch, at its full size. At the end
+stand, for each benchmark, the targets met and what of the committed result it contradicts (``checked``); the same is
+kept for the page of benchmarks. A sample is of one commit: one of another commit, or of changed sources, runs anew.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.checked import Checked, compared, write
-from harness.origin import BENCHMARKS, current_cases
+from harness.origin import BENCHMARKS, Origin
 
 RESULTS = BENCHMARKS / "results"
 BENCH = RESULTS / "bench"
@@ -28,7 +29,7 @@ BENCH = RESULTS / "bench"
 
 @dataclass(frozen=True)
 class Selection:
-    """Cases of one benchmark.
+    """The sample of one benchmark.
 
     Attributes:
         name: of the benchmark.
@@ -78,7 +79,7 @@ def main() -> int:
     for each in SELECTION:
         command = _full(each.name, options.graphs) if options.full else _selected(each)
         if command is None:
-            print(f"-- {each.name}: has figures of today's sources", flush=True)
+            print(f"-- {each.name}: is of this commit", flush=True)
             continue
         print(f"-- {each.name}, after {(time.monotonic() - begin) / 60:.1f} minutes", flush=True)
         if subprocess.run([sys.executable, *command], cwd=BENCHMARKS.parent, check=False).returncode:
@@ -86,10 +87,8 @@ def main() -> int:
     if not options.full:
         found = _checked()
         write(found)
-        print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes\n\n" + "\n".join(map(_told, found)))
-        failed += [
-            each.name for each in SELECTION if each.name not in {one.name for one in found} and each.name not in failed
-        ]
+        print(f"\n{(time.monotonic() - begin) / 60:.1f} minutes\n\n" + "\n".join(map(_in_words, found)))
+        failed += [each.name for each in SELECTION if each.name not in {*failed, *(one.name for one in found)}]
     if failed:
         print(f"\nmissed a target or failed: {', '.join(failed)}")
     return 1 if failed else 0
@@ -97,44 +96,46 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all that is stale or missing; a day and more")
+    parser.add_argument("--full", action="store_true", help="all that is not of this version; days")
     parser.add_argument("--list", action="store_true", help="print what would run and run nothing")
     parser.add_argument("--graphs", type=Path, help="folder of the published graphs, for planning and checkmate")
     return parser.parse_args()
 
 
 def _selected(selection: Selection) -> list[str] | None:
-    """The command of a selection, or nothing where it has run with today's sources."""
+    """The command of a selection, or nothing where it has run with what is checked out now."""
     out = BENCH / f"{selection.name}.json"
-    if not selection.resumes and current_cases(selection.name, out):
+    origins = json.loads(out.read_text(encoding="utf-8"))["origins"] if out.exists() else ()
+    of_this_commit = bool(origins) and all(Origin.from_json(each).is_of_this_commit for each in origins)
+    if of_this_commit and not selection.resumes:
         return None
-    going_on = ["--stale"] if selection.resumes else []
+    if not of_this_commit:
+        out.unlink(missing_ok=True)
+    going_on = ["--resume"] if selection.resumes else []
     return [str(BENCHMARKS / f"{selection.name}.py"), "--only", *selection.only, "--out", str(out), *going_on]
 
 
 def _full(name: str, graphs: Path | None) -> list[str]:
-    """The command that runs what has no figures of today's sources."""
+    """The command that runs what is not of this version."""
     with_graphs = ["--graphs", str(graphs)] if graphs is not None and name in ("planning", "checkmate") else []
-    return [str(BENCHMARKS / f"{name}.py"), "--stale", *with_graphs]
+    return [str(BENCHMARKS / f"{name}.py"), "--release", *with_graphs]
 
 
 def _checked() -> list[Checked]:
     """Every sample that there is."""
-    found: list[Checked] = []
-    for each in SELECTION:
-        path = BENCH / f"{each.name}.json"
-        if path.exists():
-            committed = RESULTS / path.name
-            rows = json.loads(committed.read_text(encoding="utf-8"))["rows"] if committed.exists() else []
-            found.append(compared(each.name, json.loads(path.read_text(encoding="utf-8")), rows))
-    return found
+    samples = {each.name: BENCH / f"{each.name}.json" for each in SELECTION}
+    return [compared(name, _json(path), _json(RESULTS / path.name)) for name, path in samples.items() if path.exists()]
 
 
-def _told(each: Checked) -> str:
-    """Targets met, and how many bytes and counts are those of the committed result."""
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _in_words(each: Checked) -> str:
+    """Targets met, how many bytes and counts are those of the committed result, and what contradicts it."""
     met = f"{each.targets - len(each.missed)} of {each.targets} targets met"
-    failed = f"; {len(each.failures)} cases failed" if each.failures else ""
-    return f"{each.name:14} {met}; bytes and counts: {each.same} as committed, {each.other} other{failed}"
+    against = "".join(f"\n{'':15}contradicts the committed result: {what}" for what in each.contradicted)
+    return f"{each.name:14} {met}; bytes and counts: {each.same} as committed, {each.other} other{against}"
 
 
 if __name__ == "__main__":

@@ -139,12 +139,12 @@ class Record:
         return not self.failures and all(row.passed for row in self.rows)
 
     @staticmethod
-    def read(path: Path, titles: dict[str, str]) -> Record:
-        """The record that :meth:`write` wrote."""
+    def read(path: Path, titles: dict[str, str] | None = None) -> Record:
+        """The record that :meth:`write` wrote; ``titles`` of today in place of those that it has."""
         data = json.loads(path.read_text(encoding="utf-8"))
         return Record(
             data["benchmark"],
-            titles,
+            data["titles"] if titles is None else titles,
             data["settings"],
             data["machine"],
             [Row.from_json(row) for row in data["rows"]],
@@ -175,9 +175,10 @@ class Record:
         self.case_seconds = {**self.case_seconds, **other.case_seconds}
 
     def write(self, path: Path) -> None:
-        """``path`` as JSON, and its rendering beside it as Markdown."""
+        """``path`` as JSON; ``make pages`` renders it."""
         data = {
             "benchmark": self.name,
+            "titles": self.titles,
             "machine": self.machine,
             "settings": self.settings,
             "passed": self.passed,
@@ -188,7 +189,6 @@ class Record:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(self.markdown(), encoding="utf-8")
 
     def markdown(self) -> str:
         checks = [check for row in self.rows for check in row.checks]

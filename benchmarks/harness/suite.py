@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from harness.children import emit, run_child
-from harness.origin import current_cases
+from harness.origin import cases_of_this_version
 from harness.record import Record, Row, table
 
 __all__ = ["main"]
@@ -42,9 +42,7 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
         "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="run nothing: join runs; later ones replace"
     )
     parser.add_argument("--resume", action="store_true", help="keep what the result file has; run the other cases")
-    parser.add_argument(
-        "--stale", action="store_true", help="run what has no figures of today's sources; keep the rest"
-    )
+    parser.add_argument("--release", action="store_true", help="run what was not made with this version; keep the rest")
     parser.add_argument("--child", nargs=2, metavar=("QUESTION", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -57,9 +55,9 @@ def main(script: str, description: str, questions: Mapping[str, ModuleType], mos
         {key: module.TITLE for key, module in questions.items()},
         {"quick": options.quick, "only": options.only or "all"},
     )
-    if (options.resume or options.stale) and out.exists():
+    if (options.resume or options.release) and out.exists():
         record.take(Record.read(out, record.titles))
-    kept = current_cases(name, out) if options.stale else set(record.case_seconds)
+    kept = cases_of_this_version(out) if options.release else set(record.case_seconds)
     if options.merge:
         for path in options.merge:
             record.take(Record.read(path, record.titles))

@@ -1,70 +1,67 @@
-"""Write the pages that are made of result files, or say what is wrong with them.
+"""Write the pages that show results, or say what a release has not measured again.
 
-    python -m publish            write docs/benchmarks.md, docs/papers.md and docs/plots
-    python -m publish --check    exit with 1 where one of these is not what the result files give
-    python -m publish --release  likewise, and where a result is stale: what a release must pass
+    python -m publish            write benchmarks.md, papers.md, their plots and a table of every result to build/pages
+    python -m publish --release  write nothing; exit with 1 where a result was not made with this version, or is stale
 
-Run in the folder benchmarks, as ``make pages`` and ``make release-check`` do.
+Run in the folder benchmarks, as ``make pages`` and ``make release-check`` do. Neither needs torch or git.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
-from harness import checked
-from harness.origin import BENCHMARKS
+from harness.origin import BENCHMARKS, version_now
+from harness.record import Record
 from publish import benchmarks_page, papers_page
-from publish.results import Result, all_results
+from publish.results import RESULTS, Result, all_results
 
-DOCS = BENCHMARKS.parent / "docs"
+PAGES = BENCHMARKS.parent / "build" / "pages"
 
 
-def written(results: list[Result], docs: Path = DOCS) -> dict[Path, str]:
-    """Every file that is made of results, with its text."""
-    files = {
-        docs / "benchmarks.md": benchmarks_page.page(results, checked.read()),
-        docs / "papers.md": papers_page.page(results),
+def pages(results: list[Result]) -> dict[str, str]:
+    """Every file that is made of results, by its path in the folder of pages."""
+    tables = {
+        f"results/{path.relative_to(RESULTS).with_suffix('.md')}": Record.read(path).markdown()
+        for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("gpu/*.json")])
+        if not path.stem.startswith("torch-")
     }
-    return files | {docs / "plots" / f"{name}.svg": svg for name, svg in benchmarks_page.plots(results).items()}
+    plots = {f"plots/{name}.svg": svg for name, svg in benchmarks_page.plots(results).items()}
+    return {"benchmarks.md": benchmarks_page.page(results), "papers.md": papers_page.page(results), **tables, **plots}
 
 
-def wrong(files: dict[Path, str], docs: Path = DOCS) -> list[str]:
-    """What is missing, what has another text, and plots that nothing makes."""
-    found = [
-        path.relative_to(docs).as_posix()
-        for path, text in files.items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
+def write(files: dict[str, str], folder: Path = PAGES) -> None:
+    """Write ``files`` into ``folder``, and remove all that was there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def to_measure_again(results: list[Result]) -> list[str]:
+    """What keeps a release from being made with these results."""
+    older = [each for each in results if each.versions != [version_now()]]
+    stale = [each for each in results if each.is_stale and each not in older]
+    return [
+        *(f"{each.name} was made with {', '.join(each.versions)}, not with {version_now()}" for each in older),
+        *(f"{each.name} is stale: its latest sample came out otherwise" for each in stale),
     ]
-    return found + [path.relative_to(docs).as_posix() for path in (docs / "plots").glob("*.svg") if path not in files]
-
-
-def _changed(result: Result) -> str:
-    parts = dict.fromkeys(part for changed in result.stale_cases.values() for part in changed)
-    return f"changed since: {', '.join(parts)}" if parts else "its sources were not recorded"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
-    parser.add_argument("--release", action="store_true", help="likewise, and fail where a result is stale")
+    parser.add_argument("--release", action="store_true", help="say what a release has to measure again")
     options = parser.parse_args()
     results = all_results()
-    files = written(results)
-    if not (options.check or options.release):
-        for path, text in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        for name in wrong(files):
-            (DOCS / name).unlink()
+    if not options.release:
+        write(pages(results))
+        print(PAGES / "benchmarks.md")
         return 0
-    problems = [f"docs/{name} is not what the result files give: run make pages" for name in wrong(files)]
-    if options.release:
-        problems += [
-            f"{each.name} is stale, run its benchmark again: {_changed(each)}" for each in results if each.is_stale
-        ]
-    print("\n".join(problems) or "all pages are those of the result files")
+    problems = to_measure_again(results)
+    print("\n".join(problems) or f"every result was made with {version_now()}, and no sample contradicts one")
     return 1 if problems else 0
 
 

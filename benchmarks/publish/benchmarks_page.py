@@ -1,11 +1,9 @@
-"""``docs/benchmarks.md``: every result in one layout, with its plots; figures come from the result files alone.
+"""``build/pages/benchmarks.md``: every result in one layout, with its plots; figures come from the result files alone.
 
-1. A result has a line in the overview: what is asked, how many targets are met, when it was made, and whether it is
-   current or stale.
-2. Its section says what it ran on, what it measures and which targets were missed, and shows the tables and plots that
-   are made of its rows (``SECTIONS``).
-3. What ``make bench`` found last, with later sources than a result's, has a table of its own.
-4. Which parts have changed since is not on the page: it would be another page after every change of a stale part.
+1. A result has a line in the overview: what is asked, how many targets are met, on what version and when it was made,
+   and when a sample of it last came out the same, or that it is *stale* (``harness.checked``).
+2. Its section says what it ran on, what it measures, which targets were missed and what its latest sample contradicts,
+   and shows the tables and plots that are made of its rows (``SECTIONS``).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.checked import Checked
 from publish import figures, markdown
 from publish.markdown import listed, table
 from publish.results import Result, question_of, without_peer
@@ -21,16 +18,18 @@ from publish.results import Result, question_of, without_peer
 __all__ = ["page", "plots"]
 
 MOST_MISSED = 8
-TOP = """# Benchmarks
+TOP = """# Benchmarks: every result
 
-Every figure here is from a file in `benchmarks/results`; `make pages` writes this page, its plots and
-[the papers' page](papers.md) from them, byte for byte the same wherever it runs. How each benchmark is run, and what it
-holds against what, is in [benchmarks/README.md](../benchmarks/README.md).
+Every figure here is from a file in `benchmarks/results`; `make pages` writes this page, its plots, the tables of all
+rows and [the papers' page](papers.md) from them, byte for byte the same wherever it runs. How each benchmark is run,
+and what it holds against what, is in [benchmarks/README.md](../../benchmarks/README.md).
 
-A result is **current** while all parts of `src/ebbtide` that its benchmark lists as measured are what they were when it
-was made, by their hashes; else it is **stale**: its figures were measured, but not with today's sources. Runs before
-hashes were recorded have those of the commit that added their figures. No release is made with a stale result
-(`make release-check`, which also says what has changed).
+A result says with which version, when and on what machine it was made. `make bench` runs a sample of every benchmark
+again, at full size, and holds it against its targets and against the committed result: *held* is the date and commit of
+the last sample that contradicted nothing. A result is **stale** while its latest sample contradicts it: it missed a
+target that the result met, or a case failed. Bytes of plans that rest on measured seconds differ from machine to
+machine; they are counted beside and contradict nothing by themselves. For a release every result is made anew
+(`make release-check`).
 """
 
 
@@ -40,42 +39,13 @@ _ALONE = (
 )
 
 
-def page(results: Sequence[Result], checked: Sequence[Checked] = ()) -> str:
+def page(results: Sequence[Result]) -> str:
     """All of it."""
-    parts = [TOP, "## Overview\n", table(("result", "question", "targets met", "made", "state"), map(_line, results))]
-    parts += _checks(checked)
+    columns = ("result", "question", "targets met", "version", "made", "held")
+    parts = [TOP, "## Overview\n", table(columns, map(_line, results))]
     parts += ["## Benchmarks without a peer\n", _ALONE, table(("benchmark", "why"), without_peer().items())]
     parts += [part for result in results for part in _section(result)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _checks(found: Sequence[Checked]) -> Iterator[str]:
-    """Definition 3."""
-    if not found:
-        return
-    made = sorted({f"{each.origin.machine.get('date')} at {each.origin.commit[:7]}" for each in found})
-    machines = sorted({f"{each.origin.machine.get('cpu')}, {each.origin.machine.get('cores')} cores" for each in found})
-    yield "## Checked again"
-    yield (
-        "`make bench` runs some cases of every benchmark at full size and holds them against their targets, and their "
-        "bytes, counts and verdicts against the committed result: of a stale result it says whether a sample of it "
-        "still comes out. Seconds, and what is chosen by them, differ from run to run and from machine to machine, so "
-        "bytes of plans that rest on measured seconds do too.\n\n"
-        f"Made {', '.join(made)}, on {'; '.join(machines)}."
-        f"{' Some with changes that were not committed.' if any(each.origin.changed for each in found) else ''}"
-    )
-    columns = ("benchmark", "cases", "targets met", "as committed", "other", "its sources are")
-    yield table(columns, map(_checked, found))
-    missed = [f"{each.name}: {what}" for each in found for what in (*each.missed, *each.failures)]
-    if missed:
-        yield f"Missed:\n\n{listed(missed, MOST_MISSED)}"
-
-
-def _checked(each: Checked) -> tuple[str, ...]:
-    met = f"{each.targets - len(each.missed)} of {each.targets}"
-    failed = f"; {len(each.failures)} cases failed" if each.failures else ""
-    sources = "today's" if each.is_current else "older"
-    return (each.name, str(len(each.origin.cases)), met + failed, str(each.same), str(each.other), sources)
 
 
 def plots(results: Sequence[Result]) -> dict[str, str]:
@@ -88,11 +58,11 @@ def _no_plots(result: Result) -> dict[str, str]:
 
 
 def _line(result: Result) -> tuple[str, ...]:
-    made = ", ".join(result.dates) or "not recorded"
-    if "parts" in result.data:
-        made = "not recorded" if not result.commits else f"at {', '.join(result.commits)}"
+    dates = result.dates
+    made = "not recorded" if not dates else dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     anchor = _heading(result).lower().replace(".", "").replace(" ", "-")
-    return (f"[{result.name}](#{anchor})", question_of(result.benchmark), _met(result), made, _state(result))
+    link = f"[{result.name}](#{anchor})"
+    return (link, question_of(result.benchmark), _met(result), ", ".join(result.versions), made, _held(result))
 
 
 def _heading(result: Result) -> str:
@@ -108,21 +78,23 @@ def _met(result: Result) -> str:
     return f"{met} of {len(result.checks)}" + (f"; {failed} cases failed" if failed else "")
 
 
-def _state(result: Result) -> str:
-    if not result.is_stale:
-        return "current"
-    cases = sum(len(each.cases) for each in result.origins)
-    return f"**stale** ({len(result.stale_cases)} of {cases} cases)" if cases else "**stale**"
+def _held(result: Result) -> str:
+    """When a sample of it last came out the same; that it is stale where the latest did not."""
+    if result.sample is None:
+        return "no sample since"
+    return f"**stale**, held {result.sample.held or 'by no sample'}" if result.is_stale else result.sample.held
 
 
 def _section(result: Result) -> Iterator[str]:
     yield f"## {_heading(result)}\n\n{question_of(result.benchmark)}"
     yield _origin(result)
-    missed = [f"{_where(each['row'])}: {_told(each)}" for each in result.checks if not each["passed"]]
+    missed = [f"{_where(each['row'])}: {_in_words(each)}" for each in result.checks if not each["passed"]]
     missed += [f"{each['case']}: {each['error']}" for each in result.data.get("failures", ())]
     missed += [each for part in result.data.get("parts", {}).values() for each in part["failures"]]
     if missed:
         yield f"Missed:\n\n{listed(missed, MOST_MISSED)}"
+    if result.is_stale and result.sample is not None:
+        yield f"**Stale**: what its latest sample contradicts:\n\n{listed(result.sample.contradicted, MOST_MISSED)}"
     yield from SECTIONS.get(result.name, _no_tables)(result)
 
 
@@ -131,22 +103,30 @@ def _no_tables(result: Result) -> Iterator[str]:
 
 
 def _origin(result: Result) -> str:
-    """Commits, machine, versions, seeds, and what changed since."""
+    """Version, commits, machine and seeds, and what its latest sample gave."""
     machine = result.data.get("machine") or result.data["versions"]
     facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items() if name != "date")
     seeds = {name: value for each in result.origins for name, value in each.seeds.items()}
-    how = "hashes of sources recorded " + " or ".join(dict.fromkeys(each.recorded for each in result.origins))
     dirty = " (some with changes that were not committed)" if any(each.changed for each in result.origins) else ""
+    commits = ", ".join(dict.fromkeys(result.commits)) or "a commit that is not recorded"
     lines = [
-        f"Made at {', '.join(dict.fromkeys(result.commits)) or 'a commit that is not recorded'}{dirty}; {how}.",
+        f"Made with {', '.join(result.versions)} at {commits}{dirty}.",
         f"Machine: {facts}. Seeds: {', '.join(f'{name} {value}' for name, value in seeds.items()) or 'none'}.",
-        f"All rows: [{result.shown_as}](../benchmarks/results/{result.shown_as}).",
+        f"All rows: {_rows(result)}.",
     ]
-    parts = ", ".join(f"`{part}`" for part in result.today).replace("`.`", "all of it")
-    lines.append(
-        f"Measured parts of `src/ebbtide`: {parts}{'; **stale**: some have changed since' if result.is_stale else ''}."
-    )
+    if (sample := result.sample) is not None:
+        lines.append(
+            f"Sampled again on {sample.origin.machine.get('date')} at {sample.origin.commit[:7]}: "
+            f"{len(sample.origin.cases)} cases, {sample.targets - len(sample.missed)} of {sample.targets} targets met; "
+            f"bytes, counts and verdicts: {sample.same} as in the result, {sample.other} other."
+        )
     return "  \n".join(lines)
+
+
+def _rows(result: Result) -> str:
+    if "parts" in result.data:
+        return f"[{result.name}.json](../../benchmarks/results/{result.name}.json)"
+    return f"[{result.name}.md](results/{result.name}.md)"
 
 
 def _where(row: dict[str, object]) -> str:
@@ -157,7 +137,7 @@ def _where(row: dict[str, object]) -> str:
     )
 
 
-def _told(check: dict[str, object]) -> str:
+def _in_words(check: dict[str, object]) -> str:
     if check["relation"] == "is":
         return str(check["what"])
     return f"{check['what']} {check['value']:.4g}, not {check['relation']} {check['target']:g}"

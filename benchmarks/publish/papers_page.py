@@ -1,4 +1,4 @@
-"""``docs/papers.md``: the tables of the four systems that the planners come from, theirs beside ours, in one layout.
+"""``build/pages/papers.md``: the tables of the four systems that the planners come from, theirs beside ours.
 
 1. A line is a case of a table of the paper. *Theirs* is without and with their system, as published. *Here* is what the
    same step takes without a plan, under their algorithm as written here, and under the default.
@@ -21,9 +21,9 @@ Columns = Mapping[str, Any]
 HEADER = ("case", "theirs: without", "with", "here: unplanned", "their algorithm", "default", "no plan can")
 TOP = """# Four papers, table by table
 
-The planners of Ebbtide come from four systems: [Checkmate](planners.md) (recomputation as an optimisation problem),
-Echo (recomputation in a compiler), the swapping of Meng et al. for TensorFlow, and Libra (recomputation and swapping in
-one plan). Their tables, computed again here; `make pages` writes this page from `benchmarks/results`.
+The [planners](../../docs/planners.md) of Ebbtide come from four systems: Checkmate (recomputation as an optimisation
+problem), Echo (recomputation in a compiler), the swapping of Meng et al. for TensorFlow, and Libra (recomputation and
+swapping in one plan). Their tables, computed again here; `make pages` writes this page from `benchmarks/results`.
 
 Each table has one layout. *Theirs* are published figures, without and with their system, from their hardware and
 framework. *Here* is the same step on the same card's figures: unplanned, under their algorithm as it is written in
@@ -85,8 +85,8 @@ def page(results: Sequence[Result]) -> str:
 
 def _made(result: Result) -> str:
     link = f"[{result.name}](benchmarks.md#result-{result.name.replace('_', '_')})"
-    state = "; **stale**: sources that it measures have changed since" if result.is_stale else ""
-    return f"From {link}, made {', '.join(result.dates)}{state}."
+    state = "; **stale**: its latest sample contradicts it" if result.is_stale else ""
+    return f"From {link}, made with {', '.join(result.versions)}, {', '.join(result.dates)}{state}."
 
 
 def _by_case(rows: Sequence[Columns], method: str = "method") -> dict[str, dict[str, Columns]]:

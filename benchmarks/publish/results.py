@@ -1,19 +1,17 @@
-"""Result files as data, and whether they are of today's sources.
-
-A result is *current* if all parts of ``src/ebbtide`` that its benchmark measures have the hashes that its file has,
-*stale* if one differs for some of its cases. Only sources are compared, so that the answer needs no git.
-"""
+"""Result files as data, each with the latest sample of it that ``make bench`` ran since it was made."""
 
 from __future__ import annotations
 
 import ast
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.origin import AFTERWARDS, BENCHMARKS, Origin, module_hashes
+from harness import checked
+from harness.checked import Checked
+from harness.origin import BENCHMARKS, Origin
 
 __all__ = ["RESULTS", "Result", "all_results", "question_of", "without_peer"]
 
@@ -28,13 +26,13 @@ class Result:
         name: of the file.
         benchmark: whose it is.
         data: as written.
-        today: hashes of the parts that the benchmark measures.
+        sample: the latest that was held against it (``harness.checked``).
     """
 
     name: str
     benchmark: str
     data: dict[str, Any]
-    today: dict[str, str]
+    sample: Checked | None = None
 
     @cached_property
     def origins(self) -> tuple[Origin, ...]:
@@ -53,29 +51,14 @@ class Result:
         """All targets that numbers were held against, each with the question and case of its row."""
         return [{**check, "row": row} for row in self.rows for check in row["checks"]]
 
-    @cached_property
-    def stale_cases(self) -> dict[str, tuple[str, ...]]:
-        """What changed since each stale case was made."""
-        return {
-            case: changed
-            for origin in self.origins
-            if (changed := origin.differing(self.today))
-            for case in origin.cases
-        }
-
-    @property
-    def shown_as(self) -> str:
-        """The file with its rows as a person reads them: as tables where it has been rendered."""
-        return f"{self.name}.md" if (RESULTS / f"{self.name}.md").exists() else f"{self.name}.json"
-
     @property
     def is_stale(self) -> bool:
-        return bool(self.stale_cases) or not self.origins
+        """Whether its latest sample contradicts it."""
+        return self.sample is not None and bool(self.sample.contradicted)
 
     @property
-    def is_afterwards(self) -> bool:
-        """Whether some of its hashes were taken from git and not by the run."""
-        return any(each.recorded == AFTERWARDS for each in self.origins)
+    def versions(self) -> list[str]:
+        return sorted({each.version for each in self.origins})
 
     @property
     def dates(self) -> list[str]:
@@ -88,11 +71,14 @@ class Result:
 
 def all_results(folder: Path = RESULTS) -> list[Result]:
     """Every result file of ``folder``, by name."""
+    samples = {each.name: each for each in checked.read()}
     found: list[Result] = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        benchmark = data.get("benchmark", "torch_versions")
-        found.append(Result(path.stem, benchmark, data, module_hashes(benchmark)))
+        result = Result(path.stem, data.get("benchmark", "torch_versions"), data)
+        sample = samples.get(path.stem)
+        since = sample is not None and sample.origin.machine["date"] >= max(result.dates, default="")
+        found.append(replace(result, sample=sample) if since else result)
     return found
 
 

@@ -33,7 +33,7 @@ MISSED = (
     "resnet101",
     "vgg16",
     "resnet50 at full size",
-)  # in results/models.md, on 2026-11-21
+)  # in results/models.json, on 2026-11-21
 CASES = (*PATH, *MISSED)
 PAIRS = 9
 ROUNDS = 25

@@ -23,6 +23,7 @@ extensions = ["myst_parser"]
 root_doc = "docs/site/index"
 include_patterns = [
     "docs/**",
+    "build/pages/*.md",
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -30,7 +31,7 @@ include_patterns = [
     "benchmarks/README.md",
     "benchmarks/notes/*.md",
 ]
-exclude_patterns = [".*", "src", "tests", "build", "dist", "benchmarks/results"]
+exclude_patterns = [".*", "src", "tests", "build/site", "dist", "benchmarks/results"]
 source_suffix = {".md": "markdown"}
 
 myst_heading_anchors = 4
@@ -45,7 +46,7 @@ pygments_style = "default"
 pygments_dark_style = "monokai"
 nitpicky = True
 
-# A result file in Markdown is shown as it is, not built: hundreds of rows that have a table in docs/benchmarks.md.
+# A result file in Markdown is shown as it is, not built: hundreds of rows.
 _RESULT = re.compile(r"\]\(((?:\.\./)*(?:benchmarks/)?results/[^)#]+\.md)\)")
 
 

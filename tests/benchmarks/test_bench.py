@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -10,11 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from harness import bench, checked
+from harness import bench, checked, origin
 from harness.bench import SELECTION
 from harness.checked import compared, counted
 from harness.origin import Origin
-from publish import benchmarks_page
 
 APART = {"gpu", "torch_versions"}
 """These have make targets of their own."""
@@ -44,14 +44,24 @@ def test_every_selection_names_cases_that_there_are(selection: bench.Selection) 
         assert any(word in each for each in known), f"{selection.name} has no {word}"
 
 
-def test_a_selection_that_ran_with_todays_sources_is_not_run_again(
+def test_a_sample_of_this_commit_is_not_run_again_and_one_of_another_runs_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "BENCH", tmp_path)
+    monkeypatch.setattr(origin, "_checked_out", lambda: ("1111", False))
     [whole] = [each for each in SELECTION if each.name == "promises"]
+    [resumed] = [each for each in SELECTION if each.name == "planners"]
     assert bench._selected(whole) is not None
-    monkeypatch.setattr(bench, "current_cases", lambda name, path: {"some case"})
+    for each in (whole, resumed):
+        data = {"origins": [Origin("1111", False, "1", cases=("some case",)).to_json()]}
+        (tmp_path / f"{each.name}.json").write_text(json.dumps(data), encoding="utf-8")
     assert bench._selected(whole) is None
+    assert "--resume" in (bench._selected(resumed) or [])
+    assert (tmp_path / "planners.json").exists()
+    monkeypatch.setattr(origin, "_checked_out", lambda: ("2222", False))
+    assert bench._selected(whole) is not None
+    assert bench._selected(resumed) is not None
+    assert not list(tmp_path.glob("*.json")), "what is of another commit is not gone on with"
 
 
 def _row(case: str, **columns: object) -> dict[str, object]:
@@ -64,19 +74,34 @@ def test_bytes_and_counts_are_compared_and_seconds_are_not() -> None:
     assert counted(ours, theirs) == (2, 1)
 
 
-def test_what_was_found_is_kept_and_shown(tmp_path: Path) -> None:
-    check = {"what": "peak", "value": 3, "target": 2, "relation": "<=", "passed": False}
-    rows = [{**_row("a", peak_bytes=10), "checks": [check, {**check, "passed": True}]}]
-    origins = [
-        Origin("c0ffee1234", False, {"step": "old"}, {"date": "2026-01-02", "cpu": "x", "cores": 2}, cases=("q:a",))
-    ]
-    found = {"rows": rows, "origins": [each.to_json() for each in origins], "failures": [{"case": "q:b", "error": "E"}]}
-    one = compared("planners", found, [_row("a", peak_bytes=11)])
-    assert (one.targets, len(one.missed), one.same, one.other, one.is_current) == (2, 1, 0, 1, False)
-    checked.write([one], tmp_path / "checked.json")
-    assert checked.read(tmp_path / "checked.json") == [one]
-    page = benchmarks_page.page([], [one])
-    assert "| planners | 1 | 1 of 2; 1 cases failed | 0 | 1 | older |" in page
-    assert "planners: q, a: peak 3, not <= 2" in page
-    assert "2026-01-02 at c0ffee1" in page
-    assert "Checked again" not in benchmarks_page.page([])
+CHECK = {"what": "peak", "value": 3, "target": 2, "relation": "<=", "passed": False}
+MADE = Origin("c0ffee1234", False, "1", {"date": "2026-01-02"}, cases=("q:a",)).to_json()
+
+
+def _sample(passed: bool, failures: list[dict[str, str]]) -> dict[str, object]:
+    rows = [{**_row("a", peak_bytes=10), "checks": [{**CHECK, "passed": passed}, {**CHECK, "what": "bits"}]}]
+    return {"rows": rows, "origins": [MADE], "failures": failures}
+
+
+def test_a_sample_contradicts_what_the_result_met_and_no_more() -> None:
+    sample = _sample(False, [{"case": "q:b", "error": "E"}])
+    committed = _sample(True, [])
+    one = compared("planners", sample, committed)
+    assert one.targets == 2
+    assert one.missed == ("q, a: peak 3, not <= 2", "q, a: bits 3, not <= 2")
+    assert one.contradicted == ("q, a: peak 3, not <= 2", "q:b failed: E")
+    assert one.held == ""
+    same = compared("planners", sample, sample)
+    assert (same.contradicted, same.same, same.other) == ((), 1, 0)
+    assert same.held == "2026-01-02 at c0ffee1"
+
+
+def test_what_was_found_is_kept_with_when_it_last_held(tmp_path: Path) -> None:
+    path = tmp_path / "checked.json"
+    held = compared("planners", _sample(True, []), _sample(True, []))
+    checked.write([held], path)
+    assert checked.read(path) == [held]
+    checked.write([compared("planners", _sample(False, []), _sample(True, []))], path)
+    [again] = checked.read(path)
+    assert again.contradicted
+    assert again.held == held.held
