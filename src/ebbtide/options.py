@@ -42,19 +42,18 @@ __all__ = [
 ]
 
 GRADIENTS = ("loss", "all")
-Rewrites = Literal["exact", "in-place", "all", "reordered", "none"]
+Rewrites = Literal["exact", "in-place", "all", "none"]
 """What may take the place of parts of a step (:attr:`Options.rewrites`)."""
 REWRITES: tuple[Rewrites, ...] = get_args(Rewrites)
 _RULES: dict[Rewrites, tuple[str, ...]] = {
     "exact": ("linear-cross-entropy",),
     "in-place": ("linear-cross-entropy", "in-place"),
     "all": ("linear-cross-entropy", "feed-forward", "attention", "in-place"),
-    "reordered": ("linear-cross-entropy", "reordered-cross-entropy"),
     "none": (),
 }
 """Of ``rewrites``, by their names (``rewrites.choices``): those that are tried first."""
 _FURTHER: tuple[str, ...] = ("feed-forward", "attention", "in-place")
-_WITH_FURTHER: tuple[Rewrites, ...] = ("exact", "reordered")
+_WITH_FURTHER: tuple[Rewrites, ...] = ("exact",)
 """Those of ``rewrites`` with which these are tried where the first ones give no plan, or a dear one."""
 SECOND_PASS = "second-pass"
 """The one that is used whatever is asked for, where updates wait for all gradients."""
@@ -93,8 +92,7 @@ class Options:
     rewrites: Rewrites | None = None
     """What may take the place of parts of the step. ``"exact"``, also meant by ``None``: what gives the same bits in
     less memory, where the budget asks for it; ``"in-place"``: that, and elementwise ops that write over what dies;
-    ``"all"``: both, and feed-forward layers in slices; ``"reordered"``: as ``"exact"``, and a head's weight may have a
-    gradient of other last bits; ``"none"``: nothing."""
+    ``"all"``: both, and feed-forward layers in slices; ``"none"``: nothing."""
     offload_optimizer: bool = False
     """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
     step: Literal["outside", "inside"] | None = None

@@ -38,7 +38,7 @@ ONLY = {
 """Of classes that do more, what users may rely on."""
 WRITTEN = {
     "ModelT": "torch.nn.Module",
-    "Rewrites": "Literal['exact', 'in-place', 'all', 'reordered', 'none']",
+    "Rewrites": "Literal['exact', 'in-place', 'all', 'none']",
     "AnyOptimizer": "torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]",
     "Interrupt": "ebbtide.planners.Interrupt",
     "PlanRecord": "Plan",

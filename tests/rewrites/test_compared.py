@@ -19,7 +19,6 @@ from ebbtide.rewrites.feed_forward.rule import TileRule
 from ebbtide.rewrites.feed_forward.tiled import Tiled
 from ebbtide.rewrites.heads import facts as head_facts
 from ebbtide.rewrites.heads import kernels as head_kernels
-from ebbtide.rewrites.heads.reordered import ReorderedHeadRule
 from ebbtide.rewrites.heads.rule import HeadRule
 from ebbtide.rewrites.in_place.forms import InPlace
 from ebbtide.rewrites.in_place.rule import InPlaceRule
@@ -106,15 +105,6 @@ def test_tiles_and_islands_are_held_too(rule: Rule) -> None:
 
 def plain_ops(plan: ebbtide.Plan) -> int:
     return sum(op.target.startswith("aten.") for op in plan.program.ops)
-
-
-def test_what_has_other_bits_by_request_is_not_held_to_eagers() -> None:
-    for plan in planned(ReorderedHeadRule(), FORMS["bias"](), arguments(), room=10**9):
-        model = ebbtide.fit(FORMS["bias"](), plan, progress=None)
-        trained(model, arguments())
-        step = ebbtide.step_of(model)
-        assert step is not None
-        assert step.rewrites_held == {WHOLE: 2}  # the loss, and the gradient of the hidden states
 
 
 def test_what_there_is_no_room_for_is_held_in_samples_or_rests_on_facts() -> None:

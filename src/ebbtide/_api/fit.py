@@ -111,10 +111,7 @@ def fit(
             so are feed-forward layers and attention by products and a softmax, and results of elementwise ops go where
             an operand was that nobody else reads. Whether slices have the bits of the whole is measured first.
             ``"all"``: all of this wherever the step does not fit as it is. ``"in-place"``: there the loss and the
-            results of elementwise ops alone.
-            ``"reordered"``: as ``"exact"``, and the gradient of a head's weight may be added up from slices of tokens,
-            with other last bits than eager's: the plan states the largest difference seen. ``"none"``: the step is
-            planned as it was captured.
+            results of elementwise ops alone. ``"none"``: the step is planned as it was captured.
         offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
             back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
             budget also holds at ``optimizer.step()``, with what that takes while it runs.

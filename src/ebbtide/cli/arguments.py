@@ -130,8 +130,7 @@ OptimizerName = Annotated[
 Rewrites = Annotated[
     str | None,
     typer.Option(
-        help="what may replace parts of the step: exact (the default), in-place and all keep all bits, reordered "
-        "changes the last ones of a gradient; or none",
+        help="what may replace parts of the step: exact (the default), in-place or all, which keep all bits; or none",
         autocompletion=_beginning(lambda: REWRITES),
     ),
 ]

@@ -23,7 +23,6 @@ from ebbtide.rewrites.attention.rule import AttentionRule, left_attention
 from ebbtide.rewrites.facts import Fact, measured
 from ebbtide.rewrites.feed_forward.rule import TileRule, left_regions
 from ebbtide.rewrites.heads.kernels import KEPT
-from ebbtide.rewrites.heads.reordered import ReorderedHeadRule, stated
 from ebbtide.rewrites.heads.rule import HeadRule, left_heads
 from ebbtide.rewrites.in_place.rule import InPlaceRule, lowers
 from ebbtide.rewrites.replaced import Replaced
@@ -50,7 +49,6 @@ __all__ = [
 
 RULES: tuple[Rule, ...] = (
     HeadRule(),
-    ReorderedHeadRule(),
     TileRule(),
     AttentionRule(),
     SecondPassRule(),
@@ -240,15 +238,7 @@ class Choice:
 
         calls = (is_measured(call, device) for call in self.captured.calls)
         ops = tuple(priced(op, known=known) for op, known in zip(measured.ops, calls, strict=True))
-        return Costed(self._stated(), replace(measured, ops=ops))
-
-    def _stated(self) -> tuple[Rewrite, ...]:
-        """The rewrites, with what each changes of the numbers where one does."""
-        return tuple(
-            stated(stage.before, each) if isinstance(stage.rule, ReorderedHeadRule) else each
-            for stage in self.stages
-            for each in stage.rewrites
-        )
+        return Costed(self.rewrites, replace(measured, ops=ops))
 
     def assumed(self, program: Program) -> Costed:
         """With estimated costs, for a machine that is not at hand."""

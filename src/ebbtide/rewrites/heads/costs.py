@@ -33,14 +33,6 @@ class Estimate:
     workspace_bytes: int
 
 
-def _accumulated_bytes(head: Head) -> int:
-    """Of the sums over rows, and of what is added to them, where neither is the result."""
-    sizes = head.sizes
-    if sizes.dtype == sizes.softmax:
-        return 0
-    return sizes.vocabulary * (sizes.width + 1) * (sizes.softmax.itemsize + sizes.dtype.itemsize)
-
-
 def _longest(length: int, size: int) -> int:
     return max(end - begin for begin, end in spans(length, size))
 
@@ -112,10 +104,6 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
         ),
         "backward_by_rows": Estimate(in_rows + softmax + 2 * cast + backward + hidden, by_rows),
         "settle_guess": Estimate(0.0, by_rows),
-        "backward_in_sums": Estimate(
-            in_rows + softmax + 2 * cast + backward + hidden + max(weight, 2 * reading) + sums,
-            by_rows + _accumulated_bytes(head),
-        ),
     }
     if columns := settings.get("columns", 0):
         by_columns = _column_bytes(head, columns)

@@ -22,7 +22,6 @@ __all__ = [
     "row_facts",
     "rows_of_logits_hold",
     "softmax_facts",
-    "weight_of_made_up",
 ]
 
 _aten = torch.ops.aten
@@ -219,12 +218,6 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
     yield Fact(
         f"columns of weight {sizes} by {columns}", f"{columns} rows of the weight's gradient", weight, weight_hold
     )
-
-
-def weight_of_made_up(sizes: HeadSizes, classes: int) -> tuple[Tensor, Tensor]:
-    """Normal numbers as the gradient of the logits of some classes, and as hidden states."""
-    few = replace(sizes, vocabulary=min(sizes.vocabulary, classes))
-    return _normal_logits(few, sizes.dtype, 4), _h(sizes)
 
 
 def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:

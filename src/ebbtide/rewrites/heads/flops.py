@@ -24,7 +24,6 @@ PRODUCTS: dict[str, Callable[..., float]] = {
     "forward_that_keeps": lambda *_: 1,
     "backward_over_kept": lambda *call: 1 + bool(call[-1]),
     "backward_by_rows": lambda *_: 2,
-    "backward_in_sums": lambda *_: 3,
     "settle_guess": lambda *_: 0,  # where it was right
     "backward_by_columns": lambda *_: 2,
     "backward_by_other_columns": lambda known, _, __, wt, *___: 2 - known.shape[1] / wt.shape[1],

@@ -4,8 +4,6 @@
 2. ``guessed``: nothing of N x V; the forward makes the gradient of the hidden states by a guess, and a share of the
    logits' gradient where that is worth it; one product more, less that share. With a frozen weight none more.
 3. ``rows``: nothing of N x V, no guess; two products more, with a frozen weight one.
-4. ``summed``, on request: as ``rows``, with the gradient of the weight added up from rows; one product more, and other
-   last bits of that gradient than eager's.
 
 Where labels are smoothed there is ``kept`` alone.
 """
@@ -26,7 +24,7 @@ from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.heads import kernels as head_kernels
 from ebbtide.rewrites.heads.facts import column_facts, row_facts, softmax_facts
 from ebbtide.rewrites.heads.find import VIEWS, Head, find_heads
-from ebbtide.rewrites.heads.kernels import GUESSED, KEPT, ROWS, SUMMED
+from ebbtide.rewrites.heads.kernels import GUESSED, KEPT, ROWS
 from ebbtide.rewrites.heads.slices import known_columns
 from ebbtide.rewrites.spans import LEAST
 from ebbtide.step.rewrite import Rewrite
@@ -35,11 +33,9 @@ from ebbtide.torch_seams.dispatcher import OpOverload
 from ebbtide.torch_seams.fake_tensors import mode_of
 from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["REORDERED", "RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten", "summed_forms_of"]
+__all__ = ["RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten"]
 
 RULE = "linear-cross-entropy"
-REORDERED = "reordered-cross-entropy"
-"""The rule of form 4."""
 _ops = getattr(torch.ops, head_kernels.NAMESPACE)
 _PARTS = (4, 16, 64)
 """Of N x V, what slices take at a time."""
@@ -64,14 +60,6 @@ def forms_of(head: Head) -> Iterator[Rewrite]:
         yield _rewrite(head, ROWS, rows=rows, columns=columns if trained else 0)
 
 
-def summed_forms_of(head: Head) -> Iterator[Rewrite]:
-    """Form 4; none where the weight is frozen, for which ``rows`` is as good, or labels are smoothed."""
-    if head.weight_gradient is None or head.smoothing is not None:
-        return
-    for part in _PARTS:
-        yield _rewrite(head, SUMMED, rule=REORDERED, rows=max(LEAST, head.sizes.rows // part))
-
-
 def larger_slices_of(head: Head, rewrite: Rewrite) -> Iterator[Rewrite]:
     """``rewrite`` with larger slices of rows, of columns or of both, what takes the least memory first.
 
@@ -87,7 +75,7 @@ def larger_slices_of(head: Head, rewrite: Rewrite) -> Iterator[Rewrite]:
 
     for found in sorted(itertools.product(*sizes), key=share)[1:]:
         made = settings | dict(zip(axes, found, strict=True))
-        yield _rewrite(head, rewrite.form, rule=rewrite.rule, **made)
+        yield _rewrite(head, rewrite.form, **made)
 
 
 def _doubled(size: int, most: int) -> list[int]:
@@ -98,9 +86,9 @@ def _doubled(size: int, most: int) -> list[int]:
     return found
 
 
-def _rewrite(head: Head, form: str, *, rule: str = RULE, **settings: int) -> Rewrite:
-    made = Rewrite(rule, head.loss.name, head.name, form, tuple(settings.items()))
-    return Rewrite(rule, made.at, made.where, form, made.settings, tuple(each.says for each in facts_of(head, made)))
+def _rewrite(head: Head, form: str, **settings: int) -> Rewrite:
+    made = Rewrite(RULE, head.loss.name, head.name, form, tuple(settings.items()))
+    return Rewrite(RULE, made.at, made.where, form, made.settings, tuple(each.says for each in facts_of(head, made)))
 
 
 def facts_of(head: Head, rewrite: Rewrite) -> list[Fact]:
@@ -200,7 +188,7 @@ class _Writer:
 
     def write(self) -> None:
         """All of it; what it replaces goes where nothing else reads it."""
-        {KEPT: self._kept, GUESSED: self._guessed, ROWS: self._rows, SUMMED: self._summed}[self.form]()
+        {KEPT: self._kept, GUESSED: self._guessed, ROWS: self._rows}[self.form]()
         self.graph.lint()
 
     def _of(self, node: fx.Node | None) -> Any:
@@ -221,20 +209,11 @@ class _Writer:
         call = (kept, h, wt, bias, labels, tangent, total_weight, numbers, *last)
         self._all_gradients(_ops.backward_over_kept.default, call)
 
-    def _summed(self) -> None:
-        call, *_ = self._forward_by_rows()
-        self._all_gradients(_ops.backward_in_sums.default, call)
-
-    def _forward_by_rows(self) -> tuple[tuple[Any, ...], Any, fx.Node, fx.Node]:
-        """The op in the place of the loss; what a backward op by rows takes, and of that what others take too."""
-        call = (*self.operands, *self.how, self.dtype, self.settings["rows"])
-        total_weight, statistics = self._forward(_ops.forward_by_rows.default, call)
-        tangent = self._of(self.head.tangent)
-        last = (*self.how, self.dtype, self.settings["rows"])
-        return (*self.operands, tangent, total_weight, *last), tangent, total_weight, statistics
-
     def _rows(self) -> None:
-        call, tangent, total_weight, statistics = self._forward_by_rows()
+        last = (*self.how, self.dtype, self.settings["rows"])
+        total_weight, statistics = self._forward(_ops.forward_by_rows.default, (*self.operands, *last))
+        tangent = self._of(self.head.tangent)
+        call = (*self.operands, tangent, total_weight, *last)
         before = self.nodes[self.head.hidden_gradient]
         hidden = self._issue(_ops.backward_by_rows.default, call, before, self.head.hidden_gradient)
         self._replace(self.head.hidden_gradient, hidden)

@@ -20,8 +20,6 @@ whole, where slices of a product are the rows or columns of the whole product (`
    are those of the kernel, taken apart: over the products, and over the weights, by which a mean is divided.
 8. What is made of the logits before their softmax, each number for itself (``heads.between``), is made of slices, and
    so is the gradient of that.
-9. On request the gradient of the weight is added up from rows, which definition 3 is there to avoid: its last bits are
-   other ones than eager's. All other results are eager's.
 
 ``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` as many as ``cut`` leaves of
 N (``heads.cuts``); ``class_weights`` are V numbers or ``None``. ``dtype`` is that of the softmax; ``reduction`` 0 is
@@ -47,20 +45,18 @@ from ebbtide.rewrites.heads.slices import (
     loss_and_weight,
     loss_of,
     refuse_other_labels,
-    softmax_rows,
     statistics_of,
-    sum_of_rows,
     tangents_of,
     targets_of,
 )
 from ebbtide.rewrites.spans import spans
 from ebbtide.torch_seams.autograd import in_backward, keeps_graph
 
-__all__ = ["GUESSED", "KEPT", "NAMESPACE", "OVERWRITES", "ROWS", "SETTLES", "SUMMED"]
+__all__ = ["GUESSED", "KEPT", "NAMESPACE", "OVERWRITES", "ROWS", "SETTLES"]
 
 NAMESPACE = "ebbtide_rewrites"
-KEPT, GUESSED, ROWS, SUMMED = "kept", "guessed", "rows", "summed"
-"""Forms: definitions 4, 5, neither of them, and 9."""
+KEPT, GUESSED, ROWS = "kept", "guessed", "rows"
+"""Forms: definitions 4, 5, and neither of them."""
 OVERWRITES = f"{NAMESPACE}.backward_over_kept.default"
 """Target of the op that writes over its first argument, or over a copy where the graph is retained."""
 SETTLES = f"{NAMESPACE}.settle_guess.default"
@@ -270,46 +266,6 @@ def backward_by_rows(
     """The gradient of ``h`` (definition 1)."""
     how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
     return hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::backward_in_sums", mutates_args=())
-def backward_in_sums(
-    h: Tensor,
-    wt: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    tangent: Tensor,
-    total_weight: Tensor,
-    reduction: int,
-    ignore_index: int,
-    cut: Sequence[int],
-    class_weights: Tensor | None,
-    between: str,
-    dtype: torch.dtype,
-    rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of ``h``, of the weight (V x D) and of the bias, the last two by definition 9."""
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
-    tangents = tangents_of(how, tangent)
-    hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
-    weight = torch.zeros((wt.shape[1], h.shape[1]), dtype=dtype, device=h.device)
-    sums = torch.zeros((0 if bias is None else wt.shape[1],), dtype=dtype, device=h.device)
-    for a, b in spans(h.shape[0], rows):
-        softmax, made = softmax_rows(h[a:b], wt, bias, how, dtype)
-        part = gradient_rows(softmax, how, tangents, total_weight, a, b)
-        del softmax
-        part = taken_back(between, part, made, h.dtype)
-        torch.mm(part, wt.t(), out=hidden[a:b])
-        sum_of_rows(weight, part, h[a:b])
-        if bias is not None:
-            sums.add_(torch.sum(part, [0]))
-        del part, made
-    return hidden, weight.to(h.dtype), sums.to(h.dtype)
-
-
-@backward_in_sums.register_fake
-def _(h, wt, bias, *_: object):  # type: ignore[no-untyped-def]
-    return torch.empty_like(h, memory_format=torch.contiguous_format), *_two(h, wt, bias)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::settle_guess", mutates_args=())

@@ -39,7 +39,6 @@ _TAKES = {
     "forward_that_keeps": (),
     "backward_over_kept": ("kept",),
     "backward_by_rows": (),
-    "backward_in_sums": (),
     "settle_guess": ("hidden",),
     "backward_by_columns": ("statistics",),
     "backward_by_other_columns": ("known", "statistics"),
@@ -51,13 +50,10 @@ _GIVES: dict[str, tuple[str, ...]] = {
     "forward_that_keeps": ("loss", "total_weight", "kept", "row_sums"),
     "backward_over_kept": ("hidden_gradient", "weight_gradient", "bias_gradient"),
     "backward_by_rows": ("hidden_gradient",),
-    "backward_in_sums": ("hidden_gradient", "weight_gradient", "bias_gradient"),
     "settle_guess": ("hidden_gradient",),
     "backward_by_columns": ("weight_gradient", "bias_gradient"),
     "backward_by_other_columns": ("weight_gradient", "bias_gradient"),
 }
-_OTHERWISE = {"backward_in_sums": ("weight_gradient", "bias_gradient")}
-"""Of these results, those whose bits are not the captured ones."""
 _PARTS = frozenset({"statistics", "hidden", "known", "kept"})
 
 
@@ -128,10 +124,7 @@ class _Proof(StandIns):
             numbers = None if head.smoothing is None else head.smoothing.numbers
             self.require(same(self.claim(given["numbers"]), numbers), f"{node.name} smooths by other numbers")
         results = [self._result(name, head, given) for name in _GIVES[kind]]
-        alike = [
-            None if name in _OTHERWISE.get(kind, ()) else head.bias_gradient if each == ("sums", head.loss) else each
-            for name, each in zip(_GIVES[kind], results, strict=True)
-        ]
+        alike = [head.bias_gradient if each == ("sums", head.loss) else each for each in results]
         self.stands_for(node, alike, head_sample(head.sizes, given, kind))
         return Results(results) if len(results) > 1 else results[0]
 

@@ -28,7 +28,6 @@ __all__ = [
     "refuse_other_labels",
     "softmax_rows",
     "statistics_of",
-    "sum_of_rows",
     "tangents_of",
     "targets_of",
     "weighted_loss",
@@ -260,14 +259,6 @@ def gradients_by_columns(
             torch.sum(part, [0], out=sums[a:b])
         del part
     return weight, sums
-
-
-def sum_of_rows(whole: Tensor, part: Tensor, h: Tensor) -> None:
-    """Add to ``whole``, in the type of the softmax, what some rows give to the gradient of the weight."""
-    if whole.dtype == h.dtype:
-        whole.addmm_(part.t(), h)
-    else:
-        whole.add_(torch.mm(part.t(), h))
 
 
 def known_columns(length: int, share: float, columns: int) -> int:
