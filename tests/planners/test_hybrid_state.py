@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.planners.base import Interrupt
-from ebbtide.planners.hybrid import local_search
 from ebbtide.planners.hybrid.choice import Choice, schedule_of
 from ebbtide.planners.hybrid.floor import floor_with_tiers
 from ebbtide.planners.hybrid.state import HybridState
+from ebbtide.planners.search import local_search
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.step.legality import check
 from ebbtide.step.machine import Link, Machine
@@ -96,7 +96,6 @@ def test_searches_keep_to_the_simulator(
         local_search.clean_up(state, budget)
         tight = state.overhead
         local_search.anneal(state, budget, 20, 1, Interrupt(), moves_only=moves_only)
-        local_search.exchange(state, budget, Interrupt())
         _hold_against_the_simulator(state, machine)
         assert state.peak_bytes <= budget
         assert state.overhead <= tight

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 
 from ebbtide.planners.search import jit
+from ebbtide.planners.search.jit import Words
 
 
 def test_a_file_of_other_sources_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +24,21 @@ def test_a_file_of_other_sources_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(jit, "sources_digest", lambda: "another")
     second = jit.inner(three)
     assert second._cache._cache_file._source_stamp != kept  # type: ignore[attr-defined]
+
+
+def test_functions_of_one_name_in_two_modules_are_two() -> None:
+    """Numba takes external functions of one symbol and signature for one."""
+
+    def answer(m: Words) -> int:
+        return m[0]
+
+    def other(m: Words) -> int:
+        return m[1]
+
+    other.__name__, other.__module__ = answer.__name__, "elsewhere"
+    first, second = jit.apart(answer), jit.apart(other)
+    words = cast(Words, np.array([5, 7]))
+    assert (first(words), second(words)) == (5, 7)
 
 
 def test_the_digest_covers_every_module_with_compiled_code() -> None:

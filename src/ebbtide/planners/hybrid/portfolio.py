@@ -30,10 +30,10 @@ from ebbtide.planners.base import (
     tiers_order,
 )
 from ebbtide.planners.bounds.cut_bound import WORK
-from ebbtide.planners.hybrid import local_search
 from ebbtide.planners.hybrid.bounds import lane_bounds
 from ebbtide.planners.hybrid.choice import Choice, choice_of
 from ebbtide.planners.hybrid.state import HybridState
+from ebbtide.planners.search import local_search
 from ebbtide.planners.search.greedy import HEAT, HOTTEST, PROVEN, assert_within
 from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.step.schedule import Schedule

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ebbtide.planners.base import Interrupt
-from ebbtide.planners.hybrid import local_search
 from ebbtide.planners.hybrid.choice import Choice, choice_of
 from ebbtide.planners.hybrid.floor import floor_with_tiers
 from ebbtide.planners.hybrid.state import HybridState
+from ebbtide.planners.search import local_search
+from ebbtide.planners.search.local_search import DESCENT
 from ebbtide.step.machine import Link
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Schedule
@@ -18,7 +19,6 @@ __all__ = ["smallest_with_tiers"]
 
 RUNS_PER_MOVE = 1000
 ENOUGH = 1.015  # times the floor, as in search.smallest
-STEPS = (0.12, 0.03, 0.01, 0.003)  # share of the peak taken off at once; the next smaller one when that fails
 
 
 def smallest_with_tiers(
@@ -60,8 +60,8 @@ def smallest_with_tiers(
 def _descend(state: HybridState, target: int, interrupt: Interrupt, tell: Callable[[int], None]) -> None:
     """Lower the peak step by step, as far as repairing works."""
     level = 0
-    while state.peak_bytes > target and not interrupt and not state.exhausted and level < len(STEPS):
-        goal = max(target, int(state.peak_bytes * (1.0 - STEPS[level])))
+    while state.peak_bytes > target and not interrupt and not state.exhausted and level < len(DESCENT):
+        goal = max(target, int(state.peak_bytes * (1.0 - DESCENT[level])))
         before = state.choice
         if any(_reached(state, before, goal, interrupt, lane) for lane in (0.0, 0.5)):
             level = max(level - 1, 0)

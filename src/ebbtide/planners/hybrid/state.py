@@ -11,12 +11,12 @@ from typing import cast
 
 import numpy as np
 
-from ebbtide.planners.hybrid import clock as _clock
 from ebbtide.planners.hybrid.choice import Choice, schedule_of
+from ebbtide.planners.search import clock as _clock
 from ebbtide.planners.search import interval_kernels as _runs
 from ebbtide.planners.search import layout as L
 from ebbtide.planners.search.interval_state import COST_RESOLUTION, IntervalState
-from ebbtide.planners.search.jit import Ints
+from ebbtide.step.arrays import Ints
 from ebbtide.step.machine import Link
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Schedule
@@ -38,6 +38,7 @@ class HybridState(IntervalState):
         self.tiers = tuple(links)[: L.MOST_TIERS]
         self._links = [links[tier] for tier in self.tiers]
         self._array[L.H_BASE] = self.base_cost
+        self._array[L.H_TIERS] = len(self.tiers)
         first = int(self._array[L.H_BUFFERS])
         self._buffers = self._array[first : int(self._array[L.H_BUFFERS_END])].reshape(-1, L.B_COLUMNS)
         self._first = first
@@ -50,9 +51,9 @@ class HybridState(IntervalState):
                     break
 
     @property
-    def overhead(self) -> float:
-        """The makespan over the unplanned step's time, minus one."""
-        return _clock.makespan(self.memory) / max(self.base_cost, 1) - 1.0
+    def cost(self) -> int:
+        """What searches make small: the makespan beyond every op once."""
+        return _clock.makespan(self.memory) - self.base_cost
 
     @property
     def seconds(self) -> float:
@@ -66,15 +67,13 @@ class HybridState(IntervalState):
         held = np.flatnonzero(self._buffers[:, L.B_HOLD] >= 0).tolist()
         return self._choice(reruns, loads, [(b, int(self._buffers[b, L.B_HOLD])) for b in held])
 
-    def best_choice(self) -> Choice:
-        """The choice that the compiled search last saved as its best."""
-        first = int(self.memory[L.H_BEST_AT])
-        rows = self._array[first : first + 2 * int(self.memory[L.H_BEST_COUNT])].reshape(-1, 2)
-        reruns, loads = self._pairs(rows)
+    def load_best(self) -> None:
+        """Replace all by what the compiled search last saved as its best."""
+        reruns, loads = self._pairs(self._best_rows())
         first = int(self.memory[L.H_BEST_HOLDS])
         stages = self._array[first : first + len(self._buffers)]
         moved = sorted({b for b, _ in loads})
-        return self._choice(reruns, loads, [(b, int(stages[b])) for b in moved if stages[b] >= 0])
+        self.load_choice(self._choice(reruns, loads, [(b, int(stages[b])) for b in moved if stages[b] >= 0]))
 
     def load_choice(self, choice: Choice) -> None:
         """Take over a choice: what may not be, loads that nobody reads and holds that save no wait are left out."""

@@ -40,7 +40,6 @@ from ebbtide.planners.search.layout import (
     B_STORED,
     B_TIER,
     H_BEST_AT,
-    H_BEST_COST,
     H_BEST_COUNT,
     H_BEST_HOLDS,
     H_BETWEEN,
@@ -604,7 +603,6 @@ def save_best(m: Words) -> None:
             m[m[H_BEST_AT] + 2 * count + 1] = m[v + N_STAGE]
             count += 1
     m[H_BEST_COUNT] = count
-    m[H_BEST_COST] = m[H_COST]
     if m[H_LOADS] > 0:
         for b in range(m[H_BUFFERS], m[H_BUFFERS_END], B_COLUMNS):
             m[m[H_BEST_HOLDS] + (b - m[H_BUFFERS]) // B_COLUMNS] = m[b + B_HOLD]

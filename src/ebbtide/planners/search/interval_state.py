@@ -61,9 +61,14 @@ class IntervalState:
         return max(int(self.memory[self.memory[L.H_TOP] + 1]), 0)
 
     @property
+    def cost(self) -> int:
+        """What searches make small, in units of :data:`COST_RESOLUTION`: the cost of all reruns."""
+        return int(self.memory[L.H_COST])
+
+    @property
     def overhead(self) -> float:
-        """Cost of all reruns as a fraction of the unplanned step."""
-        return int(self.memory[L.H_COST]) / max(self.base_cost, 1)
+        """:attr:`cost` as a fraction of the unplanned step."""
+        return self.cost / max(self.base_cost, 1)
 
     def allow_work(self, runs: int) -> None:
         """Let searches walk this many more runs, and then stop with the best they have: effort by count, no clock."""
@@ -119,11 +124,14 @@ class IntervalState:
         runs = used[np.lexsort((used[:, L.N_OP], used[:, L.N_STAGE])), :2]
         return list(zip(runs[:, 0].tolist(), runs[:, 1].tolist(), strict=True))
 
-    def best_reruns(self) -> list[tuple[int, int]]:
-        """The reruns that the compiled search last saved as its best."""
+    def load_best(self) -> None:
+        """Replace all by what the compiled search last saved as its best."""
+        self.load(cast("list[tuple[int, int]]", self._best_rows().tolist()))
+
+    def _best_rows(self) -> Ints:
+        """Rows saved as the best, shape ``(count, 2)``."""
         first = int(self.memory[L.H_BEST_AT])
-        pairs = self._array[first : first + 2 * int(self.memory[L.H_BEST_COUNT])].reshape(-1, 2)
-        return list(zip(pairs[:, 0].tolist(), pairs[:, 1].tolist(), strict=True))
+        return self._array[first : first + 2 * int(self.memory[L.H_BEST_COUNT])].reshape(-1, 2)
 
     def load(self, reruns: Iterable[tuple[int, int]]) -> None:
         """Replace all reruns; those that may not run where they are placed are left out."""

@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "None": (types.void, None),
 }
 
-COMPILED = ("chains", "hybrid", "published", "search")
+COMPILED = ("chains", "published", "search")
 """Folders of planners with compiled code."""
 
 _compiling = threading.RLock()
@@ -139,7 +139,8 @@ def inner(function: Function) -> Function:
 class _Apart(types.ExternalFunction):
     """A C function: to numba an external symbol, to Python a callable that compiles at its first call.
 
-    Functions compile in the order of their definition, so that each finds the symbols that it calls.
+    Functions compile in the order of their definition, so that each finds the symbols that it calls. A symbol holds the
+    name of the module: to numba two external functions of one symbol and signature are one and the same.
     """
 
     waiting: ClassVar[list[_Apart]] = []
@@ -150,7 +151,7 @@ class _Apart(types.ExternalFunction):
         self._signature = kinds[-1][0](*(kind for kind, _ in kinds[:-1]))
         self._prototype = ctypes.CFUNCTYPE(kinds[-1][1], *(kind for _, kind in kinds[:-1]))
         self._call: Callable[..., Any] | None = None
-        super().__init__(f"ebbtide_{function.__name__}", self._signature)
+        super().__init__(f"{function.__module__}.{function.__name__}".replace(".", "_"), self._signature)
         self.waiting.append(self)
 
     def _compile(self) -> None:

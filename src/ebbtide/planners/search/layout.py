@@ -9,7 +9,7 @@ named by their *address* in that array:
 4. A rerun is the address of its row (columns ``N_*``), from ``H_NODES`` on. So is a load, whose column ``N_OP`` is
    the negative address of its buffer; free rows have -1 there.
 5. Stage ``t`` has a row of clocks (columns ``C_*``) at ``H_CLOCKS + t * C_COLUMNS``: when it begins, and until when
-   each lane is taken then. They are walked by ``hybrid.clock`` alone, and right for stages before ``H_STALE``.
+   each lane is taken then. They are walked by ``search.clock`` alone, and right for stages before ``H_STALE``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ ROW = 22
 # Columns of a buffer.
 B_BYTES, B_PRODUCER, B_PINNED, B_READ, B_READ_END, B_STAMP, B_STEP, B_ENDS = 0, 1, 2, 3, 4, 5, 6, 7
 B_LOADS, B_HOLD, B_NEXT_HOLD = 8, 9, 10  # ascending by stage; until which stage it is held; others held so long
-B_TIER, B_OUT, B_IN, B_OUT_SHARE, B_IN_SHARE = 11, 12, 13, 14, 15  # its tier, -1: none; cost of a move, and of that
-B_OUT_LANE, B_IN_LANE, B_STORED, B_COPIED = (
-    16,
-    17,
-    18,
-    19,
-)  # what computing loses; columns C_*; bytes; when it is copied
+B_TIER, B_OUT, B_IN, B_OUT_SHARE, B_IN_SHARE = (
+    11,
+    12,
+    13,
+    14,
+    15,
+)  # its tier (-1: none); costs
+B_OUT_LANE, B_IN_LANE, B_STORED, B_COPIED = 16, 17, 18, 19  # columns C_*; bytes in the tier; when it is copied
 B_STALL, B_ESTIMATE, B_FORBID = 20, 21, 22  # for how long its first free waits; the others as of ops
 B_COLUMNS = 23
 # Columns of clocks.
@@ -60,7 +61,8 @@ H_EARLY = 30  # 1: searches may place a rerun before the stage that uses it
 H_LOADS, H_CLOCKS, H_STALE, H_MAKESPAN, H_BEST_HOLDS = 31, 32, 33, 34, 35
 H_NEEDS, H_END = 36, 37  # per stage the loads that are read first there; end of all words
 H_MOVES_ONLY, H_BASE = 38, 39  # 1: searches rerun nothing; cost of every op once
-H_LEFT = 40  # bytes left in each tier
+H_TIERS = 40  # how many tiers buffers may be moved to; with any, searches judge by the makespan
+H_LEFT = 41  # bytes left in each tier
 HEADER = H_LEFT + MOST_TIERS
 # Kinds of journal rows.
 J_ADDED, J_REMOVED, J_LOCAL, J_LOADED, J_UNLOADED, J_HELD = 0, 1, 2, 3, 4, 5

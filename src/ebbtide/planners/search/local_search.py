@@ -1,5 +1,6 @@
-"""Interruptible searches on an interval state: repair to a budget, clean up, anneal, descend.
+"""Interruptible searches on an interval state: repair to a budget, clean up, time transfers, anneal, descend.
 
+What they make small is the state's objective: the cost of all reruns, or where buffers may be moved the makespan.
 Compiled moves run in chunks of some 30 ms, between which the interrupt is looked at and progress is told. What a
 search does depends on program, budget, seed and effort only, never on the clock, unless it is interrupted. Moves
 differ in price by orders of magnitude (a rerun chain through a recurrent layer is hundreds of runs), so besides moves
@@ -9,51 +10,89 @@ the runs that are walked are limited (``IntervalState.allow_work``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ebbtide.planners.base import Interrupt
-from ebbtide.planners.search import interval_kernels as _runs
+from ebbtide.planners.search import annealing as _annealing
 from ebbtide.planners.search import layout as L
 from ebbtide.planners.search import moves as _moves
+from ebbtide.planners.search import timing as _timing
+from ebbtide.planners.search.draws import random_state
 from ebbtide.planners.search.interval_state import NO_LIMIT, IntervalState
 
-__all__ = ["anneal", "clean_up", "descend", "repair"]
+__all__ = ["DESCENT", "anneal", "clean_up", "descend", "in_chunks", "repair", "tighten"]
 
 CHUNK_SECONDS = 0.03
 HOT = 0.002  # first temperature as a share of the unplanned step: about the cost of one op in a 500-op step
 STEPS_PER_OP = 20  # evictions after which a repair is given up: each op is rerun a few times at the deepest budgets
+NOTHING_DROPPED, NEVER_DROPPED = 0, -1
+"""Stamps of a repair that follows no move. By the first, offers have their prices. By the second, which is what rows
+begin with, offers of what no move has ever dropped have a thousand times that: the first that gains anything is taken.
+Without tiers repairs have always been made so; plans rest on it."""
+TIGHTEN = 20  # rounds at most; each gains something or is the last
 DESCENT = (0.12, 0.03, 0.01, 0.003)  # share of the peak taken off at once; the next smaller one when that fails
 DESCENT_MOVES, STUCK_MOVES = 50, 150  # annealing moves after each step down, and before another try
 DESCENT_TRIES = 3
 
 
-def repair(state: IntervalState, budget: int, interrupt: Interrupt, *, share: float = 0.0) -> bool:
-    """Add reruns until every stage fits; whether that was reached. The state is kept as far as it came.
+def in_chunks(total: int, interrupt: Interrupt, *, begin: int = 16, least: int = 4) -> Iterator[tuple[int, int]]:
+    """Ranges ``(first, last)`` that make up ``0..total-1``, each of as many as took 30 ms so far.
+
+    Args:
+        total: how many there are.
+        interrupt: looked at before each range; it ends them.
+        begin: length of the first range.
+        least: of any but the last.
+    """
+    first, chunk = 0, begin
+    while first < total and not interrupt:
+        start, last = time.perf_counter(), min(first + chunk, total)
+        yield first, last
+        first, seconds = last, time.perf_counter() - start
+        chunk = max(least, min(2 * chunk, int(chunk * CHUNK_SECONDS / max(seconds, 1e-6))))
+
+
+def repair(
+    state: IntervalState,
+    budget: int,
+    interrupt: Interrupt,
+    *,
+    share: float = 0.0,
+    lane: float = 0.5,
+    moves_only: bool = False,
+) -> bool:
+    """Rerun or move until every stage fits; whether that was reached. The state is kept as far as it came.
 
     Args:
         state: changed in place.
         budget: bytes above the start.
         interrupt: looked at between chunks.
         share: inputs up to this share of the bytes gained may be held through stages over the budget.
+        lane: price of a lane's time where reruns need inputs that may be loaded.
+        moves_only: rerun nothing.
     """
-    steps = STEPS_PER_OP * state.stages
-    chunk = 16
-    while steps > 0 and not interrupt:
-        begin = time.perf_counter()
-        done = _moves.repair(state.memory, budget, 0.0, 1.0, share, NO_LIMIT, -1, min(chunk, steps), 1)
+    memory = state.memory
+    memory[L.H_MOVES_ONLY] = moves_only
+    stamp = NOTHING_DROPPED if memory[L.H_TIERS] else NEVER_DROPPED
+    for first, last in in_chunks(STEPS_PER_OP * state.stages, interrupt):
+        done = _moves.repair(memory, budget, 0.0, 1.0, share, NO_LIMIT, lane, stamp, last - first, 1)
         state.commit()
         if done != _moves.UNFINISHED:
-            return done == _moves.DONE
-        steps -= chunk
-        if time.perf_counter() - begin < CHUNK_SECONDS / 2:
-            chunk *= 2
+            break
+    memory[L.H_MOVES_ONLY] = 0
     return state.peak_bytes <= budget
 
 
 def clean_up(state: IntervalState, budget: int) -> None:
-    """Cancel every rerun without which everything still fits."""
-    while _moves.clean_up(state.memory, budget):
+    """Drop every rerun and load without which everything still fits and takes no longer."""
+    while _annealing.clean_up(state.memory, budget):
         pass
+
+
+def tighten(state: IntervalState, budget: int) -> None:
+    """Time loads and holds as well as the budget allows."""
+    _timing.tighten(state.memory, budget, TIGHTEN)
+    state.commit()
 
 
 def anneal(
@@ -65,6 +104,7 @@ def anneal(
     *,
     hot: float = HOT,
     enough: float = 0.0,
+    moves_only: bool = False,
     tell: Callable[[float], None] | None = None,
 ) -> None:
     """Ruin and repair from a state that fits; the state is left at the best found.
@@ -77,27 +117,23 @@ def anneal(
         interrupt: looked at between chunks.
         hot: first temperature as a share of the unplanned step.
         enough: overhead at which to stop, such as a proven bound.
+        moves_only: rerun nothing.
         tell: called with the best overhead after each chunk.
     """
     memory = state.memory
     assert state.peak_bytes <= budget
-    # xorshift needs a state other than 0; a large odd multiplier spreads small seeds (Knuth's golden ratio).
-    memory[L.H_RANDOM] = ((seed + 1) * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF) | 1
-    _runs.save_best(memory)
-    first, chunk = 0, 16
-    while first < moves and not interrupt and not state.exhausted and memory[L.H_RERUNS] > 0:
-        if int(memory[L.H_BEST_COST]) <= enough * state.base_cost:
+    memory[L.H_MOVES_ONLY] = moves_only
+    memory[L.H_RANDOM] = random_state(seed)
+    _annealing.keep_best(memory)
+    for first, last in in_chunks(moves, interrupt):
+        if state.exhausted or int(memory[L.H_BEST_COST]) <= enough * state.base_cost:
             break
-        begin = time.perf_counter()
-        last = min(first + chunk, moves)
-        _moves.anneal(memory, budget, first, last, moves, hot * state.base_cost)
-        first = last
-        seconds = time.perf_counter() - begin
-        chunk = max(4, min(2 * chunk, int(chunk * CHUNK_SECONDS / max(seconds, 1e-6))))
+        _annealing.anneal(memory, budget, first, last, moves, hot * state.base_cost)
         if tell is not None:
             tell(int(memory[L.H_BEST_COST]) / state.base_cost)
-    if int(memory[L.H_COST]) != int(memory[L.H_BEST_COST]) or state.peak_bytes > budget:
-        state.load(state.best_reruns())
+    memory[L.H_MOVES_ONLY] = 0
+    if state.cost != int(memory[L.H_BEST_COST]) or state.peak_bytes > budget:
+        state.load_best()
 
 
 def descend(

@@ -1,55 +1,75 @@
-"""Changes of the interval state that planners are made of, compiled: evict, cancel, repair, clean up, anneal.
+"""Changes of the interval state that planners are made of, compiled: evict, drop, repair.
 
-1. *Evict* an op's outputs over an idle gap around stage ``t``: rerun the op right before their next use, and
-   take each missing input by the first that fits: hold it longer, or rerun its producer too, to any depth. A
-   rerun that already stands later is pulled forward (taken away there) wherever its outputs can be held.
-2. *Cancel* a rerun: its outputs are held instead, and reruns that only served it go with it.
-3. *Repair*: while some stage is over the budget, take the highest, offer its idle gaps by added cost per byte
+There is one set of moves, with loads and without. A program whose buffers may go to no tier has no loads, and its
+searches judge by the cost of reruns; where there are tiers (``H_TIERS``), by the makespan (``clock.objective``).
+
+1. *Put* a rerun or a load: what it makes needless goes, loads that nobody reads any more and reruns that served it.
+2. *Drop* a rerun or a load: its buffer is held instead, and what only served it goes with it.
+3. *Evict* over an idle gap around stage ``t``: rerun right before the next use, with all that it needs: each missing
+   input is held longer, loaded, or made again in turn, to any depth (a load needs nothing, so it ends a chain). A rerun
+   that already stands later is pulled forward wherever its outputs can be held. Or load in time for the next use, as
+   early as the lane needs it, and hold until the copy is written. What is only held, or loaded long before it is
+   read, gives way as well: held less long, loaded later.
+4. *Repair*: while some stage is over the budget, take the highest, offer its idle gaps by added cost per byte
    gained, and apply the best. Prices of offers are the last measured ones, so an offer is applied to be measured
-   and accepted when no other's price undercuts it: a lazy heap with a few live entries.
-4. *Anneal*: cancel a few reruns, insert one or retime one; repair with noise, clean up around them; keep by
-   Metropolis' rule, else undo. With ``H_EARLY`` set, reruns may stand before the stage of their next use: held
-   until then, their outputs can cost less than what the rerun's inputs would have held (ADR 0025).
+   and accepted when no other's price undercuts it: a lazy heap with a few live entries. A transfer that hides costs
+   :data:`FAINT` of its time, so that large buffers go first. Where a noisy repair places a rerun early, it stands
+   before the stage of its next use, where its inputs live anyway (ADR 0025); without tiers only.
 """
 
 from __future__ import annotations
 
-import math
-
+from ebbtide.planners.search.clock import first_end, objective
+from ebbtide.planners.search.draws import draw
 from ebbtide.planners.search.interval_kernels import (
+    add_load,
     add_run,
     end_of,
+    hold,
+    is_loaded,
+    made_around,
+    may_load,
+    reads_around,
+    remove_load,
     remove_run,
     runs_around,
-    save_best,
     undo,
-    uses_around,
 )
 from ebbtide.planners.search.jit import Words, apart, inner
 from ebbtide.planners.search.layout import (
     B_BYTES,
+    B_COPIED,
+    B_ESTIMATE,
+    B_FORBID,
+    B_HOLD,
+    B_IN,
+    B_IN_LANE,
+    B_LOADS,
+    B_OUT,
+    B_OUT_LANE,
     B_PINNED,
     B_PRODUCER,
-    H_BEST_COST,
+    B_TIER,
+    C_COLUMNS,
+    C_NOW,
+    H_BOUNDARY,
+    H_CLOCKS,
     H_COST,
     H_EARLY,
-    H_HIGH,
     H_JOURNAL,
-    H_NODES,
+    H_LOADS,
+    H_MOVES_ONLY,
     H_OFFERS_AT,
     H_OPS,
     H_PENDING_AT,
-    H_RANDOM,
-    H_RERUNS,
     H_ROOM,
     H_STACK_AT,
+    H_TIERS,
     H_TOP,
     H_WORK,
     H_WORK_LIMIT,
-    N_COLUMNS,
     N_IN_STAGE,
     N_OP,
-    N_STAGE,
     OFFERS,
     OP_COST,
     OP_ESTIMATE,
@@ -65,77 +85,159 @@ from ebbtide.planners.search.layout import (
 )
 from ebbtide.planners.search.segment_tree import argmax, max_range, value
 
-__all__ = ["DONE", "FAILED", "UNFINISHED", "anneal", "clean_up", "repair"]
+__all__ = ["DONE", "UNFINISHED", "drop", "early", "evict_load", "is_read", "make", "repair"]
 
 UNFINISHED, DONE, FAILED = 0, 1, 2  # answers of repair
-STEPS = 60  # evictions after which the repair of one move is given up
-NOTHING = 0  # passed as int(NOTHING): numba would compile a function anew for each literal argument
-RUIN = 8  # reruns cancelled by one move at most
-CLEAN = 6  # cancellations tried after each move
-INSERT, RETIME = 0.15, 0.15  # shares of moves that begin so; the others cancel a few reruns first
-DEAR = 8  # times the op's own cost: what an inserted or retimed rerun may add with all that it needs
+NOTHING, MINUS = 0, -1  # passed as int(..): numba would compile a function anew for each literal argument
 EARLY = 0.3  # of the evictions of a noisy repair place the rerun where its inputs live anyway
-INSERT_EARLY = 0.5  # of the inserted reruns stand at a random stage before the next use
-RETIME_ANYWHERE = 0.25  # of the retimed reruns go to a random stage, not to where their inputs live anyway
-FORBIDDEN = 1e3  # price factor of an eviction that the same move has just cancelled
+FAINT = 0.01
+FORBIDDEN = 1e3  # price factor of an eviction that the same move has just dropped
+MUCH = 0.3  # noise, beyond which the first offers will do
+TURNS = 3  # collections of offers for one eviction: where the first are all dearer than thought, others may be better
 PRICE = float(1 << 20)  # prices are kept as integers in units of 1 / PRICE cost per byte
 
 
 @inner
-def draw(m: Words) -> float:
-    """A number in [0, 1): xorshift64 (Marsaglia 2003), so that plans are reproducible everywhere."""
-    x = m[H_RANDOM]
-    x ^= x << 13
-    x ^= (x >> 7) & 0x01FFFFFFFFFFFFFF
-    x ^= x << 17
-    m[H_RANDOM] = x
-    return ((x >> 11) & 0x1FFFFFFFFFFFFF) / 9007199254740992.0
+def is_read(m: Words, b: int, p: int, q: int) -> bool:
+    """Whether ``b`` is read in stages ``p..q-1``."""
+    last, _ = reads_around(m, b, q - 1)
+    return last >= p
 
 
 @inner
-def useless(m: Words, o: int, p: int, q: int) -> bool:
-    """Whether no output of ``o`` made at ``p`` is read before it is made again at ``q``."""
+def is_useless(m: Words, o: int, p: int) -> bool:
+    """Whether no output of ``o`` made at ``p`` is read before it is made again."""
     row = at(o)
     for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
         b = m[i]
         if m[b + B_PINNED] == 0:
-            last, _ = uses_around(m, b, q - 1)
-            if last >= p:
+            _, q = made_around(m, b, p)
+            if is_read(m, b, p, q):
                 return False
     return True
 
 
 @apart
-def cancel(m: Words, o: int, t: int) -> bool:
-    """Take away a rerun and the reruns that only served it (clause 2); false if the journal is full."""
+def drop(m: Words, what: int, t: int) -> bool:
+    """Take away a rerun or, by the negative address of its buffer, a load, and what only served it (clause 2).
+
+    False if the journal is full.
+    """
     pending = m[H_PENDING_AT]
-    m[pending], m[pending + 1] = o, t
+    m[pending], m[pending + 1] = what, t
     count = 1
     while count > 0:
         count -= 1
-        o, t = m[pending + 2 * count], m[pending + 2 * count + 1]
-        before, _ = runs_around(m, o, t)
+        what, t = m[pending + 2 * count], m[pending + 2 * count + 1]
+        if what < 0:
+            b = -what
+            if is_loaded(m, b, t):
+                if not remove_load(m, b, t):
+                    return False
+                if m[b + B_LOADS] < 0 and m[b + B_HOLD] >= 0 and not hold(m, b, int(MINUS)):
+                    return False
+            continue
+        before, _ = runs_around(m, what, t)
         if before != t:
             continue
-        if not remove_run(m, o, t):
+        if not remove_run(m, what, t):
             return False
-        row = at(o)
+        row = at(what)
         for i in range(m[row + OP_IN], m[row + OP_IN_END]):
             b = m[i]
-            if m[b + B_PINNED] == 0:
+            if m[b + B_PINNED] == 0 and count < m[H_ROOM] - 1:
                 producer = m[b + B_PRODUCER]
-                p, q = runs_around(m, producer, t)
-                if p > producer and useless(m, producer, p, q) and count < m[H_ROOM]:
+                p, q = made_around(m, b, t)
+                if is_loaded(m, b, p):
+                    if not is_read(m, b, p, q):
+                        m[pending + 2 * count], m[pending + 2 * count + 1] = -b, p
+                        count += 1
+                elif p > producer and is_useless(m, producer, p):
                     m[pending + 2 * count], m[pending + 2 * count + 1] = producer, p
                     count += 1
     return True
 
 
 @apart
-def make(m: Words, o: int, t: int, budget: int, small: int, cost_limit: int) -> bool:
-    """Rerun ``o`` at ``t`` with all it needs (clause 1); false if that is impossible or beyond ``cost_limit``.
+def drop_served(m: Words, b: int, t: int) -> bool:
+    """Take away what a new production of ``b`` at ``t`` makes needless: the one before it, and a hold beyond it."""
+    p, _ = made_around(m, b, t - 1)
+    if m[b + B_HOLD] >= t and not hold(m, b, int(MINUS)):
+        return False
+    if is_loaded(m, b, p):
+        return is_read(m, b, p, t) or drop(m, -b, p)
+    if p > m[b + B_PRODUCER] and is_useless(m, m[b + B_PRODUCER], p):
+        return drop(m, m[b + B_PRODUCER], p)
+    return True
 
-    Inputs of up to ``small`` bytes may be held through stages that are over the budget.
+
+@apart
+def put_load(m: Words, b: int, t: int) -> bool:
+    """Load ``b`` at ``t`` (clause 1); false if it may not be."""
+    return add_load(m, b, t) and drop_served(m, b, t)
+
+
+@apart
+def put_run(m: Words, o: int, t: int) -> bool:
+    """Rerun ``o`` at ``t``, in place of loads of its outputs there (clause 1); false if it may not run."""
+    row = at(o)
+    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+        if m[m[i] + B_LOADS] >= 0 and is_loaded(m, m[i], t) and not drop(m, -m[i], t):
+            return False
+    if not add_run(m, o, t):
+        return False
+    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+        if m[m[i] + B_LOADS] >= 0 and not drop_served(m, m[i], t):
+            return False
+    return True
+
+
+@apart
+def place(m: Words, b: int, first: int, u: int, budget: int) -> int:
+    """The stage from ``first`` to ``u`` to load ``b`` for a read at ``u``: the last one that is in time, or nearly.
+
+    By the clocks as last walked; where more than ``budget`` bytes would be, it is no earlier.
+    """
+    clocks, lane, boundary, size = m[H_CLOCKS], m[b + B_IN_LANE], m[H_BOUNDARY], m[b + B_BYTES]
+    deadline = m[clocks + u * C_COLUMNS + C_NOW]
+    best, least = u, -1
+    stage = u
+    while stage >= first:
+        if stage < u and value(m, stage) + size > budget:
+            break
+        row = clocks + stage * C_COLUMNS
+        end = max(m[row + C_NOW], m[row + lane], m[b + B_COPIED] if m[b + B_LOADS] >= 0 else 0) + m[b + B_IN]
+        if stage < boundary <= u:
+            deadline = min(deadline, m[clocks + boundary * C_COLUMNS + C_NOW])
+            if end > deadline:
+                break
+        if least < 0 or end < least:
+            best, least = stage, end
+        if end <= deadline:
+            return stage
+        stage -= 1
+    return best
+
+
+@apart
+def place_hold(m: Words, b: int, last: int) -> bool:
+    """Hold ``b`` until its copy is written by the clocks as last walked, at most until ``last``; false if full."""
+    clocks, p = m[H_CLOCKS], m[b + B_PRODUCER]
+    row = clocks + (p + 1) * C_COLUMNS
+    copied = max(m[row + C_NOW], m[row + m[b + B_OUT_LANE]]) + m[b + B_OUT]
+    end = first_end(m, b)
+    stage = end
+    while stage < last and m[clocks + (stage + 1) * C_COLUMNS + C_NOW] < copied:
+        stage += 1
+    return stage == end or hold(m, b, stage)
+
+
+@apart
+def make(m: Words, o: int, t: int, budget: int, small: int, limit: int, lane: float) -> bool:
+    """Rerun ``o`` at ``t`` with all it needs (clause 3); false if that is impossible or beyond ``limit``.
+
+    Inputs of up to ``small`` bytes may be held through stages that are over the budget. ``lane`` is the price of a
+    lane's time: an input is loaded if that is less than making it again.
     """
     stack = m[H_STACK_AT]
     m[stack] = o
@@ -152,32 +254,41 @@ def make(m: Words, o: int, t: int, budget: int, small: int, cost_limit: int) -> 
             if m[b + B_PINNED] == 1:
                 continue
             producer = m[b + B_PRODUCER]
-            p, q = runs_around(m, producer, t)
+            p, q = made_around(m, b, t)
             end = end_of(m, b, p, q)
             size = m[b + B_BYTES]
             if end >= t or size <= small:
                 continue
             if max_range(m, max(end, p + 1), t - 1) + size > budget:
-                if t > m[at(producer) + OP_LIMIT] or count + 1 >= m[H_ROOM]:
+                may_run = t <= m[at(producer) + OP_LIMIT] and count + 1 < m[H_ROOM]
+                if m[b + B_TIER] >= 0:
+                    moved = m[b + B_IN] if m[b + B_LOADS] >= 0 else m[b + B_IN] + m[b + B_OUT]
+                    if not may_run or lane * moved < m[at(producer) + OP_ESTIMATE]:
+                        stage = place(m, b, end + 1, t, budget)
+                        if may_load(m, b, stage):
+                            if not put_load(m, b, stage):
+                                return False
+                            continue
+                if not may_run:
                     return False
                 m[stack + count] = producer
                 count += 1
-        if not add_run(m, o, t) or m[H_COST] > cost_limit:
+        if not (put_run(m, o, t) if m[H_LOADS] > 0 else add_run(m, o, t)) or m[H_COST] > limit:
             return False
         _, q = runs_around(m, o, t)
         if q < m[H_OPS]:  # pull the later rerun forward
             mark = m[H_JOURNAL]
             held = max(budget, max_range(m, t, q))
-            if not cancel(m, o, q) or max_range(m, t, q) > held:
+            if not drop(m, o, q) or max_range(m, t, q) > held:
                 undo(m, mark)
     return True
 
 
 @inner
-def offer(m: Words, count: int, o: int, u: int, price: float) -> int:
-    """Insert an offer to rerun ``o`` at ``u`` into the sorted list of at most ``OFFERS``; the new length.
+def offer(m: Words, count: int, what: int, u: int, price: float) -> int:
+    """Insert an offer to rerun or load ``what`` at ``u`` into the sorted list of at most ``OFFERS``; the new length.
 
-    An offer is three words: price in units of ``1 / PRICE`` cost per byte, op, stage.
+    An offer is three words: price in units of ``1 / PRICE`` cost per byte, op or negative address of a buffer, stage.
     """
     offers, worth = m[H_OFFERS_AT], int(min(price * PRICE, 4e18))
     if count == OFFERS and worth >= m[offers + 3 * (count - 1)]:
@@ -186,17 +297,28 @@ def offer(m: Words, count: int, o: int, u: int, price: float) -> int:
     while k > offers and m[k - 3] > worth:
         m[k], m[k + 1], m[k + 2] = m[k - 3], m[k - 2], m[k - 1]
         k -= 3
-    m[k], m[k + 1], m[k + 2] = worth, o, u
+    m[k], m[k + 1], m[k + 2] = worth, what, u
     return min(count + 1, OFFERS)
 
 
+@inner
+def noisy(m: Words, price: float, noise: float, forbidden: bool) -> float:
+    """A price with noise, and much higher where the same move has just dropped this."""
+    price *= 1.0 - noise + 2.0 * noise * draw(m) if noise > 0.0 else 1.0
+    return price * FORBIDDEN if forbidden else price
+
+
 @apart
-def collect(m: Words, t: int, excess: int, noise: float, trust: float, stamp: int) -> int:
-    """Fill the list of offers with the gaps around stage ``t``, cheapest per byte first; their number."""
+def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: float, stamp: int) -> int:
+    """Fill the list of offers with the gaps around stage ``t``, cheapest per byte first; their number.
+
+    Between the price of an op or of a transfer by itself (0) and what was last measured (1) stands ``trust``.
+    """
     count = int(NOTHING)
     for o in range(t):
         row = at(o)
-        if m[row + OP_REACH] < t or m[row + OP_LIMIT] <= o:
+        may_run = m[row + OP_LIMIT] > o and m[H_MOVES_ONLY] == 0
+        if m[row + OP_REACH] < t or not (may_run or m[H_TIERS] > 0):
             continue
         p, q = runs_around(m, o, t)
         idle, idle_use, partly, partly_use, ending = 0, q, 0, q, 0
@@ -204,20 +326,33 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, stamp: in
             b = m[i]
             if m[b + B_PINNED] == 1:
                 continue
-            last, use = uses_around(m, b, t)
-            if use < q:
-                if p < t and last < t:
-                    idle += m[b + B_BYTES]
+            made, following = p, q
+            if m[b + B_LOADS] >= 0:
+                made, following = made_around(m, b, t)
+            last, use = reads_around(m, b, t)
+            size = m[b + B_BYTES]
+            if use < following:
+                if last < t and (made < t or made > p):
+                    idle += size
                     idle_use = min(idle_use, use)
+                    if m[b + B_TIER] >= 0:
+                        moved = float(m[b + B_IN] + m[b + B_OUT])
+                        fresh = not (is_loaded(m, b, made) and last < made)  # else it was loaded long before
+                        known = trust * m[b + B_ESTIMATE] + ((1.0 - trust) * lane * moved if fresh else 0.0)
+                        known = noisy(m, max(known, FAINT * moved), noise, m[b + B_FORBID] == stamp)
+                        count = offer(m, count, -b, use, known / min(size, excess))
                 else:
-                    partly += m[b + B_BYTES]
+                    partly += size
                     partly_use = min(partly_use, use)
-            elif p < t and last == t:
-                ending += m[b + B_BYTES]
+            elif made < t and m[b + B_HOLD] >= t and last < t and m[b + B_HOLD] < following:
+                known = max(trust * m[b + B_ESTIMATE], FAINT * m[b + B_OUT])
+                count = offer(m, count, -b, int(MINUS), known / min(size, excess))
+            elif made < t and last == t:
+                ending += size
+        if not may_run:
+            continue
         known = m[row + OP_COST] + trust * (m[row + OP_ESTIMATE] - m[row + OP_COST])
-        known *= 1.0 - noise + 2.0 * noise * draw(m) if noise > 0.0 else 1.0
-        if m[row + OP_FORBID] == stamp:
-            known *= FORBIDDEN
+        known = noisy(m, known, noise, m[row + OP_FORBID] == stamp)
         if idle > 0 and idle_use <= m[row + OP_LIMIT]:
             count = offer(m, count, o, idle_use, known / min(idle, excess))
         if partly > 0 and partly_use <= m[row + OP_LIMIT]:
@@ -228,25 +363,71 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, stamp: in
 
 
 @apart
-def evict(m: Words, o: int, u: int, t: int, budget: int, share: float, cost_limit: int) -> float:
-    """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it)."""
-    at_t, at_u, cost = value(m, t), value(m, u), m[H_COST]
-    small = 0
+def evict_load(m: Words, b: int, u: int, t: int, budget: int) -> bool:
+    """Have ``b`` away at stage ``t``: loaded for its use at ``u``, or for -1 held less long.
+
+    What is only held, or loaded long before, goes from all stages around that are over the budget as well: one by one,
+    each would have a small price, and all together a large one.
+    """
+    if u < 0:
+        last, _ = reads_around(m, b, t)
+        end = max(m[b + B_PRODUCER], last)
+        stage = t - 1
+        for s in range(t - 1, end, -1):
+            if value(m, s) > budget:
+                stage = s - 1
+        return hold(m, b, stage if stage > end else int(MINUS))
+    fresh = m[b + B_LOADS] < 0
+    first = t + 1
+    made, _ = made_around(m, b, t)
+    last, _ = reads_around(m, b, t)
+    if last < made and is_loaded(m, b, made):
+        for s in range(t + 1, u):
+            if value(m, s) > budget:
+                first = s + 1
+    stage = place(m, b, first, u, 1 << 62)
+    if not may_load(m, b, stage) or not put_load(m, b, stage):
+        return False
+    return not fresh or place_hold(m, b, t - 1)
+
+
+@inner
+def small_bytes(m: Words, o: int, share: float) -> int:
+    """A share of the bytes of the outputs of ``o``."""
+    size, row = 0, at(o)
     if share > 0.0:
-        row = at(o)
         for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
-            small += m[m[i] + B_BYTES]
-        small = int(small * share)
-    if not make(m, o, u, budget, small, cost_limit):
+            size += m[m[i] + B_BYTES]
+    return int(size * share)
+
+
+@apart
+def evict(
+    m: Words, what: int, u: int, t: int, budget: int, share: float, limit: int, lane: float, before: int
+) -> float:
+    """Apply an offer; its measured price, or -1 if it gains nothing at stage ``t`` (the caller undoes it).
+
+    ``before`` is the objective without it.
+    """
+    at_t, at_u = value(m, t), value(m, max(u, 0))
+    if what < 0:
+        if not evict_load(m, -what, u, t, budget):
+            return -1.0
+    elif not make(m, what, u, budget, small_bytes(m, what, share), limit, lane):
         return -1.0
     gain = min(at_t - value(m, t), at_t - budget)
-    if u != t:
+    if u > t:
         gain -= max(0, value(m, u) - max(budget, at_u))
-    added = m[H_COST] - cost
-    m[at(o) + OP_ESTIMATE] = max(added, 0)
-    if gain <= 0:
+    if gain <= 0 and m[H_TIERS] > 0:  # what gains nothing is measured too where that takes no walk
         return -1.0
-    return max(added, 1) / gain
+    added = max(objective(m) - before, 0)
+    faint = 0.0
+    if what < 0:
+        m[B_ESTIMATE - what] = added
+        faint = FAINT * (m[B_IN - what] + m[B_OUT - what])
+    else:
+        m[at(what) + OP_ESTIMATE] = added
+    return max(added + faint, 1.0) / gain if gain > 0 else -1.0
 
 
 @inner
@@ -265,8 +446,8 @@ def early(m: Words, o: int, t: int, u: int) -> int:
 
 
 @apart
-def lighten(m: Words, t: int, budget: int) -> bool:
-    """Cancel one rerun of stage ``t`` if that alone lowers it; whether one was found."""
+def lighten(m: Words, t: int) -> bool:
+    """Drop one rerun of stage ``t`` if that alone lowers it; whether one was found."""
     at_t = value(m, t)
     v = m[at(t) + S_HEAD]
     tries = 0
@@ -274,7 +455,7 @@ def lighten(m: Words, t: int, budget: int) -> bool:
         o = m[v + N_OP]
         mark = m[H_JOURNAL]
         worst = m[m[H_TOP] + 1]
-        if cancel(m, o, t) and value(m, t) < at_t and m[m[H_TOP] + 1] <= worst:
+        if drop(m, o, t) and value(m, t) < at_t and m[m[H_TOP] + 1] <= worst:
             return True
         undo(m, mark)
         v = m[v + N_IN_STAGE]
@@ -283,184 +464,66 @@ def lighten(m: Words, t: int, budget: int) -> bool:
 
 
 @apart
-def lower(m: Words, t: int, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int) -> bool:
-    """Bring stage ``t`` down by one eviction (clause 3); false if no offer gains anything."""
-    count = collect(m, t, value(m, t) - budget, noise, trust, stamp)
-    offers = m[H_OFFERS_AT]
-    best, best_price = -1, 0.0
-    for k in range(offers, offers + 3 * count, 3):
-        if best >= 0 and best_price * PRICE <= m[k]:
+def lower(
+    m: Words, t: int, budget: int, noise: float, trust: float, share: float, limit: int, lane: float, stamp: int
+) -> bool:
+    """Bring stage ``t`` down by one eviction (clause 4); false if no offer gains anything."""
+    offers, tiers = m[H_OFFERS_AT], m[H_TIERS] > 0
+    best, best_stage, best_price = 0, -2, 0.0
+    before = objective(m)
+    turns = int(TURNS) if tiers else 1  # without lanes that fill, what was measured is what it costs
+    for turn in range(turns):
+        count = collect(m, t, value(m, t) - budget, noise, trust if turn == 0 else 1.0, lane, stamp)
+        end = offers + 3 * count
+        done = False
+        for k in range(offers, end, 3):
+            if best_stage > -2 and best_price * PRICE <= m[k]:
+                done = True
+                break
+            what, stage = m[k + 1], m[k + 2]
+            mark = m[H_JOURNAL]
+            if not tiers and noise > 0.0 and draw(m) < EARLY * m[H_EARLY]:
+                stage = early(m, what, t, stage)
+            price = evict(m, what, stage, t, budget, share, limit, lane, before)
+            better = price >= 0.0 and (best_stage == -2 or price < best_price)
+            if better and (price * PRICE <= m[k + 3] if k + 3 < end else turns == 1):
+                return True
+            undo(m, mark)
+            if better:
+                best, best_stage, best_price = what, stage, price
+        if done or count < OFFERS or noise > MUCH:
             break
-        mark = m[H_JOURNAL]
-        if noise > 0.0 and draw(m) < EARLY * m[H_EARLY]:
-            m[k + 2] = early(m, m[k + 1], t, m[k + 2])
-        price = evict(m, m[k + 1], m[k + 2], t, budget, share, cost_limit)
-        better = price >= 0.0 and (best < 0 or price < best_price)
-        if better and (k + 3 == offers + 3 * count or price * PRICE <= m[k + 3]):
-            return True
-        undo(m, mark)
-        if better:
-            best, best_price = k, price
-    if best >= 0:
-        evict(m, m[best + 1], m[best + 2], t, budget, share, cost_limit)
+    if best_stage > -2:
+        evict(m, best, best_stage, t, budget, share, limit, lane, before)
         return True
-    return lighten(m, t, budget)
+    return lighten(m, t)
 
 
 @apart
 def repair(
-    m: Words, budget: int, noise: float, trust: float, share: float, cost_limit: int, stamp: int, steps: int, final: int
+    m: Words,
+    budget: int,
+    noise: float,
+    trust: float,
+    share: float,
+    limit: int,
+    lane: float,
+    stamp: int,
+    steps: int,
+    final: int,
 ) -> int:
-    """Evict until every stage fits (clause 3), at most ``steps`` times; ``final`` 1 makes each step final."""
+    """Evict until every stage fits (clause 4), at most ``steps`` times; ``final`` 1 makes each step final.
+
+    It fails where reruns, or the objective, are beyond ``limit``.
+    """
     for _ in range(steps):
         if m[m[H_TOP] + 1] <= budget:
-            return DONE
-        if m[H_COST] > cost_limit or m[H_WORK] > m[H_WORK_LIMIT]:
-            return FAILED
-        if final:
+            return int(DONE)
+        if m[H_COST] > limit or objective(m) > limit or m[H_WORK] > m[H_WORK_LIMIT]:
+            return int(FAILED)
+        if final == 1:
             m[H_JOURNAL] = 0
         t = argmax(m)
-        if t >= m[H_OPS] or not lower(m, t, budget, noise, trust, share, cost_limit, stamp):
-            return FAILED
-    return DONE if m[m[H_TOP] + 1] <= budget else UNFINISHED
-
-
-@apart
-def try_cancel(m: Words, v: int, budget: int) -> bool:
-    """Cancel the rerun in row ``v`` if everything still fits and nothing costs more; whether it was done."""
-    mark = m[H_JOURNAL]
-    if cancel(m, m[v + N_OP], m[v + N_STAGE]) and m[m[H_TOP] + 1] <= budget:
-        return True
-    undo(m, mark)
-    return False
-
-
-@apart
-def clean_up(m: Words, budget: int) -> int:
-    """Try to cancel every rerun once; how many were cancelled. Final: the journal is emptied."""
-    done = 0
-    for v in range(m[H_HIGH] - N_COLUMNS, m[H_NODES] - 1, -N_COLUMNS):
-        if m[v + N_OP] >= 0:
-            m[H_JOURNAL] = 0
-            done += try_cancel(m, v, budget)
-    m[H_JOURNAL] = 0
-    return done
-
-
-@inner
-def pick(m: Words) -> int:
-    """The row of a random rerun; -1 if there is none."""
-    rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
-    if m[H_RERUNS] == 0:
-        return -1
-    for _ in range(64):
-        v = m[H_NODES] + int(draw(m) * rows) * N_COLUMNS
-        if m[v + N_OP] >= 0:
-            return v
-    return -1
-
-
-@inner
-def near(m: Words, o: int, t: int, window: int) -> int:
-    """The row of a random rerun whose op or stage lies near; -1 if none was hit."""
-    for _ in range(24):
-        v = pick(m)
-        if v >= 0 and (abs(m[v + N_OP] - o) <= window or abs(m[v + N_STAGE] - t) <= window // 4):
-            return v
-    return -1
-
-
-@apart
-def ruin(m: Words, stamp: int) -> bool:
-    """Cancel a few random reruns, or those of one neighbourhood; false if there are none."""
-    v = pick(m)
-    if v < 0:
-        return False
-    o, t = m[v + N_OP], m[v + N_STAGE]
-    kind = draw(m)
-    count = 1 + int(draw(m) * draw(m) * RUIN)
-    window = 4 + int(draw(m) * 60)
-    for _ in range(count):
-        each = m[v + N_OP]
-        if draw(m) < 0.8:
-            m[at(each) + OP_FORBID] = stamp
-        if not cancel(m, each, m[v + N_STAGE]):
-            return False
-        v = pick(m) if kind < 0.3 else near(m, o, t, window)
-        if v < 0:
-            break
-    return True
-
-
-@apart
-def insert(m: Words, budget: int) -> bool:
-    """Rerun a random op for a later use of its outputs, over the budget if need be; false if that is impossible."""
-    n = m[H_OPS]
-    o = int(draw(m) * n)
-    t = o + int(draw(m) * (n - o))
-    _, q = runs_around(m, o, t)
-    use = q
-    row = at(o)
-    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
-        b = m[i]
-        if m[b + B_PINNED] == 0:
-            _, after = uses_around(m, b, t)
-            use = min(use, after)
-    if use >= q or use > m[at(o) + OP_LIMIT]:
-        return False
-    if draw(m) < INSERT_EARLY * m[H_EARLY]:
-        use = t + 1 + int(draw(m) * (use - t))
-    return make(m, o, use, budget, int(NOTHING), m[H_COST] + int(DEAR) * m[at(o) + OP_COST])
-
-
-@apart
-def retime(m: Words, budget: int) -> bool:
-    """Rerun a random rerun's op earlier, where its inputs live anyway or anywhere; false if that is impossible."""
-    v = pick(m)
-    if v < 0:
-        return False
-    o, t = m[v + N_OP], m[v + N_STAGE]
-    if not cancel(m, o, t):
-        return False
-    made, _ = runs_around(m, o, t)
-    u = early(m, o, made, t)
-    if u == t or draw(m) < RETIME_ANYWHERE:
-        u = made + 1 + int(draw(m) * (t - made))
-    return make(m, o, u, budget, int(NOTHING), m[H_COST] + int(DEAR) * m[at(o) + OP_COST])
-
-
-@apart
-def anneal(m: Words, budget: int, first: int, last: int, total: int, hot: float) -> None:
-    """Moves ``first..last-1`` of ``total`` (clause 4); the best is kept in the place of the best.
-
-    ``hot`` is the temperature at the start, in cost; it falls linearly to nothing.
-    """
-    for move in range(first, last):
-        if m[H_WORK] > m[H_WORK_LIMIT]:
-            break
-        m[H_JOURNAL] = 0
-        cost = m[H_COST]
-        heat = hot * (1.0 - move / total)
-        limit = cost + int(-heat * math.log(1.0 - draw(m)))
-        stamp = move + 1
-        kind = draw(m)
-        if kind < INSERT:
-            fine = insert(m, budget)
-        else:
-            fine = retime(m, budget) if kind < INSERT + RETIME * m[H_EARLY] else ruin(m, stamp)
-        share = 0.6 if draw(m) < 0.3 else 0.0
-        noise = 0.9 * draw(m)
-        if fine:
-            slack = limit + max((limit - m[H_COST]) // 2, 0)
-            fine = repair(m, budget, noise, draw(m), share, slack, stamp, int(STEPS), int(NOTHING)) == DONE
-        if fine:
-            for _ in range(CLEAN):
-                v = pick(m)
-                if v >= 0:
-                    try_cancel(m, v, budget)
-        if fine and m[H_COST] <= limit:
-            if m[H_COST] < m[H_BEST_COST]:
-                save_best(m)
-        else:
-            undo(m, int(NOTHING))
-    m[H_JOURNAL] = 0
+        if t >= m[H_OPS] or not lower(m, t, budget, noise, trust, share, limit, lane, stamp):
+            return int(FAILED)
+    return int(DONE) if m[m[H_TOP] + 1] <= budget else int(UNFINISHED)

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import math
 
+from ebbtide.planners.search.draws import draw
 from ebbtide.planners.search.jit import Words, apart, inner
 from ebbtide.planners.search.layout import H_ADD, H_TOP, H_TREE_SIZE
-from ebbtide.planners.search.moves import draw
 from ebbtide.planners.search.segment_tree import add_range, argmax
 
 __all__ = ["anneal_runs", "lay_order", "save_order", "spread"]

@@ -30,12 +30,15 @@ from ebbtide.planners.search.layout import (
     C_ARRIVED,
     C_COLUMNS,
     C_NOW,
+    H_BASE,
     H_BOUNDARY,
     H_CLOCKS,
+    H_COST,
     H_LOADS,
     H_MAKESPAN,
     H_OPS,
     H_STALE,
+    H_TIERS,
     H_WORK,
     N_IN_STAGE,
     N_OF_OP,
@@ -53,7 +56,7 @@ from ebbtide.planners.search.layout import (
     at,
 )
 
-__all__ = ["arrival", "first_end", "makespan"]
+__all__ = ["first_end", "makespan", "objective"]
 
 
 @inner
@@ -200,3 +203,9 @@ def makespan(m: Words) -> int:
     m[H_STALE] = n + 1
     m[H_MAKESPAN] = now
     return now
+
+
+@inner
+def objective(m: Words) -> int:
+    """What searches make small: the cost of all reruns, or where buffers may be moved all time beyond every op once."""
+    return makespan(m) - m[H_BASE] if m[H_TIERS] > 0 else m[H_COST]
