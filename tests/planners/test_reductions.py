@@ -12,9 +12,9 @@ from ebbtide._api.estimate import capture_ahead
 from ebbtide.planners import Problem
 from ebbtide.planners.reductions.base import ExactReduction, StartReduction
 from ebbtide.planners.reductions.coarsen import by_layer, fuse
+from ebbtide.planners.reductions.proxy import proxy_of
 from ebbtide.planners.reductions.reorder import reorder
 from ebbtide.planners.reductions.repeats import find_repeats, with_blocks
-from ebbtide.planners.reductions.shrink import stand_in_of
 from ebbtide.planners.search.greedy import greedy
 from ebbtide.planners.search.interval_state import IntervalState, reruns_of
 from ebbtide.planners.search.orders import precedences
@@ -88,7 +88,7 @@ def test_a_stand_in_gives_start_points_within_its_program_at_a_budget_that_means
     captured = find_repeats(capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb").program)
     assert captured is not None
     program = with_blocks(captured, 140).program
-    small = stand_in_of(program)
+    small = proxy_of(program)
     assert small is not None
     reduction: StartReduction = small
     unplanned, few = unplanned_bytes(program), unplanned_bytes(small.program)

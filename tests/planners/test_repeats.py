@@ -11,8 +11,8 @@ from ebbtide._api.estimate import capture_ahead
 from ebbtide.planners import Interrupt, Problem, planner_named
 from ebbtide.planners.bounds.cut_bound import cut_bounds
 from ebbtide.planners.bounds.floor import floor_bytes
-from ebbtide.planners.reductions.repeats import Repeats, carry, fellows, find_repeats, with_blocks
-from ebbtide.planners.reductions.shrink import stand_in_of
+from ebbtide.planners.reductions.proxy import proxy_of
+from ebbtide.planners.reductions.repeats import Repeats, carry, find_repeats, isomorphic_ops, with_blocks
 from ebbtide.planners.reductions.starts import linear_start
 from ebbtide.planners.search.interval_state import IntervalState, reruns_of
 from ebbtide.step.program import Buffer, Op, Program
@@ -101,9 +101,9 @@ def test_a_plan_carried_to_more_blocks_saves_as_much_per_block() -> None:
     assert saved > 3 * saved_by_small
 
 
-def test_a_large_program_is_planned_from_its_stand_in() -> None:
+def test_a_large_program_is_planned_from_its_proxy() -> None:
     program = with_blocks(repeats(layers(6)), 140).program
-    small = stand_in_of(program)
+    small = proxy_of(program)
     assert small is not None
     assert len(small.program.ops) < len(program.ops) / 3
     budget = (floor_bytes(program)[0] + IntervalState(program).peak_bytes) // 2
@@ -119,20 +119,20 @@ def test_a_large_program_is_planned_from_its_stand_in() -> None:
 
 
 @pytest.mark.parametrize(("make", "size", "few", "many"), [(layers, 6, 6, 6), (layers, 6, 9, 40), (steps, 12, 9, 30)])
-def test_fellows_call_the_same_and_read_from_fellows(
+def test_isomorphic_ops_call_the_same_and_read_from_isomorphic_ops(
     make: Callable[[int], Program], size: int, few: int, many: int
 ) -> None:
     program = make(size)
     small, large = (with_blocks(repeats(program), blocks) for blocks in (few, many))
     stands_for = [*range(few - 2), *(few - 3 for _ in range(many - few)), few - 2, few - 1]
-    found = fellows(small.repeats, large.repeats, stands_for)
+    found = isomorphic_ops(small.repeats, large.repeats, stands_for)
     if few == many:
         assert list(found.op) == list(range(len(small.program.ops)))
         assert list(found.buffer) == [-1, *range(1, len(small.program.buffers))], "tangents have none"
     known = [(op, small.program.ops[found.op[i]]) for i, op in enumerate(large.program.ops) if found.op[i] >= 0]
     assert len(known) > 0.9 * len(large.program.ops)
-    assert all((op.target, op.seconds) == (fellow.target, fellow.seconds) for op, fellow in known)
-    reads = [(found.buffer[b], fellow.inputs) for op, fellow in known for b in op.inputs if found.buffer[b] >= 0]
+    assert all((op.target, op.seconds) == (other.target, other.seconds) for op, other in known)
+    reads = [(found.buffer[b], other.inputs) for op, other in known for b in op.inputs if found.buffer[b] >= 0]
     assert sum(b in inputs for b, inputs in reads) > 0.9 * len(reads)
 
 
@@ -147,9 +147,9 @@ class Counted(Interrupt):
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_the_linear_bound_of_a_large_program_begins_at_its_stand_ins_optimum(share: float) -> None:
+def test_the_linear_bound_of_a_large_program_begins_at_its_proxys_optimum(share: float) -> None:
     program = with_blocks(repeats(layers(6)), 140).program
-    small = stand_in_of(program)
+    small = proxy_of(program)
     assert small is not None
     floor = floor_bytes(program)[0]
     budget = floor + int(share * (IntervalState(program).peak_bytes - floor))
@@ -163,5 +163,5 @@ def test_the_linear_bound_of_a_large_program_begins_at_its_stand_ins_optimum(sha
     assert warm.asked < cold.asked / 10
 
 
-def test_a_small_program_has_no_stand_in() -> None:
-    assert stand_in_of(layers(6)) is None
+def test_a_small_program_has_no_proxy() -> None:
+    assert proxy_of(layers(6)) is None

@@ -2,14 +2,14 @@
 
 1. The unplanned step, if it fits: nothing is cheaper. On chains the recurrence of ``chains.bound``, as bound and start
    point: it sees steps run several times, and on equal steps it is the optimum.
-2. A first plan: on large programs with repeated blocks that of a stand-in with few of them (``shrink``), otherwise
+2. A first plan: on large programs with repeated blocks that of a proxy program with few of them (``proxy``), otherwise
    that of the linear relaxation of one cut. Where it is far from its bound, greedy from the unplanned step, which wins
    where recomputation chains make new peaks; and from seeds.
 3. The cut relaxation (``cut_bound``), cut by cut: a proven bound, and a start point each time, which wins where few
    peaks explain the problem.
 4. Where greedy fails or the budget is deep, the budget is descended to in steps as well. Where the bound is far, and
    greedy failed or the floor is near, the schedule of least memory is a start point too: a budget that it fits is
-   never called infeasible. So are plans of whole layers (``levels``).
+   never called infeasible. So are plans of whole layers (``coarse_starts``).
 5. Annealing from the best, in rounds; they end once the bound is near. On programs of up to two hundred ops a round
    goes to each of the two next best start points, if it is still far.
 6. On programs of some tens of ops, what is left of the solver's work goes to the whole model (``exact``).
@@ -40,9 +40,9 @@ from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.chains.plan import start_from_paths
 from ebbtide.planners.finalists import best_of_class
 from ebbtide.planners.keep_all import keep_all
-from ebbtide.planners.reductions.levels import coarse_starts
-from ebbtide.planners.reductions.shrink import StandIn, stand_in_of
-from ebbtide.planners.reductions.starts import linear_start, start_from_stand_in, start_quickly
+from ebbtide.planners.reductions.coarse_starts import coarse_starts
+from ebbtide.planners.reductions.proxy import Proxy, proxy_of
+from ebbtide.planners.reductions.starts import linear_start, start_from_proxy, start_quickly
 from ebbtide.planners.search.exact import start_from_model
 from ebbtide.planners.search.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbtide.planners.search.interval_state import reruns_of
@@ -58,9 +58,9 @@ LAST_TOUCH = 16  # share of the effort for the one round where the gap is that s
 NEAR = 0.05  # a gap of this share of the overhead is a small one
 NEAR_FLOOR = 1.4  # times the floor: above, a plan that fits is a better start than the schedule of least memory
 GAIN, MOST_IDLE = 0.02, 2  # rounds that close less of the gap, after which there is no other; 1 where it is small
-QUICK = 20  # share of the effort for a first plan of a stand-in
+QUICK = 20  # share of the effort for a first plan of a proxy program
 OTHER_STARTS = 2  # besides the best, that are annealed too
-LEVEL_SHARE = 8  # of the effort, for each of the annealings of a coarser level
+COARSE_SHARE = 8  # of the effort, for annealing the plan of each coarsening
 PROMISING = 1.5  # times the overhead of what is known: see _start_if_promising
 WHOLE_OPS, WHOLE_EFFORT = 40, 1_000  # such programs are solved whole however little effort is left: under a second
 DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chains then make the peaks
@@ -78,7 +78,7 @@ def auto(problem: Problem) -> Answer:
 
 
 def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
-    """What ``auto`` does by itself; ``order`` says for which orders of first runs its bound is to hold."""
+    """Plan without tiers or other planners; ``order`` says for which orders of first runs the bound is to hold."""
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     found = Found(problem)
@@ -87,9 +87,9 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         found.bound = None  # that bound is one for captured order
     elif found.overhead <= (found.bound or 0.0) + PROVEN:
         return checked(problem, found, {}, PROGRAM_ORDER)
-    small = stand_in_of(problem.program)
+    small = proxy_of(problem.program)
     if small is not None:
-        _quickly_from_stand_in(found, small)
+        _quickly_from_proxy(found, small)
         enough = found.reruns is not None  # repairing a large program takes seconds
     else:
         _quickly_from_relaxation(found, order)
@@ -106,11 +106,11 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
         found.descend(effort // 2, problem.seed)
     if _far(found, cut.bound) and not (cut.infeasible or problem.interrupt):
         if small is not None:
-            _from_stand_in(found, small, problem.effort)
+            _from_proxy(found, small, problem.effort)
         if hard or problem.above_budget_bytes <= NEAR_FLOOR * floor_bytes(problem.program)[0]:
             _from_smallest(found)
         if small is None and _far(found, cut.bound):
-            other = _from_levels(found, effort // LEVEL_SHARE)
+            other = _from_coarsenings(found, effort // COARSE_SHARE)
     _anneal(found, cut.bound, effort)
     if other is not None and _far(found, cut.bound):
         _anneal(other, cut.bound, effort)
@@ -180,8 +180,8 @@ def _from_smallest(found: Found) -> None:
         _start_if_promising(found, reruns_of(found.problem.program, schedule) or [])
 
 
-def _from_levels(found: Found, effort: int) -> Found | None:
-    """Start from plans of coarser levels, each annealed for itself first; the best of them, another valley."""
+def _from_coarsenings(found: Found, effort: int) -> Found | None:
+    """Start from plans of coarsenings, each annealed for itself first; the best of them, another valley."""
     each: list[Found] = []
     for reruns in coarse_starts(found.problem, effort):
         found.tell("planning by layers")
@@ -194,12 +194,12 @@ def _from_levels(found: Found, effort: int) -> Found | None:
     return min(each, key=lambda other: other.overhead, default=None)
 
 
-def _quickly_from_stand_in(found: Found, small: StandIn) -> None:
-    """A first plan from a stand-in."""
+def _quickly_from_proxy(found: Found, small: Proxy) -> None:
+    """A first plan from a proxy program."""
     found.tell("planning repeated blocks once")
     start_quickly(found, small)
     if found.reruns is None:
-        _from_stand_in(found, small, found.problem.effort // QUICK)
+        _from_proxy(found, small, found.problem.effort // QUICK)
 
 
 def _quickly_from_relaxation(found: Found, order: CapturedOrder | None) -> None:
@@ -218,25 +218,25 @@ def _quickly_from_relaxation(found: Found, order: CapturedOrder | None) -> None:
         start_from(found, quick.reruns)
 
 
-def _from_stand_in(found: Found, small: StandIn, effort: int) -> None:
-    """Start from what a stand-in is planned to within an effort."""
+def _from_proxy(found: Found, small: Proxy, effort: int) -> None:
+    """Start from what a proxy program is planned to within an effort."""
     found.tell("planning repeated blocks once")
-    start_from_stand_in(found, small, lambda asked: portfolio(replace(asked, effort=effort)).schedule)
+    start_from_proxy(found, small, lambda asked: portfolio(replace(asked, effort=effort)).schedule)
 
 
 def _work(problem: Problem) -> int:
-    """What solvers may take, together."""
+    """The work that all solvers together may do."""
     return WORK * problem.effort // DEFAULT_EFFORT
 
 
 def _model_work(problem: Problem, cut: CutBound) -> int:
-    """What the whole model may take: what the cuts left, at most half; of the smallest programs as by default."""
+    """The work left for the whole model: at most half of all; of the smallest programs as by default."""
     if len(problem.program.ops) <= WHOLE_OPS and problem.effort >= WHOLE_EFFORT:
         return WORK // 2
     return min(_work(problem) - cut.work, _work(problem) // 2)
 
 
-def _cuts(found: Found, order: CapturedOrder | None, small: StandIn | None) -> CutBound:
+def _cuts(found: Found, order: CapturedOrder | None, small: Proxy | None) -> CutBound:
     """Bounds and start points of the cut relaxation, until one is proven optimal or the work is done."""
     problem = found.problem
     found.tell("cut relaxation")

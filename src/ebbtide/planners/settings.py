@@ -24,7 +24,7 @@ _FLAGS = {"true": True, "false": False}
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a value may be: one of ``words``, a flag, bytes, or a whole number from ``least`` on."""
+    """The kind of a setting's value: one of ``words``, a flag, bytes, or a whole number from ``least`` on."""
 
     least: int | None = None
     words: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """The optimal basis of a linear cut relaxation, and how the relaxation of a larger program begins with it.
 
 A basis says of every column and row of a linear program whether it is basic or at which bound. Where one program stands
-for another (``shrink``), each column and row of the large relaxation takes what its fellow has in the small one.
+for another (``proxy``), each column and row of the large relaxation takes what its counterpart has in the small one.
 Blocks being alike, that is optimal but for a few rows at the seams, and the simplex method ends after some tens of
 iterations where it took half as many as there are rows. A basis proves nothing: the solver goes on from it to the same
 optimum.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.planners.reductions.repeats import Fellows
+from ebbtide.planners.reductions.repeats import IsomorphicOps
 from ebbtide.planners.solvers.highs import Basis
 
 __all__ = ["CutBasis", "Names", "Start"]
@@ -54,26 +54,26 @@ class Start:
     """The basis of a program that stands for a large one, and who stands for whom."""
 
     small: CutBasis
-    fellows: Fellows
+    isomorphic: IsomorphicOps
 
     def carried(self, cut: int, names: Names) -> Basis | None:
         """A basis for the large program's relaxation; ``None`` if it has another cut.
 
-        A column without a fellow is at its lower bound, a row without one is loose. HiGHS mends a singular basis.
+        A column without a counterpart is at its lower bound, a row without one is loose. HiGHS mends a singular basis.
         """
-        op, buffer, theirs, basis = self.fellows.op, self.fellows.buffer, self.small.names, self.small.basis
+        op, buffer, theirs, basis = self.isomorphic.op, self.isomorphic.buffer, self.small.names, self.small.basis
         if op[cut] != self.small.cut:
             return None
         columns: list[Any] = [None] * (len(names.keep) + len(names.rerun))
         for b, index in names.keep.items():
-            if (fellow := theirs.keep.get(buffer[b])) is not None:
-                columns[index] = basis.columns[fellow]
+            if (counterpart := theirs.keep.get(buffer[b])) is not None:
+                columns[index] = basis.columns[counterpart]
         for i, index in names.rerun.items():
-            if (fellow := theirs.rerun.get(op[i])) is not None:
-                columns[index] = basis.columns[fellow]
+            if (counterpart := theirs.rerun.get(op[i])) is not None:
+                columns[index] = basis.columns[counterpart]
         rows: list[Any] = [None] * len(names.row)
         for (i, b), index in names.row.items():
-            fellow = theirs.row.get((op[i] if i >= 0 else i, buffer[b] if b >= 0 else b))
-            if fellow is not None:
-                rows[index] = basis.rows[fellow]
+            counterpart = theirs.row.get((op[i] if i >= 0 else i, buffer[b] if b >= 0 else b))
+            if counterpart is not None:
+                rows[index] = basis.rows[counterpart]
         return Basis(columns, rows)

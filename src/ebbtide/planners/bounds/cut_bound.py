@@ -148,7 +148,7 @@ def quick_bound(program: Program, budget: int, interrupt: Interrupt, state: Inte
 
 @dataclass(frozen=True)
 class CutSolved:
-    """What the solver says of one relaxation: as :class:`CutBound`, of this one alone; and the value per column."""
+    """The solver's answer to one relaxation: as :class:`CutBound`, of this one alone; and the value per column."""
 
     bound: float
     infeasible: bool
@@ -259,11 +259,11 @@ class CutModel:
         return terms
 
     def _brought(self, spans: Iterable[int], b: int) -> list[tuple[int, float]]:
-        """What else makes ``b`` resident in one of some spans."""
+        """Columns of loads that make ``b`` resident in one of some spans; here there are none."""
         return []
 
     def _read_rows(self, j: int) -> None:
-        """Block 4."""
+        """Require that whatever runs in a span finds its inputs there (block 4)."""
         ops = self.program.ops
         for b in {b for k in self._span(j) for b in ops[k].inputs if self._old(j, b)}:
             self.row[j][-1, b] = self._row("reads", self._served(j, b), 1.0, math.inf)
@@ -274,7 +274,7 @@ class CutModel:
                     self.row[j][i, b] = self._row("reads", terms, 0.0, math.inf)
 
     def _carry_rows(self, j: int) -> None:
-        """Block 5."""
+        """Require that what is kept at the next cut was kept here or made since (block 5)."""
         for b, column in self.keep[j + 1].items():
             if self._old(j, b):
                 self._row("carry", [*self._served(j, b), (column, -1.0)], 0.0, math.inf)
@@ -326,7 +326,7 @@ class CutModel:
 
     @property
     def names(self) -> Names:
-        """Of the columns and rows, where there is one cut."""
+        """Names of columns and rows by buffer and op, where there is one cut."""
         return Names(self.keep[0], self.rerun[0], self.row[0])
 
     @property

@@ -24,7 +24,7 @@ __all__ = ["floor_bytes", "floor_where"]
 
 @analysis
 def floor_bytes(program: Program) -> tuple[int, int]:
-    """The floor of a program.
+    """Find the op that needs most bytes in every schedule.
 
     Returns:
         Bytes above the step's start, and the index of the op that pins them (the number of ops for the end).

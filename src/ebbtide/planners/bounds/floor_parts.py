@@ -92,7 +92,7 @@ def _part(program: Program, part: Part, buffers: set[int]) -> FloorPart:
 
 
 def _held(program: Program, t: int, moment: str) -> list[FloorPart]:
-    """Clauses 1 and 3 at op ``t``, or at the boundary or the end with ``t`` as its position."""
+    """Bytes that no schedule can be without at ``t``, an op, the boundary or the end (clauses 1 and 3)."""
     late = t >= program.boundary
 
     def made(buffers: tuple[int, ...]) -> set[int]:
@@ -115,7 +115,7 @@ def _held(program: Program, t: int, moment: str) -> list[FloorPart]:
 
 
 def _not_made_again(program: Program, t: int) -> tuple[set[int], set[int]]:
-    """Clause 3: results made before ``t`` and read at it or later, of ops that may not run again, or not so late."""
+    """Find results read at ``t`` or later whose ops may not run again, or not so late (clause 3)."""
     single: set[int] = set()
     before_change: set[int] = set()
     for index, op in enumerate(program.ops[:t]):
@@ -131,7 +131,7 @@ def _not_made_again(program: Program, t: int) -> tuple[set[int], set[int]]:
 
 
 def _of_the_op(program: Program, t: int) -> list[FloorPart]:
-    """Clause 2: what op ``t`` reads that clauses 1 and 3 do not count, its workspace, and what it makes."""
+    """Bytes of op ``t`` itself: other inputs, its workspace, and what it makes (clause 2)."""
     op = program.ops[t]
     single, before_change = _not_made_again(program, t)
     return [

@@ -172,7 +172,7 @@ class StageModel:
         return [producer, *(r for r in self.program.readers[b] if r == t or (t, r) in self.run)]
 
     def _fraction(self, t: int) -> float:
-        """What one byte is in the rows of stage ``t``."""
+        """The unit of the rows of stage ``t``: one byte as a share of what they have room for."""
         return 1.0 / max(self.budget - self._resident[t], 1)
 
     # -- rows of both forms ------------------------------------------------------------------------------------

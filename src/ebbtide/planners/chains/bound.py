@@ -101,7 +101,7 @@ def path_bound(program: Program, budget: int, path: Path) -> PathBound | None:
 
 
 def _steps(program: Program, budget: int, path: Path) -> Steps | bool | None:
-    """What the table asks; ``True`` if nothing fits, ``False`` if everything does, ``None`` beyond the limits."""
+    """Steps for the table; ``True`` if nothing fits, ``False`` if everything does, ``None`` beyond the limits."""
     count = len(path.steps)
     if count > MOST_STEPS:
         return None

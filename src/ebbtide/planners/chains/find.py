@@ -98,7 +98,7 @@ def _crossing(program: Program, turn: int) -> list[int]:
 
 
 def _is_chain(program: Program, path: Path, crossing: list[int]) -> bool:
-    """Definition 5."""
+    """Whether hardly anything but the state is read across most states of a path (definition 5)."""
     states = [program.buffers[step[-1]] for step in path.steps]
     alone = sum(crossing[each.producer or 0] <= MOST_CROSSING * each.bytes for each in states)
     return alone >= CHAIN_SHARE * len(states)

@@ -99,7 +99,7 @@ def _lives(program: Program, path: Path) -> _Lives:
 
 
 def _steps(program: Program, budget: int, path: Path, lives: _Lives) -> Steps | None:
-    """What the table asks, sizes rounded up and rooms down."""
+    """Steps for the table, sizes rounded up and rooms down."""
     count = len(path.steps)
     asked = [step[-1] for step in path.steps]
     size = [program.buffers[b].bytes for b in asked]
@@ -172,7 +172,7 @@ def _others(program: Program, path: Path, lives: _Lives) -> Ints:
 
 
 def _residents(program: Program, path: Path, lives: _Lives, table: PathTable) -> Residents:
-    """What is held, per stage. What a step's reversal is to hold is made where it is asked for, not before."""
+    """Buffers to be held, per stage. What a step's reversal is to hold is made where it is asked for, not before."""
     while_reversing: list[list[int]] = [[] for _ in path.steps]
     top = len(path.steps) - 1
     for step, highest in table.held():

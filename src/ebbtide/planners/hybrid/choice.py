@@ -26,7 +26,7 @@ __all__ = ["Choice", "choice_of", "schedule_of"]
 
 @dataclass(frozen=True)
 class Choice:
-    """Definitions 1 to 4.
+    """Reruns, loads and holds of a plan, and the tiers that buffers go to (definitions 1 to 4).
 
     Attributes:
         reruns: as ``(op, stage)``.

@@ -63,7 +63,7 @@ WINDOWS = 64  # of clause 7 per lane and cut, in large programs
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Clause 7: a column whose transfer lies after the first run of ``after`` and before that of ``before``."""
+    """A column whose transfer lies after the first run of ``after`` and before that of ``before`` (clause 7)."""
 
     column: int
     seconds: float  # in percent of the unplanned step
@@ -94,7 +94,7 @@ class LaneModel(CutModel):
             self._share_rows()
 
     def loads(self, values: NDArray[np.float64]) -> list[Load]:
-        """What a solution loads."""
+        """Loads of a solution, by the cut after which they come."""
         found: list[Load] = []
         for j, columns in enumerate(self.into):
             best: dict[int, tuple[float, str]] = {}
@@ -106,7 +106,7 @@ class LaneModel(CutModel):
 
     @property
     def _weight(self) -> int:
-        """Windows make long rows."""
+        """The work that one check of the solver stands for: windows make long rows."""
         return max(super()._weight, self.model.entries // ENTRIES)
 
     # -- columns ---------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class LaneModel(CutModel):
     # -- rows ------------------------------------------------------------------------------------------------
 
     def _copy_rows(self) -> None:
-        """Clause 5."""
+        """Require a copy for every load, and one at most for each buffer (clause 5)."""
         if self.out is not self.into:
             for j, columns in enumerate(self.into):
                 for key, column in columns.items():
@@ -163,7 +163,7 @@ class LaneModel(CutModel):
                 self._row("copies", terms, -math.inf, 1.0)
 
     def _source_rows(self) -> None:
-        """Clause 6."""
+        """Require that what leaves after a cut was there (clause 6)."""
         for j in range(1, len(self.cuts)):
             ending: dict[int, list[tuple[int, float]]] = {}
             for (b, _), column in self.out[j].items():
@@ -176,7 +176,7 @@ class LaneModel(CutModel):
                 self._row("sources", [*there, *terms], 0.0, math.inf)
 
     def _capacity_rows(self) -> None:
-        """Clause 9, in units of the capacity."""
+        """Keep copies within the capacity of their tier, in units of it (clause 9)."""
         for tier, link in self.links.items():
             unit = max(link.capacity_bytes, 1)
             sizes = [
@@ -189,7 +189,7 @@ class LaneModel(CutModel):
                 self._row("capacities", sizes, -math.inf, 1.0 + ROOM)
 
     def _transfers(self) -> dict[str, list[Transfer]]:
-        """By lane."""
+        """List the transfers of each lane."""
         found: dict[str, list[Transfer]] = {}
         for j in range(len(self.cuts)):
             for (b, tier), column in self.out[j].items():
@@ -214,7 +214,7 @@ class LaneModel(CutModel):
         return Transfer(column, self.links[tier].seconds(program.buffers[b].bytes, "in") * self._unit, cut, need)
 
     def _lane_rows(self) -> None:
-        """Clause 7."""
+        """Give transfers of a lane the time of the window in which they lie (clause 7)."""
         base = np.concatenate([[0.0], np.cumsum([op.seconds * self._unit for op in self.program.ops])])
         for j, lost in enumerate(self._lost):
             reruns = self.rerun[j - 1].items() if j else ()
@@ -252,7 +252,7 @@ class LaneModel(CutModel):
         self._row("lanes", [*terms.items(), *((column, -1.0) for column in lost)], -math.inf, free)
 
     def _share_rows(self) -> None:
-        """Clause 8."""
+        """Add to stalls what transfers take from computing (clause 8)."""
         if not any(link.compute_share for link in self.links.values()):
             return
         terms: dict[int, float] = {}

@@ -165,7 +165,7 @@ def moves_alone(problem: Problem) -> Schedule | None:
 
 
 def _moves_alone(problem: Problem) -> _Found:
-    """What moving alone finds, the same whatever else is known: no answer may be slower."""
+    """Search among plans that only move, whatever else is known: no answer may be slower than these."""
     found = _Found(problem)
     found.start_from(Choice(), moves_only=True)
     if found.overhead <= PROMISING:
@@ -216,7 +216,7 @@ def _start(found: _Found, recompute: Answer, effort: int) -> bool:
 
 
 def _start_slower(found: _Found) -> None:
-    """Start 5."""
+    """Start from what the relaxation with slower lanes rounds to (start 5)."""
     problem = found.problem
     for share in SLOWER:
         if not found.best or found.overhead - found.bound <= CLOSE or problem.interrupt:
@@ -236,7 +236,7 @@ def _start_slower(found: _Found) -> None:
 
 
 def _start_published(found: _Found) -> None:
-    """Start 6."""
+    """Start from what published planners find (start 6)."""
     for name in PUBLISHED:
         if found.problem.interrupt:
             return

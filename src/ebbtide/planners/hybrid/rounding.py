@@ -131,7 +131,7 @@ def _issued(
     reads: Mapping[int, Sequence[int]],
     begin: NDArray[np.float64],
 ) -> set[tuple[int, int]]:
-    """Clause 1: the last read first, each load before those that are read later."""
+    """Time loads backwards: the last read first, each load before those that are read later (clause 1)."""
     wanted: list[tuple[int, int, int]] = []  # the stage of the read, the stage after the cut, buffer
     for load in loads:
         read = next((t for t in reads[load.buffer] if t > cuts[load.cut]), None)
@@ -158,7 +158,7 @@ def _holds(
     reads: Mapping[int, Sequence[int]],
     begin: NDArray[np.float64],
 ) -> set[tuple[int, int]]:
-    """Clause 2: copies are written in the order in which buffers are made."""
+    """Hold buffers until their copies, in the order in which they are made, are written (clause 2)."""
     free: dict[str, float] = {}
     found: set[tuple[int, int]] = set()
     for b in sorted(leaves, key=lambda b: (program.buffers[b].producer or 0, b)):

@@ -58,7 +58,7 @@ class SpanModel(LaneModel):
             self._state_columns()
 
     def loads(self, values: NDArray[np.float64]) -> list[Load]:
-        """What a solution loads."""
+        """Loads of a solution, those that come again included."""
         again = [
             Load(j, b, t) for j, columns in enumerate(self.again) for (b, t), c in columns.items() if values[c] > 0.5
         ]
@@ -95,7 +95,7 @@ class SpanModel(LaneModel):
         return self.twice[j].items()
 
     def _state_columns(self) -> None:
-        """Definition 4 and clause 5."""
+        """Keep generator states for reruns to come, within the budget (definition 4, clause 5)."""
         program = self.program
         for j in range(len(self.cuts) - 1, -1, -1):
             following = self.state[j + 1] if j + 1 < len(self.cuts) else {}
@@ -126,7 +126,7 @@ class SpanModel(LaneModel):
         return True
 
     def _left(self, j: int, *, before: bool = False) -> float:
-        """What pinned buffers leave while op ``j`` runs (``before``), or all through its span."""
+        """Bytes that pinned buffers leave while op ``j`` runs (``before``), or all through its span."""
         program, size = self.program, self.program.buffers
         made = [b for b, each in enumerate(size) if each.producer is not None and each.producer < j + (not before)]
         left = self.budget - sum(size[b].bytes for b in made if b in program.pinned)
@@ -139,14 +139,14 @@ class SpanModel(LaneModel):
     # -- rows ------------------------------------------------------------------------------------------------
 
     def _again_rows(self) -> None:
-        """Definition 2."""
+        """Require a copy for every load that comes again (definition 2)."""
         for j, columns in enumerate(self.again):
             for key, column in columns.items():
                 copies = [(self.out[i][key], 1.0) for i in range(j + 2) if i < len(self.out) and key in self.out[i]]
                 self._row("copies", [*copies, (column, -1.0)], 0.0, math.inf)
 
     def _transfers(self) -> dict[str, list[Transfer]]:
-        """Clause 6."""
+        """List the transfers of each lane, by when they arrive (clause 6)."""
         found: dict[str, list[Transfer]] = {}
         for j, columns in enumerate(self.out):
             for (b, tier), column in columns.items():
@@ -177,7 +177,7 @@ class SpanModel(LaneModel):
         yield Transfer(later, back.seconds, back.after, back.before)
 
     def _share_rows(self) -> None:
-        """Clause 7."""
+        """Add to the stalls of each span what its transfers take from computing (clause 7)."""
         super()._share_rows()
         size, taken = self.program.buffers, dict[int, dict[int, float]]()
         for j in range(len(self.cuts)):

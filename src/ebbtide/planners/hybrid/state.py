@@ -52,7 +52,7 @@ class HybridState(IntervalState):
 
     @property
     def cost(self) -> int:
-        """What searches make small: the makespan beyond every op once."""
+        """The objective of searches: the makespan beyond every op once."""
         return _clock.makespan(self.memory) - self.base_cost
 
     @property
@@ -62,7 +62,7 @@ class HybridState(IntervalState):
 
     @property
     def choice(self) -> Choice:
-        """What the state decides."""
+        """The reruns, loads and holds of the state."""
         reruns, loads = self._pairs(self._nodes())
         held = np.flatnonzero(self._buffers[:, L.B_HOLD] >= 0).tolist()
         return self._choice(reruns, loads, [(b, int(self._buffers[b, L.B_HOLD])) for b in held])

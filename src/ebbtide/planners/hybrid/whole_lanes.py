@@ -86,7 +86,7 @@ class WholeModel(SpanModel):
     def solve(
         self, interrupt: Interrupt, work: int, enough: float, *, whole: bool = True, start: Start | None = None
     ) -> CutSolved:
-        """As :class:`CutModel`; no bound is above the horizon."""
+        """Solve as :class:`CutModel` does; no bound is above the horizon."""
         most = HORIZON / PERCENT - 1.0
         solved = super().solve(interrupt, work, enough, whole=whole, start=start)
         if "queues" not in self.model.blocks or self.hopeless:
@@ -97,7 +97,7 @@ class WholeModel(SpanModel):
         return _Sum((), 1.0) if i == BOUNDARY else _Sum(((self.rerun[j][i], 1.0),))
 
     def _span_rows(self, j: int) -> bool:
-        """Clauses 3 to 8; false if nothing fits."""
+        """Add the rows of one span (clauses 3 to 8); false if nothing fits."""
         program = self.program
         runs = list(self.rerun[j])
         if j + 1 == program.boundary:
@@ -129,7 +129,7 @@ class WholeModel(SpanModel):
         return fits
 
     def _order_columns(self, j: int, runs: list[int]) -> dict[tuple[int, int], int]:
-        """Definition 1 and clause 3."""
+        """Put the runs of a span in an order (definition 1, clause 3)."""
         first = {(a, i): self.model.column(integer=True) for a in runs for i in runs if a != i}
         for (a, i), column in first.items():
             for each in (a, i):
@@ -155,7 +155,7 @@ class WholeModel(SpanModel):
         self._row(block, list(merged.items()), sum(each.constant for each in least), math.inf)
 
     def _maker_rows(self, j: int, first: Mapping[tuple[int, int], int]) -> None:
-        """Clause 4."""
+        """Run what makes a buffer before what reads it (clause 4)."""
         program = self.program
         for i in self.rerun[j]:
             for b in program.ops[i].inputs:
@@ -168,7 +168,7 @@ class WholeModel(SpanModel):
             self._row("makers", [(column, 1.0), (self.rerun[j][i], -1.0)], -math.inf, 0.0)
 
     def _gone_rows(self, j: int, i: int, there: Mapping[int, int], first: Mapping[tuple[int, int], int]) -> None:
-        """Clause 8."""
+        """Require that what is gone at a run was written before it (clause 8)."""
         program, unit = self.program, self._unit
         for (b, tier), column in self.out[j + 1].items():
             maker = program.buffers[b].producer
@@ -187,7 +187,7 @@ class WholeModel(SpanModel):
             self._row("gone", terms, -math.inf, free + (0.0 if i == BOUNDARY else away.seconds))
 
     def _queue_rows(self) -> None:
-        """Clause 9."""
+        """Let the transfers of a lane come one after the other (clause 9)."""
         copies: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for j, columns in enumerate(self.out):
             for key, column in columns.items():
@@ -242,7 +242,7 @@ class WholeModel(SpanModel):
         self._row("queues", terms, other.seconds - 3 * HORIZON, math.inf)
 
     def _wait_rows(self, j: int, first: Mapping[tuple[int, int], int]) -> None:
-        """Clause 7."""
+        """Let runs wait for what they read and is loaded in their span (clause 7)."""
         program, unit = self.program, self._unit
         for i in self.rerun[j]:
             waits: dict[str, list[tuple[int, float]]] = {}
@@ -260,7 +260,7 @@ class WholeModel(SpanModel):
                 self._row("waits", [*terms, (self.rerun[j][i], total), *lost], -math.inf, total)
 
     def _there(self, j: int, i: int, b: int, first: Mapping[tuple[int, int], int], runs: list[int]) -> int:
-        """Definition 2 and clause 5."""
+        """Add the column of a buffer that is resident at a run, and its rows (definition 2, clause 5)."""
         program, column = self.program, self.model.column()
         maker = program.buffers[b].producer
         wanted = [_Sum(((self.keep[j + 1][b], 1.0),))] if b in self.keep[j + 1] else []
@@ -278,7 +278,7 @@ class WholeModel(SpanModel):
         return column
 
     def _run_row(self, j: int, i: int, there: Mapping[int, int], first: Mapping[tuple[int, int], int]) -> bool:
-        """Clause 6."""
+        """Keep what is resident at a run within the budget (clause 6)."""
         program, size = self.program, self.program.buffers
         left = self._left(j)
         terms = [(column, float(size[b].bytes)) for b, column in there.items()]

@@ -52,6 +52,6 @@ def adapted_to(problem: Problem, most_gap: float) -> Answer | None:
 
 
 def gap_of(problem: Problem, overhead: float) -> float:
-    """What the quick bound leaves open of a plan's overhead: how far from it a good plan of this structure may be."""
+    """The distance of a plan's overhead to the quick bound: how far from it a good plan of this structure may be."""
     state = Found(problem).state
     return max(overhead - quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, state).bound, 0.0)

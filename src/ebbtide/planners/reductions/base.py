@@ -17,11 +17,11 @@ reduction                      reduced program                          ``lift``
 =============================  =======================================  =================
 ``coarsen.Coarse``             ops stand for several ops                a schedule
 ``reorder.Reordered``          the same ops in another order            a schedule
-``shrink.StandIn``             few of many repeated blocks              start points
+``proxy.Proxy``                few of many repeated blocks              start points
 =============================  =======================================  =================
 
-``levels`` and ``starts`` are uses of these: which reductions to plan, with how much effort. ``repeats`` is what
-``shrink`` is made of. ``adapt`` is none: it takes schedules of other programs to the problem that is asked, which stays
+``coarse_starts`` and ``starts`` are uses of these: which reductions to plan, with how much effort. ``repeats`` is what
+``proxy`` is made of. ``adapt`` is none: it takes schedules of other programs to the problem that is asked, which stays
 as large.
 """
 
@@ -62,11 +62,11 @@ class Reduction(Protocol[Lifted]):
         ...
 
     def reduce(self, problem: Problem) -> Reduced[Lifted]:
-        """What to plan instead of ``problem``, which is one of the whole (definition 2)."""
+        """The problem to plan instead of one of the whole (definition 2)."""
         ...
 
     def lift(self, schedule: Schedule) -> Lifted:
-        """What a schedule of the reduced program is in the whole (definitions 3 and 4)."""
+        """Take a schedule of the reduced program back to the whole (definitions 3 and 4)."""
         ...
 
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from ebbtide.step.arrays import Ints, flat
 from ebbtide.step.program import Buffer, Op, Program
 
-__all__ = ["Fellows", "Repeats", "Tiled", "carry", "fellows", "find_repeats", "with_blocks"]
+__all__ = ["IsomorphicOps", "Repeats", "Tiled", "carry", "find_repeats", "isomorphic_ops", "with_blocks"]
 
 LEAST_BLOCKS = 4
 CANDIDATES = 24  # periods that are tried, those at which most tokens come again
@@ -65,7 +65,7 @@ class Region:
         return self.first + self.period * self.blocks
 
     def coordinate(self, block: int) -> int:
-        """Of a block (definition 2)."""
+        """The coordinate of a block (definition 2)."""
         return self.sign * block + self.shift
 
 
@@ -122,7 +122,7 @@ def find_repeats(program: Program) -> Repeats | None:
 
 
 def _tokens(program: Program) -> Ints:
-    """Per op, a number for its token (definition 1)."""
+    """A number for the token of each op (definition 1)."""
     form = flat(program)
     first, made = form.makes.first.tolist(), form.makes.items
     sizes, kept = form.bytes[made].tolist(), form.pinned[made].tolist()
@@ -249,7 +249,7 @@ class _Tiling:
         self.regions: list[Region] = []
 
     def tiled(self) -> Tiled:
-        """The whole."""
+        """The program with its blocks."""
         op = 0
         for region in self.repeats.regions:
             self._emit(range(op, region.first), -1)
@@ -276,13 +276,13 @@ class _Tiling:
             self.places.append(coordinate)
 
     def _original(self, coordinate: int) -> int:
-        """Of a new coordinate, the original one that it stands for."""
+        """The original coordinate that a new one stands for."""
         if coordinate < self.seam:
             return coordinate
         return max(coordinate - self.added, self.seam)
 
     def _moved(self, coordinate: int) -> int | None:
-        """Of an original coordinate, the new one; ``None`` if it is left out."""
+        """The new coordinate of an original one; ``None`` if it is left out."""
         if coordinate < self.seam:
             return coordinate
         return coordinate + self.added if coordinate + self.added >= self.seam else None
@@ -308,12 +308,12 @@ class _Tiling:
         return None if found is None else (found, output)
 
     def _is_absolute(self, reader: int, b: int) -> bool:
-        """Whether the reader's fellow in the next block, or the one before, reads the very same buffer."""
+        """Whether the reader's counterpart in the next block, or the one before, reads the very same buffer."""
         place = self.repeats.place(reader)
         assert place is not None
         region = self.repeats.regions[place[0]]
-        fellow = reader + region.period if place[1] + 1 < region.blocks else reader - region.period
-        return b in self.program.ops[fellow].inputs
+        counterpart = reader + region.period if place[1] + 1 < region.blocks else reader - region.period
+        return b in self.program.ops[counterpart].inputs
 
     def _program(self) -> Program:
         program = self.program
@@ -355,8 +355,8 @@ class _Tiling:
 
 
 @dataclass(frozen=True)
-class Fellows:
-    """Who in a small program stands for the ops and buffers of a large one.
+class IsomorphicOps:
+    """Ops and buffers of a small program that stand for those of a large one.
 
     Attributes:
         op: per op of the large program one of the small; -1 where there is none.
@@ -367,8 +367,8 @@ class Fellows:
     buffer: Sequence[int]
 
 
-def fellows(small: Repeats, large: Repeats, stands_for: Sequence[int]) -> Fellows:
-    """Who stands for whom; arguments as for :func:`carry`."""
+def isomorphic_ops(small: Repeats, large: Repeats, stands_for: Sequence[int]) -> IsomorphicOps:
+    """Find for each op and buffer of a large program the one that stands for it; arguments as for :func:`carry`."""
     op = np.full(len(large.program.ops), -1, np.int64)
     for theirs, ours in _outside(small, large).items():
         op[ours] = theirs
@@ -388,7 +388,7 @@ def fellows(small: Repeats, large: Repeats, stands_for: Sequence[int]) -> Fellow
     of = op[owner] >= 0
     buffer = np.full(len(mine.bytes), -1, np.int64)
     buffer[made[of]] = other.makes.items[other.makes.first[op[owner[of]]] + position[of]]
-    return Fellows(op.tolist(), buffer.tolist())
+    return IsomorphicOps(op.tolist(), buffer.tolist())
 
 
 def carry(
@@ -448,7 +448,7 @@ def carry(
 
 
 def _outside(small: Repeats, large: Repeats) -> dict[int, int]:
-    """Ops of the small program outside all regions, with their fellows."""
+    """Ops of the small program outside all regions, with those of the large one that they stand for."""
     ends = [0, *(region.end for region in small.regions)], [0, *(region.end for region in large.regions)]
     starts = (
         [*(r.first for r in small.regions), len(small.program.ops)],

@@ -1,8 +1,8 @@
-"""Start points for a large program from plans of its stand-in (``shrink``), at budgets that suit what is carried.
+"""Start points for a large program from plans of its proxy (``proxy``), at budgets that suit what is carried.
 
-The stand-in is asked for as much of each block as the budget asks of the large program's. What is carried then may be
+The proxy is asked for as much of each block as the budget asks of the large program's. What is carried then may be
 over the budget by some percent. Repairing that takes evictions in proportion to excess and ops, each of which looks at
-every op: on the largest programs the stand-in is rather asked again, for the excess too.
+every op: on the largest programs the proxy is rather asked again, for the excess too.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import replace
 from ebbtide.planners.base import Problem, silent
 from ebbtide.planners.bounds.cut_basis import Start
 from ebbtide.planners.bounds.cut_bound import quick_bound
-from ebbtide.planners.reductions.shrink import StandIn
+from ebbtide.planners.reductions.proxy import Proxy
 from ebbtide.planners.search.greedy import Found, Reruns, start_from
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.step.schedule import Schedule
 
-__all__ = ["linear_start", "quick_plan", "start_from_stand_in", "start_quickly"]
+__all__ = ["linear_start", "quick_plan", "start_from_proxy", "start_quickly"]
 
 Plan = Callable[[Problem], Schedule | None]
 ASKED = 3  # times at most
 REPAIRED = 1e7  # share of the budget times ops squared: an excess that is repaired in about a tenth of a second
 
 
-def start_quickly(found: Found, small: StandIn) -> None:
-    """Start from quick plans of a stand-in, unless what is carried is far from fitting."""
+def start_quickly(found: Found, small: Proxy) -> None:
+    """Start from quick plans of a proxy program, unless what is carried is far from fitting."""
     problem, excess = found.problem, 0
     least = REPAIRED * problem.above_budget_bytes / len(problem.program.ops) ** 2
     for _ in range(ASKED):
@@ -38,26 +38,26 @@ def start_quickly(found: Found, small: StandIn) -> None:
         excess += more
 
 
-def start_from_stand_in(found: Found, small: StandIn, plan: Plan) -> None:
-    """Start from the plan of a stand-in, repaired however long that takes.
+def start_from_proxy(found: Found, small: Proxy, plan: Plan) -> None:
+    """Start from the plan of a proxy program, repaired however long that takes.
 
     Args:
         found: of the large program.
-        small: its stand-in.
-        plan: how to plan the stand-in.
+        small: its proxy program.
+        plan: how to plan the proxy program.
     """
     _start(found, _carried(found, small, plan, 0))
 
 
-def linear_start(problem: Problem, small: StandIn) -> Start | None:
-    """Where the linear relaxation of a large program begins: at the optimum of its stand-in's."""
+def linear_start(problem: Problem, small: Proxy) -> Start | None:
+    """Where the linear relaxation of a large program begins: at the optimum of its proxy's."""
     asked = small.reduce(problem).problem
     basis = quick_bound(asked.program, asked.above_budget_bytes, problem.interrupt, IntervalState(asked.program)).basis
-    return None if basis is None else Start(basis, small.fellows())
+    return None if basis is None else Start(basis, small.isomorphic_ops())
 
 
-def _carried(found: Found, small: StandIn, plan: Plan, excess: int) -> list[Reruns]:
-    """Reruns from a plan of the stand-in, for so many bytes less than the budget of the large program."""
+def _carried(found: Found, small: Proxy, plan: Plan, excess: int) -> list[Reruns]:
+    """Reruns from a plan of the proxy program, for so many bytes less than the budget of the large program."""
     tighter = found.problem.above_budget_bytes - excess
     reduced = small.reduce(replace(found.problem, above_budget_bytes=tighter, progress=silent))
     schedule = plan(reduced.problem)

@@ -324,7 +324,7 @@ def begin(m: Words, budget: int, kind: float, lane: float, stamp: int) -> bool:
 
 @apart
 def tidy(m: Words, budget: int) -> None:
-    """What follows the repair of a move (clause 1)."""
+    """Drop what a move has made needless, and time loads and holds (clause 1)."""
     if m[H_TIERS] > 0:
         sweep(m, budget)
         tighten(m, budget, int(ROUNDS))

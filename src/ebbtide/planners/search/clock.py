@@ -207,5 +207,5 @@ def makespan(m: Words) -> int:
 
 @inner
 def objective(m: Words) -> int:
-    """What searches make small: the cost of all reruns, or where buffers may be moved all time beyond every op once."""
+    """What searches minimise: the cost of all reruns, or with tiers the makespan beyond every op once."""
     return makespan(m) - m[H_BASE] if m[H_TIERS] > 0 else m[H_COST]

@@ -153,7 +153,7 @@ def reads_around(m: Words, b: int, t: int) -> tuple[int, int]:
 
 @inner
 def uses_around(m: Words, b: int, t: int) -> tuple[int, int]:
-    """Likewise of reads and holds."""
+    """The last read or hold of ``b`` at a stage ``<= t`` (-1: none) and the first after ``t`` (``n + 1``: none)."""
     before, after = reads_around(m, b, t)
     stage = m[b + B_HOLD]
     if stage > t:

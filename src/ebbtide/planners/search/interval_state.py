@@ -62,7 +62,7 @@ class IntervalState:
 
     @property
     def cost(self) -> int:
-        """What searches make small, in units of :data:`COST_RESOLUTION`: the cost of all reruns."""
+        """The objective of searches, in units of :data:`COST_RESOLUTION`: the cost of all reruns."""
         return int(self.memory[L.H_COST])
 
     @property
@@ -247,7 +247,7 @@ def _tree(size: int, stage_bytes: Ints) -> Ints:
 
 
 def _through_bytes(program: Program, form: Flat) -> Ints:
-    """Per stage of the unplanned step: late bytes, and every buffer between its first run and last read."""
+    """Bytes that pass through each stage of the unplanned step: late ones, and buffers from first run to last read."""
     n = len(program.ops)
     steps = np.zeros(n + 3, np.int64)  # what a stage has more than the one before
     steps[program.boundary] += program.late_bytes

@@ -69,7 +69,7 @@ _compiling = threading.RLock()
 
 @contextlib.contextmanager
 def _kept_going() -> Generator[None]:
-    """What goes wrong inside is of no matter, unless a signal's handler has raised it."""
+    """Ignore errors raised inside, unless a signal's handler has raised them."""
     try:
         yield
     except Exception as error:
@@ -119,7 +119,7 @@ def _keep(compiled: Any) -> None:
 
 @functools.cache
 def sources_digest() -> str:
-    """Of the modules in the folders that hold compiled code and the constants in it."""
+    """A digest of all modules in the folders that hold compiled code and its constants."""
     home = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in COMPILED:

@@ -101,7 +101,7 @@ class FreeOrder(CapturedOrder):
         return op in self._reach(other, False) or op in self._reach(other, True)
 
     def between(self, cut: int, following: int | None) -> Collection[int]:
-        """As for captured order, in every legal order."""
+        """Ops that come after ``cut`` and, if it is given, before ``following`` or are it, in every legal order."""
         found = self._reach(cut, True) - {self._ops}
         return found if following is None else found & (self._reach(following, False) | {following})
 

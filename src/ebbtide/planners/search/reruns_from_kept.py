@@ -44,7 +44,7 @@ def reruns_for_residents(program: Program, residents: Residents) -> list[tuple[i
     made = [len(ops) if b.producer is None else b.producer for b in program.buffers]
 
     def old(t: int) -> set[int]:
-        """Of the residents of stage ``t``, what was made before it."""
+        """Residents of stage ``t`` that were made before it."""
         return {b for b in residents(t) if made[b] < t}
 
     reruns: list[tuple[int, int]] = []

@@ -27,20 +27,20 @@ __all__ = ["forget_smallest", "least_memory", "note_alike", "smallest_of", "smal
 
 RUNS_PER_MOVE = 3000  # walked per unit of effort: about 10 s for the default effort, on the worst programs
 FULL_WORK_OPS = 2500  # beyond, less work in inverse proportion: a step down walks more the larger the program is
-FEW_MOVES = 200  # of a stand-in's first descent: it ends near its floor, and most of it is still regular
-NEAR_ENOUGH = 1.1  # where a stand-in's schedule is carried: descending a large program takes long
+FEW_MOVES = 200  # of a proxy's first descent: it ends near its floor, and most of it is still regular
+NEAR_ENOUGH = 1.1  # where a proxy's schedule is carried: descending a large program takes long
 ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and is needed by nobody
 
 
-def _nobody(_: int) -> None:
-    """Nobody wants to be told."""
+def _ignore(_: int) -> None:
+    """Ignore the bytes that were reached."""
 
 
 def smallest_schedule(
     program: Program,
     effort: int = DEFAULT_EFFORT,
     interrupt: Interrupt | None = None,
-    tell: Callable[[int], None] = _nobody,
+    tell: Callable[[int], None] = _ignore,
     start: Sequence[tuple[int, int]] = (),
 ) -> tuple[int, Schedule]:
     """A schedule with a peak as low as is found, or within 1.5 % of the floor, whatever its time.
@@ -55,14 +55,14 @@ def smallest_schedule(
     Returns:
         Bytes above the step's start, and the schedule.
     """
-    from ebbtide.planners.reductions.shrink import stand_in_of
+    from ebbtide.planners.reductions.proxy import proxy_of
     from ebbtide.planners.search.interval_state import IntervalState
 
     state = IntervalState(program)
     floor, _ = floor_bytes(program)
     interrupt = interrupt or Interrupt()
     peaks = [(state.peak_bytes, state.reruns)]
-    if (small := stand_in_of(program)) is not None:
+    if (small := proxy_of(program)) is not None:
         for moves in (min(FEW_MOVES, effort), effort):
             for lifted in small.lift(_descended(IntervalState(small.program), moves, interrupt, early=False)):
                 state.load(lifted)
@@ -76,11 +76,11 @@ def smallest_schedule(
         state.load(min(peaks)[1])
         schedule = state.to_schedule()
         return simulate(program, schedule).above_bytes, schedule
-    ways = [(state, False)]
+    descents = [(state, False)]
     if small is None:  # on a large program each takes seconds
         even = IntervalState(_evened(program))
-        ways += [(state, True), (even, False), (even, True)]
-    for each, early in ways:
+        descents += [(state, True), (even, False), (even, True)]
+    for each, early in descents:
         if min(peaks)[0] > enough and not interrupt:
             _descended(each, effort // 2, interrupt, early=early, tell=tell)
             peaks.append((each.peak_bytes, each.reruns))
@@ -119,7 +119,7 @@ def _descended_from(
 
 
 def _evened(program: Program) -> Program:
-    """The same with ops that take equally long: what the least peak is depends on no seconds, the way there does."""
+    """Give all ops the same seconds: they decide what a descent tries, not what the least peak is."""
     return replace(program, ops=tuple(replace(op, seconds=1.0) for op in program.ops))
 
 
@@ -130,7 +130,7 @@ def _descended(
     *,
     early: bool,
     start: Sequence[tuple[int, int]] = (),
-    tell: Callable[[int], None] = _nobody,
+    tell: Callable[[int], None] = _ignore,
 ) -> Schedule:
     """The schedule to which one descends from the unplanned step, or from the reruns of ``start``.
 
@@ -183,7 +183,7 @@ def smallest_of(
     effort: int = DEFAULT_EFFORT,
     interrupt: Interrupt | None = None,
     links: Mapping[str, Link] | None = None,
-    tell: Callable[[int], None] = _nobody,
+    tell: Callable[[int], None] = _ignore,
 ) -> tuple[int, Schedule]:
     """The least peak above the start for which a schedule was found, bytes, and that schedule; kept per program.
 

@@ -104,7 +104,7 @@ class _Model:
                 self.model.add_hint(self.model.get_int_var_from_proto_index(variable), value)
 
     def _occupy(self, interval: Any, size: int) -> None:
-        """Clause 5."""
+        """Take ``size`` bytes of the capacity during an interval (clause 5)."""
         if size:
             self.intervals.append(interval)
             self.demands.append(size)
@@ -128,7 +128,7 @@ class _Model:
         return variable
 
     def _runs(self, o: int) -> None:
-        """Clause 2 and what a run takes only while it lasts."""
+        """Add the runs of an op, and what each takes only while it lasts (clause 2)."""
         row, model = self.ops[o], self.model
         stages: list[Any] = [o]
         present: list[Any] = [True]
@@ -161,7 +161,7 @@ class _Model:
         self._occupy(held, self.ops[o]["state_bytes"])
 
     def _retention(self, b: int) -> None:
-        """Clause 3; the hint of the ends comes later, when all reads are known."""
+        """Add the intervals of a choice buffer (clause 3); ends are hinted later, when all reads are known."""
         o, size = self.request["buffers"][b]["producer"], self.request["buffers"][b]["bytes"]
         model, horizon = self.model, end_event(self.n)
         for i in range(len(self.stage[o])):
@@ -178,7 +178,7 @@ class _Model:
                 model.add(length == 1).only_enforce_if(~runs)
 
     def _reads_at(self) -> list[list[int]]:
-        """Per choice buffer, the events at which the start plan reads it."""
+        """Events at which the start plan reads each choice buffer."""
         found: list[list[int]] = [[] for _ in self.ends]
         for o, row in enumerate(self.ops):
             reads: list[int] = row["reads"]
@@ -187,7 +187,7 @@ class _Model:
         return found
 
     def _read(self, k: int, j: int, b: int) -> None:
-        """Clause 4 for run ``j`` of op ``k``."""
+        """Let run ``j`` of op ``k`` read each choice buffer from one run of its producer (clause 4)."""
         model, runs = self.model, self.present[k][j]
         o: int = self.request["buffers"][b]["producer"]
         after = self._at(k, j) + 1

@@ -130,7 +130,7 @@ class Basis:
 
 @dataclass(frozen=True)
 class Solved:
-    """What the solver says.
+    """The answer of the solver.
 
     Attributes:
         status: in HiGHS' words.

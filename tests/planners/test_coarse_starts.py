@@ -1,4 +1,4 @@
-"""Start points from coarser levels: plans of layers as single ops, brought down to the program."""
+"""Start points from coarsenings: plans of layers as single ops, brought down to the program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ebbtide.planners import Problem
-from ebbtide.planners.reductions.levels import FEWEST, MOST, coarse_starts, levels
+from ebbtide.planners.reductions.coarse_starts import FEWEST, MOST, coarse_starts, coarsenings
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.step.legality import check
 from ebbtide.step.program import Program
@@ -24,16 +24,16 @@ def program() -> Program:
     return replace(plain, ops=ops)
 
 
-def test_levels_are_coarser_and_lie_in_the_range(program: Program) -> None:
-    found = levels(Problem(program, 1))
+def test_coarsenings_are_coarser_and_lie_in_the_range(program: Program) -> None:
+    found = coarsenings(Problem(program, 1))
     assert found
     counts = [len(each.program.ops) for each in found]
     assert counts == sorted(counts)
     assert all(FEWEST * len(program.ops) <= count <= MOST * len(program.ops) for count in counts)
 
 
-def test_a_program_without_names_has_no_levels() -> None:
-    assert levels(Problem(chain(24), 1)) == []
+def test_a_program_without_names_has_no_coarsenings() -> None:
+    assert coarsenings(Problem(chain(24), 1)) == []
 
 
 def test_starts_are_legal_and_fit(program: Program) -> None:

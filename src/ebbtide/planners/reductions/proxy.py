@@ -1,6 +1,6 @@
-"""A large program's small stand-in: the same with few of its repeated blocks, planned in its place.
+"""A large program's proxy: the same program with few of its repeated blocks, planned in its place.
 
-Plans of the stand-in are carried to the program (``repeats``) and are start points there: they are repaired to the
+Plans of the proxy program are carried to the program (``repeats``) and are start points there: they are repaired to the
 budget and searched on like any other. What is gained is that the search for a pattern of blocks takes the same time
 however many blocks there are. No bound is carried.
 """
@@ -12,22 +12,30 @@ from dataclasses import dataclass, replace
 
 from ebbtide.planners.base import LARGE_OPS, Problem
 from ebbtide.planners.reductions.base import Reduced
-from ebbtide.planners.reductions.repeats import Fellows, Repeats, Tiled, carry, fellows, find_repeats, with_blocks
+from ebbtide.planners.reductions.repeats import (
+    IsomorphicOps,
+    Repeats,
+    Tiled,
+    carry,
+    find_repeats,
+    isomorphic_ops,
+    with_blocks,
+)
 from ebbtide.planners.search.interval_state import reruns_of
 from ebbtide.step.program import Program, analysis
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.unplanned import unplanned_bytes
 
-__all__ = ["StandIn", "stand_in_of"]
+__all__ = ["Proxy", "proxy_of"]
 
-OPS = 600  # wanted of a stand-in: as many as a search covers in a second
+OPS = 600  # wanted of a proxy program: as many as a search covers in a second
 LEAST_BLOCKS = 8
-FEWER = 3  # how many times fewer blocks a stand-in has at least
+FEWER = 3  # how many times fewer blocks a proxy program has at least
 EDGE = 2  # blocks at either end that stand for themselves
 
 
 @dataclass(frozen=True)
-class StandIn:
+class Proxy:
     """A small program that stands for a large one.
 
     Attributes:
@@ -61,9 +69,9 @@ class StandIn:
         for stands_for in (self._stretched(), self._repeated()):
             yield carry(reruns, self.small.repeats, self.whole, stands_for)
 
-    def fellows(self) -> Fellows:
-        """Who in the small program stands for whom, with the blocks in the middle repeated as a group."""
-        return fellows(self.small.repeats, self.whole, self._repeated())
+    def isomorphic_ops(self) -> IsomorphicOps:
+        """Ops and buffers that stand for each other where the blocks in the middle are repeated as a group."""
+        return isomorphic_ops(self.small.repeats, self.whole, self._repeated())
 
     def _stretched(self) -> list[int]:
         middle, inner = self._middle()
@@ -78,14 +86,14 @@ class StandIn:
         return self.whole.blocks - 2 * EDGE, self.small.repeats.blocks - 2 * EDGE
 
     def _with_ends(self, middle: Iterable[int]) -> list[int]:
-        """Per block of the large program the one that stands for it, given that for the blocks in the middle."""
+        """The block that stands for each block of the large program, given those for the blocks in the middle."""
         few = self.small.repeats.blocks
         return [*range(EDGE), *(EDGE + j for j in middle), *range(few - EDGE, few)]
 
 
 @analysis
-def stand_in_of(program: Program) -> StandIn | None:
-    """A stand-in; ``None`` for programs that are small, or have too few repeated blocks."""
+def proxy_of(program: Program) -> Proxy | None:
+    """A proxy program; ``None`` for programs that are small, or have too few repeated blocks."""
     if len(program.ops) < LARGE_OPS:
         return None
     whole = find_repeats(program)
@@ -96,4 +104,4 @@ def stand_in_of(program: Program) -> StandIn | None:
     few = max(LEAST_BLOCKS, round((OPS - fixed) / per_block))
     if few * FEWER > whole.blocks:
         return None
-    return StandIn(whole, with_blocks(whole, few))
+    return Proxy(whole, with_blocks(whole, few))
