@@ -181,53 +181,69 @@ def touch(m: Words, t: int) -> None:
 
 
 @inner
-def link(m: Words, o: int, t: int) -> None:
-    """Put a rerun into both of its lists."""
-    v = m[H_FREE]
-    m[H_FREE] = m[v + N_IN_STAGE]
-    m[H_HIGH] = max(m[H_HIGH], v + N_COLUMNS)
-    m[v + N_OP] = o
-    m[v + N_STAGE] = t
-    w = at(o)
-    while m[w + N_OF_OP] >= 0 and m[m[w + N_OF_OP] + N_STAGE] < t:
-        w = m[w + N_OF_OP]
-    m[v + N_OF_OP] = m[w + N_OF_OP]
-    m[w + N_OF_OP] = v
-    w = m[at(t) + S_HEAD]
-    if m[w + N_OP] > o:
-        m[v + N_IN_STAGE] = w
-        m[at(t) + S_HEAD] = v
-    else:
-        while m[m[w + N_IN_STAGE] + N_OP] < o:
-            w = m[w + N_IN_STAGE]
-        m[v + N_IN_STAGE] = m[w + N_IN_STAGE]
-        m[w + N_IN_STAGE] = v
+def put_in(m: Words, word: int, v: int, following: int, key: int) -> None:
+    """Put row ``v`` into the list that begins at ``word``, ascending by column ``key``."""
+    while m[word] >= 0 and m[m[word] + key] < m[v + key]:
+        word = m[word] + following
+    m[v + following] = m[word]
+    m[word] = v
 
 
 @inner
-def unlink(m: Words, o: int, t: int) -> None:
-    """Take a rerun out of both of its lists."""
-    w = at(o)
-    while m[m[w + N_OF_OP] + N_STAGE] != t:
-        w = m[w + N_OF_OP]
-    v = m[w + N_OF_OP]
-    m[w + N_OF_OP] = m[v + N_OF_OP]
-    w = m[at(t) + S_HEAD]
-    if w == v:
-        m[at(t) + S_HEAD] = m[v + N_IN_STAGE]
-    else:
-        while m[w + N_IN_STAGE] != v:
-            w = m[w + N_IN_STAGE]
-        m[w + N_IN_STAGE] = m[v + N_IN_STAGE]
+def take_out(m: Words, word: int, v: int, following: int) -> None:
+    """Take row ``v`` out of the list that begins at ``word``."""
+    while m[word] != v:
+        word = m[word] + following
+    m[word] = m[v + following]
+
+
+@inner
+def take_stage(m: Words, word: int, t: int) -> int:
+    """Take the row of stage ``t`` out of the list that begins at ``word``, ascending by stage; that row."""
+    while m[m[word] + N_STAGE] != t:
+        word = m[word] + N_OF_OP
+    v = m[word]
+    m[word] = m[v + N_OF_OP]
+    return v
+
+
+@inner
+def fresh_row(m: Words, what: int, t: int) -> int:
+    """A row for a rerun or a load at stage ``t``; there is one."""
+    v = m[H_FREE]
+    m[H_FREE] = m[v + N_IN_STAGE]
+    m[H_HIGH] = max(m[H_HIGH], v + N_COLUMNS)
+    m[v + N_OP], m[v + N_STAGE] = what, t
+    return v
+
+
+@inner
+def free_row(m: Words, v: int) -> None:
+    """Give a row back."""
     m[v + N_OP] = -1
     m[v + N_IN_STAGE] = m[H_FREE]
     m[H_FREE] = v
 
 
 @inner
-def split(m: Words, b: int, t: int, sign: int) -> None:
-    """Through bytes of ``b`` when a production at ``t``, which is not in the lists, comes or goes."""
-    before, after = made_around(m, b, t)
+def link(m: Words, o: int, t: int) -> None:
+    """Put a rerun into both of its lists."""
+    v = fresh_row(m, o, t)
+    put_in(m, at(o) + N_OF_OP, v, N_OF_OP, N_STAGE)
+    put_in(m, at(t) + S_HEAD, v, N_IN_STAGE, N_OP)
+
+
+@inner
+def unlink(m: Words, o: int, t: int) -> None:
+    """Take a rerun out of both of its lists."""
+    v = take_stage(m, at(o) + N_OF_OP, t)
+    take_out(m, at(t) + S_HEAD, v, N_IN_STAGE)
+    free_row(m, v)
+
+
+@inner
+def split(m: Words, b: int, t: int, before: int, after: int, sign: int) -> None:
+    """Through bytes of ``b`` when a production at ``t``, not in the lists, comes or goes between two others."""
     end = end_of(m, b, before, after)
     if end >= t:
         last, _ = uses_around(m, b, t - 1)
@@ -247,15 +263,8 @@ def change(m: Words, o: int, t: int, sign: int) -> None:
     for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
         b = m[i]
         if m[b + B_PINNED] == 0:
-            if m[b + B_LOADS] >= 0:
-                split(m, b, t, sign)
-                continue
-            end = end_of(m, b, before, after)
-            if end >= t:
-                last, _ = uses_around(m, b, t - 1)
-                last = max(last, before)
-                touch(m, last)
-                add_range(m, max(last, before + 1), min(t, end - 1), -sign * m[b + B_BYTES])
+            made, following = made_around(m, b, t) if m[b + B_LOADS] >= 0 else (before, after)
+            split(m, b, t, made, following, sign)
     for i in range(m[row + OP_IN], m[row + OP_IN_END]):
         b = m[i]
         if m[b + B_PINNED] == 0:
@@ -442,49 +451,23 @@ def remove_run(m: Words, o: int, t: int) -> bool:
 def change_load(m: Words, b: int, t: int, sign: int) -> None:
     """Add (``sign`` 1) or take away (-1) the load of ``b`` at ``t``; through bytes follow, locals are touched."""
     if sign < 0:
-        v = m[b + B_LOADS]
-        if m[v + N_STAGE] == t:
-            m[b + B_LOADS] = m[v + N_OF_OP]
-        else:
-            w = v
-            while m[m[w + N_OF_OP] + N_STAGE] != t:
-                w = m[w + N_OF_OP]
-            v = m[w + N_OF_OP]
-            m[w + N_OF_OP] = m[v + N_OF_OP]
-        w = m[at(t) + S_LOADS]
-        if w == v:
-            m[at(t) + S_LOADS] = m[v + N_IN_STAGE]
-        else:
-            while m[w + N_IN_STAGE] != v:
-                w = m[w + N_IN_STAGE]
-            m[w + N_IN_STAGE] = m[v + N_IN_STAGE]
-        m[v + N_OP] = -1
-        m[v + N_IN_STAGE] = m[H_FREE]
-        m[H_FREE] = v
+        v = take_stage(m, b + B_LOADS, t)
+        take_out(m, at(t) + S_LOADS, v, N_IN_STAGE)
+        free_row(m, v)
         if m[b + B_LOADS] < 0:
             m[m[b + B_TIER] + H_LEFT] += m[b + B_STORED]
     touch(m, t)
-    split(m, b, t, sign)
+    before, after = made_around(m, b, t)
+    split(m, b, t, before, after, sign)
     # It is copied when it is first made: the clocks from there on change.
     m[H_STALE] = min(m[H_STALE], m[b + B_PRODUCER])
     if sign > 0:
         if m[b + B_LOADS] < 0:
             m[m[b + B_TIER] + H_LEFT] -= m[b + B_STORED]
-        v = m[H_FREE]
-        m[H_FREE] = m[v + N_IN_STAGE]
-        m[H_HIGH] = max(m[H_HIGH], v + N_COLUMNS)
-        m[v + N_OP], m[v + N_STAGE] = -b, t
+        v = fresh_row(m, -b, t)
+        put_in(m, b + B_LOADS, v, N_OF_OP, N_STAGE)
         m[v + N_IN_STAGE] = m[at(t) + S_LOADS]
         m[at(t) + S_LOADS] = v
-        w = m[b + B_LOADS]
-        if w < 0 or m[w + N_STAGE] > t:
-            m[v + N_OF_OP] = w
-            m[b + B_LOADS] = v
-        else:
-            while m[w + N_OF_OP] >= 0 and m[m[w + N_OF_OP] + N_STAGE] < t:
-                w = m[w + N_OF_OP]
-            m[v + N_OF_OP] = m[w + N_OF_OP]
-            m[w + N_OF_OP] = v
     m[H_LOADS] += sign
 
 
@@ -495,13 +478,7 @@ def change_hold(m: Words, b: int, t: int) -> None:
     if former >= 0:
         made, following = made_around(m, b, former)
         end = end_of(m, b, made, following)
-        w = m[at(former) + S_HOLDS]
-        if w == b:
-            m[at(former) + S_HOLDS] = m[b + B_NEXT_HOLD]
-        else:
-            while m[w + B_NEXT_HOLD] != b:
-                w = m[w + B_NEXT_HOLD]
-            m[w + B_NEXT_HOLD] = m[b + B_NEXT_HOLD]
+        take_out(m, at(former) + S_HOLDS, b, B_NEXT_HOLD)
         m[b + B_HOLD] = -1
         touch(m, former)
         left = end_of(m, b, made, following)
