@@ -14,45 +14,12 @@ from __future__ import annotations
 
 import math
 
+from ebbtide.planners.search import layout as L
 from ebbtide.planners.search.clock import objective
 from ebbtide.planners.search.draws import draw
 from ebbtide.planners.search.interval_kernels import made_around, reads_around, runs_around, save_best, undo
 from ebbtide.planners.search.jit import Words, apart, inner
-from ebbtide.planners.search.layout import (
-    B_BYTES,
-    B_COLUMNS,
-    B_FORBID,
-    B_PINNED,
-    B_PRODUCER,
-    B_TIER,
-    H_BEST_COST,
-    H_BUFFERS,
-    H_BUFFERS_END,
-    H_COST,
-    H_EARLY,
-    H_HIGH,
-    H_JOURNAL,
-    H_LOADS,
-    H_MOVES_ONLY,
-    H_NODES,
-    H_OPS,
-    H_RERUNS,
-    H_TIERS,
-    H_TOP,
-    H_WORK,
-    H_WORK_LIMIT,
-    N_COLUMNS,
-    N_OP,
-    N_STAGE,
-    OP_COST,
-    OP_FORBID,
-    OP_IN,
-    OP_IN_END,
-    OP_LIMIT,
-    OP_OUT,
-    OP_OUT_END,
-    at,
-)
+from ebbtide.planners.search.layout import at
 from ebbtide.planners.search.moves import DONE, drop, early, evict_load, is_read, make, repair
 from ebbtide.planners.search.segment_tree import max_range
 from ebbtide.planners.search.timing import tighten
@@ -76,7 +43,7 @@ RETIME_ANYWHERE = 0.25  # of the retimed reruns go to a random stage, not to whe
 def keep_best(m: Words) -> None:
     """Save the state as the best, with its objective."""
     save_best(m)
-    m[H_BEST_COST] = objective(m)
+    m[L.H_BEST_COST] = objective(m)
 
 
 @apart
@@ -85,8 +52,8 @@ def try_drop(m: Words, v: int, budget: int, before: int) -> int:
 
     -1 if it was not done.
     """
-    mark = m[H_JOURNAL]
-    if drop(m, m[v + N_OP], m[v + N_STAGE]) and m[m[H_TOP] + 1] <= budget:
+    mark = m[L.H_JOURNAL]
+    if drop(m, m[v + L.N_OP], m[v + L.N_STAGE]) and m[m[L.H_TOP] + 1] <= budget:
         after = objective(m)
         if after <= before:
             return after
@@ -97,24 +64,24 @@ def try_drop(m: Words, v: int, budget: int, before: int) -> int:
 @apart
 def looks_needless(m: Words, v: int, budget: int) -> bool:
     """Whether what is in row ``v`` made anew could be held instead, but for what its run holds itself."""
-    what, t = m[v + N_OP], m[v + N_STAGE]
+    what, t = m[v + L.N_OP], m[v + L.N_STAGE]
     if what < 0:
         made, _ = made_around(m, -what, t - 1)
         last, _ = reads_around(m, -what, t - 1)
-        return max_range(m, max(made, last) + 1, t - 1) + m[B_BYTES - what] <= budget
+        return max_range(m, max(made, last) + 1, t - 1) + m[L.B_BYTES - what] <= budget
     row = at(what)
     room = budget
-    for i in range(m[row + OP_IN], m[row + OP_IN_END]):
-        if m[m[i] + B_PINNED] == 0:
-            room += m[m[i] + B_BYTES]
-    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+    for i in range(m[row + L.OP_IN], m[row + L.OP_IN_END]):
+        if m[m[i] + L.B_PINNED] == 0:
+            room += m[m[i] + L.B_BYTES]
+    for i in range(m[row + L.OP_OUT], m[row + L.OP_OUT_END]):
         b = m[i]
-        if m[b + B_PINNED] == 0:
+        if m[b + L.B_PINNED] == 0:
             _, q = made_around(m, b, t)
             if is_read(m, b, t, q):
                 made, _ = made_around(m, b, t - 1)
                 last, _ = reads_around(m, b, t - 1)
-                if max_range(m, max(made, last) + 1, t - 1) + m[b + B_BYTES] > room:
+                if max_range(m, max(made, last) + 1, t - 1) + m[b + L.B_BYTES] > room:
                     return False
     return True
 
@@ -122,12 +89,12 @@ def looks_needless(m: Words, v: int, budget: int) -> bool:
 @apart
 def sweep(m: Words, budget: int) -> None:
     """Try to drop every row that looks needless, from a random one on."""
-    rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
+    rows = (m[L.H_HIGH] - m[L.H_NODES]) // L.N_COLUMNS
     first = int(draw(m) * rows)
     known = objective(m)
     for k in range(rows):
-        v = m[H_NODES] + (first + k) % rows * N_COLUMNS
-        if m[v + N_OP] != -1 and looks_needless(m, v, budget):
+        v = m[L.H_NODES] + (first + k) % rows * L.N_COLUMNS
+        if m[v + L.N_OP] != -1 and looks_needless(m, v, budget):
             after = try_drop(m, v, budget, known)
             known = after if after >= 0 else known
 
@@ -136,26 +103,26 @@ def sweep(m: Words, budget: int) -> None:
 def clean_up(m: Words, budget: int) -> int:
     """Try to drop every row once; how many were dropped. Final: the journal is emptied."""
     done, known = int(NOTHING), objective(m)
-    for v in range(m[H_HIGH] - N_COLUMNS, m[H_NODES] - 1, -N_COLUMNS):
-        if m[v + N_OP] != -1:
-            m[H_JOURNAL] = 0
+    for v in range(m[L.H_HIGH] - L.N_COLUMNS, m[L.H_NODES] - 1, -L.N_COLUMNS):
+        if m[v + L.N_OP] != -1:
+            m[L.H_JOURNAL] = 0
             after = try_drop(m, v, budget, known)
             if after >= 0:
                 done += 1
                 known = after
-    m[H_JOURNAL] = 0
+    m[L.H_JOURNAL] = 0
     return done
 
 
 @inner
 def pick(m: Words) -> int:
     """The row of a random rerun or load; -1 if there is none."""
-    rows = (m[H_HIGH] - m[H_NODES]) // N_COLUMNS
-    if m[H_RERUNS] + m[H_LOADS] == 0:
+    rows = (m[L.H_HIGH] - m[L.H_NODES]) // L.N_COLUMNS
+    if m[L.H_RERUNS] + m[L.H_LOADS] == 0:
         return -1
     for _ in range(64):
-        v = m[H_NODES] + int(draw(m) * rows) * N_COLUMNS
-        if m[v + N_OP] != -1:
+        v = m[L.H_NODES] + int(draw(m) * rows) * L.N_COLUMNS
+        if m[v + L.N_OP] != -1:
             return v
     return -1
 
@@ -163,8 +130,8 @@ def pick(m: Words) -> int:
 @inner
 def op_of(m: Words, v: int) -> int:
     """The op of a rerun, the producer of what is loaded."""
-    o = m[v + N_OP]
-    return o if o >= 0 else m[B_PRODUCER - o]
+    o = m[v + L.N_OP]
+    return o if o >= 0 else m[L.B_PRODUCER - o]
 
 
 @inner
@@ -172,7 +139,7 @@ def near(m: Words, o: int, t: int, window: int) -> int:
     """The row of a random rerun or load whose op or stage lies near; -1 if none was hit."""
     for _ in range(24):
         v = pick(m)
-        if v >= 0 and (abs(op_of(m, v) - o) <= window or abs(m[v + N_STAGE] - t) <= window // 4):
+        if v >= 0 and (abs(op_of(m, v) - o) <= window or abs(m[v + L.N_STAGE] - t) <= window // 4):
             return v
     return -1
 
@@ -183,18 +150,18 @@ def ruin(m: Words, stamp: int) -> bool:
     v = pick(m)
     if v < 0:
         return False
-    o, t = op_of(m, v), m[v + N_STAGE]
+    o, t = op_of(m, v), m[v + L.N_STAGE]
     kind = draw(m)
-    count = 1 + int(draw(m) * draw(m) * (int(RUIN_TIERED) if m[H_TIERS] > 0 else int(RUIN)))
+    count = 1 + int(draw(m) * draw(m) * (int(RUIN_TIERED) if m[L.H_TIERS] > 0 else int(RUIN)))
     window = 4 + int(draw(m) * 60)
     for _ in range(count):
-        each = m[v + N_OP]
+        each = m[v + L.N_OP]
         if draw(m) < 0.8:
             if each >= 0:
-                m[at(each) + OP_FORBID] = stamp
+                m[at(each) + L.OP_FORBID] = stamp
             else:
-                m[B_FORBID - each] = stamp
-        if not drop(m, each, m[v + N_STAGE]):
+                m[L.B_FORBID - each] = stamp
+        if not drop(m, each, m[v + L.N_STAGE]):
             return False
         v = pick(m) if kind < 0.3 else near(m, o, t, window)
         if v < 0:
@@ -205,26 +172,26 @@ def ruin(m: Words, stamp: int) -> bool:
 @apart
 def rerun(m: Words, o: int, t: int, budget: int, lane: float) -> bool:
     """Rerun ``o`` at ``t`` with all it needs, over the budget if need be; false if it may not be or is too dear."""
-    return make(m, o, t, budget, int(NOTHING), m[H_COST] + int(DEAR) * m[at(o) + OP_COST], lane)
+    return make(m, o, t, budget, int(NOTHING), m[L.H_COST] + int(DEAR) * m[at(o) + L.OP_COST], lane)
 
 
 @apart
 def insert(m: Words, budget: int, lane: float) -> bool:
     """Rerun a random op for a later use of its outputs; false if that is impossible."""
-    n = m[H_OPS]
+    n = m[L.H_OPS]
     o = int(draw(m) * n)
     t = o + int(draw(m) * (n - o))
     _, q = runs_around(m, o, t)
     use = q
     row = at(o)
-    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+    for i in range(m[row + L.OP_OUT], m[row + L.OP_OUT_END]):
         b = m[i]
-        if m[b + B_PINNED] == 0:
+        if m[b + L.B_PINNED] == 0:
             _, after = reads_around(m, b, t)
             use = min(use, after)
-    if use >= q or use > m[row + OP_LIMIT]:
+    if use >= q or use > m[row + L.OP_LIMIT]:
         return False
-    if m[H_TIERS] == 0 and draw(m) < INSERT_EARLY * m[H_EARLY]:
+    if m[L.H_TIERS] == 0 and draw(m) < INSERT_EARLY * m[L.H_EARLY]:
         use = t + 1 + int(draw(m) * (use - t))
     return rerun(m, o, use, budget, lane)
 
@@ -235,7 +202,7 @@ def retime(m: Words, budget: int) -> bool:
     v = pick(m)
     if v < 0:
         return False
-    o, t = m[v + N_OP], m[v + N_STAGE]
+    o, t = m[v + L.N_OP], m[v + L.N_STAGE]
     if not drop(m, o, t):
         return False
     made, _ = runs_around(m, o, t)
@@ -248,13 +215,13 @@ def retime(m: Words, budget: int) -> bool:
 @apart
 def insert_load(m: Words, budget: int) -> bool:
     """Load a random buffer for a later use; false if that is impossible."""
-    count = (m[H_BUFFERS_END] - m[H_BUFFERS]) // B_COLUMNS
+    count = (m[L.H_BUFFERS_END] - m[L.H_BUFFERS]) // L.B_COLUMNS
     for _ in range(16):
-        b = m[H_BUFFERS] + int(draw(m) * count) * B_COLUMNS
-        if m[b + B_TIER] < 0:
+        b = m[L.H_BUFFERS] + int(draw(m) * count) * L.B_COLUMNS
+        if m[b + L.B_TIER] < 0:
             continue
-        p = m[b + B_PRODUCER]
-        t = p + 1 + int(draw(m) * (m[H_OPS] - p - 1))
+        p = m[b + L.B_PRODUCER]
+        t = p + 1 + int(draw(m) * (m[L.H_OPS] - p - 1))
         _, q = made_around(m, b, t)
         last, use = reads_around(m, b, t)
         if use < q and last < t:
@@ -265,21 +232,21 @@ def insert_load(m: Words, budget: int) -> bool:
 @apart
 def swap(m: Words, v: int, budget: int, lane: float) -> bool:
     """Put loads in the place of the rerun in row ``v``, or a rerun in that of a load; false if that is impossible."""
-    o, t = m[v + N_OP], m[v + N_STAGE]
+    o, t = m[v + L.N_OP], m[v + L.N_STAGE]
     if o < 0:
         b = -o
         _, use = reads_around(m, b, t - 1)
-        if m[H_MOVES_ONLY] == 1 or not drop(m, o, t):
+        if m[L.H_MOVES_ONLY] == 1 or not drop(m, o, t):
             return False
-        o = m[b + B_PRODUCER]
-        return use <= m[at(o) + OP_LIMIT] and rerun(m, o, use, budget, lane)
+        o = m[b + L.B_PRODUCER]
+        return use <= m[at(o) + L.OP_LIMIT] and rerun(m, o, use, budget, lane)
     if not drop(m, o, t):
         return False
     done = False
     row = at(o)
-    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+    for i in range(m[row + L.OP_OUT], m[row + L.OP_OUT_END]):
         b = m[i]
-        if m[b + B_PINNED] == 0 and m[b + B_TIER] >= 0:
+        if m[b + L.B_PINNED] == 0 and m[b + L.B_TIER] >= 0:
             made, q = made_around(m, b, t - 1)
             last, use = reads_around(m, b, t - 1)
             end = max(made, last)
@@ -294,13 +261,13 @@ def swap_pair(m: Words, budget: int, lane: float) -> bool:
     v = pick(m)
     if v < 0:
         return False
-    is_load = m[v + N_OP] < 0
+    is_load = m[v + L.N_OP] < 0
     if not swap(m, v, budget, lane):
         return False
     if draw(m) < ALSO:
         for _ in range(8):
             v = pick(m)
-            if v >= 0 and (m[v + N_OP] < 0) != is_load:
+            if v >= 0 and (m[v + L.N_OP] < 0) != is_load:
                 return swap(m, v, budget, lane)
     return True
 
@@ -308,11 +275,11 @@ def swap_pair(m: Words, budget: int, lane: float) -> bool:
 @apart
 def begin(m: Words, budget: int, kind: float, lane: float, stamp: int) -> bool:
     """Begin the move that the random number ``kind`` stands for (clause 1); false if it is impossible."""
-    if m[H_TIERS] == 0:
+    if m[L.H_TIERS] == 0:
         if kind < INSERT:
             return insert(m, budget, 0.0)
-        return retime(m, budget) if kind < INSERT + RETIME * m[H_EARLY] else ruin(m, stamp)
-    reruns = m[H_MOVES_ONLY] == 0
+        return retime(m, budget) if kind < INSERT + RETIME * m[L.H_EARLY] else ruin(m, stamp)
+    reruns = m[L.H_MOVES_ONLY] == 0
     if kind < INSERT_TIERED and reruns:
         return insert(m, budget, lane)
     if kind < INSERT_TIERED + INSERT_LOAD:
@@ -325,14 +292,14 @@ def begin(m: Words, budget: int, kind: float, lane: float, stamp: int) -> bool:
 @apart
 def tidy(m: Words, budget: int) -> None:
     """Drop what a move has made needless, and time loads and holds (clause 1)."""
-    if m[H_TIERS] > 0:
+    if m[L.H_TIERS] > 0:
         sweep(m, budget)
         tighten(m, budget, int(ROUNDS))
         return
     for _ in range(CLEAN):
         v = pick(m)
         if v >= 0:
-            try_drop(m, v, budget, m[H_COST])
+            try_drop(m, v, budget, m[L.H_COST])
 
 
 @apart
@@ -342,15 +309,15 @@ def anneal(m: Words, budget: int, first: int, last: int, total: int, hot: float)
     ``hot`` is the temperature at the start, in cost; it falls linearly to nothing.
     """
     for move in range(first, last):
-        if m[H_WORK] > m[H_WORK_LIMIT]:
+        if m[L.H_WORK] > m[L.H_WORK_LIMIT]:
             break
-        m[H_JOURNAL] = 0
+        m[L.H_JOURNAL] = 0
         cost = objective(m)
         heat = hot * (1.0 - move / total)
         limit = cost + int(-heat * math.log(1.0 - draw(m)))
         stamp = move + 1
         kind = draw(m)
-        lane = 2.0 * draw(m) * draw(m) if m[H_TIERS] > 0 else 0.0
+        lane = 2.0 * draw(m) * draw(m) if m[L.H_TIERS] > 0 else 0.0
         fine = begin(m, budget, kind, lane, stamp)
         share = 0.6 if draw(m) < 0.3 else 0.0
         noise = 0.9 * draw(m)
@@ -360,8 +327,8 @@ def anneal(m: Words, budget: int, first: int, last: int, total: int, hot: float)
         if fine:
             tidy(m, budget)
         if fine and objective(m) <= limit:
-            if objective(m) < m[H_BEST_COST]:
+            if objective(m) < m[L.H_BEST_COST]:
                 keep_best(m)
         else:
             undo(m, int(NOTHING))
-    m[H_JOURNAL] = 0
+    m[L.H_JOURNAL] = 0

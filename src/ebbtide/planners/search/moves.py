@@ -19,6 +19,7 @@ searches judge by the cost of reruns; where there are tiers (``H_TIERS``), by th
 
 from __future__ import annotations
 
+from ebbtide.planners.search import layout as L
 from ebbtide.planners.search.clock import first_end, objective
 from ebbtide.planners.search.draws import draw
 from ebbtide.planners.search.interval_kernels import (
@@ -36,53 +37,7 @@ from ebbtide.planners.search.interval_kernels import (
     undo,
 )
 from ebbtide.planners.search.jit import Words, apart, inner
-from ebbtide.planners.search.layout import (
-    B_BYTES,
-    B_COPIED,
-    B_ESTIMATE,
-    B_FORBID,
-    B_HOLD,
-    B_IN,
-    B_IN_LANE,
-    B_LOADS,
-    B_OUT,
-    B_OUT_LANE,
-    B_PINNED,
-    B_PRODUCER,
-    B_TIER,
-    C_COLUMNS,
-    C_NOW,
-    H_BOUNDARY,
-    H_CLOCKS,
-    H_COST,
-    H_EARLY,
-    H_JOURNAL,
-    H_LOADS,
-    H_MOVES_ONLY,
-    H_OFFERS_AT,
-    H_OPS,
-    H_PENDING_AT,
-    H_ROOM,
-    H_STACK_AT,
-    H_TIERS,
-    H_TOP,
-    H_WORK,
-    H_WORK_LIMIT,
-    N_IN_STAGE,
-    N_OP,
-    OFFERS,
-    OP_COST,
-    OP_ESTIMATE,
-    OP_FORBID,
-    OP_IN,
-    OP_IN_END,
-    OP_LIMIT,
-    OP_OUT,
-    OP_OUT_END,
-    OP_REACH,
-    S_HEAD,
-    at,
-)
+from ebbtide.planners.search.layout import at
 from ebbtide.planners.search.segment_tree import argmax, max_range, value
 
 __all__ = ["DONE", "UNFINISHED", "drop", "early", "evict_load", "is_read", "make", "repair"]
@@ -108,9 +63,9 @@ def is_read(m: Words, b: int, p: int, q: int) -> bool:
 def is_useless(m: Words, o: int, p: int) -> bool:
     """Whether no output of ``o`` made at ``p`` is read before it is made again."""
     row = at(o)
-    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+    for i in range(m[row + L.OP_OUT], m[row + L.OP_OUT_END]):
         b = m[i]
-        if m[b + B_PINNED] == 0:
+        if m[b + L.B_PINNED] == 0:
             _, q = made_around(m, b, p)
             if is_read(m, b, p, q):
                 return False
@@ -123,7 +78,7 @@ def drop(m: Words, what: int, t: int) -> bool:
 
     False if the journal is full.
     """
-    pending = m[H_PENDING_AT]
+    pending = m[L.H_PENDING_AT]
     m[pending], m[pending + 1] = what, t
     count = 1
     while count > 0:
@@ -134,7 +89,7 @@ def drop(m: Words, what: int, t: int) -> bool:
             if is_loaded(m, b, t):
                 if not remove_load(m, b, t):
                     return False
-                if m[b + B_LOADS] < 0 and m[b + B_HOLD] >= 0 and not hold(m, b, int(MINUS)):
+                if m[b + L.B_LOADS] < 0 and m[b + L.B_HOLD] >= 0 and not hold(m, b, int(MINUS)):
                     return False
             continue
         before, _ = runs_around(m, what, t)
@@ -143,10 +98,10 @@ def drop(m: Words, what: int, t: int) -> bool:
         if not remove_run(m, what, t):
             return False
         row = at(what)
-        for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+        for i in range(m[row + L.OP_IN], m[row + L.OP_IN_END]):
             b = m[i]
-            if m[b + B_PINNED] == 0 and count < m[H_ROOM] - 1:
-                producer = m[b + B_PRODUCER]
+            if m[b + L.B_PINNED] == 0 and count < m[L.H_ROOM] - 1:
+                producer = m[b + L.B_PRODUCER]
                 p, q = made_around(m, b, t)
                 if is_loaded(m, b, p):
                     if not is_read(m, b, p, q):
@@ -162,12 +117,12 @@ def drop(m: Words, what: int, t: int) -> bool:
 def drop_served(m: Words, b: int, t: int) -> bool:
     """Take away what a new production of ``b`` at ``t`` makes needless: the one before it, and a hold beyond it."""
     p, _ = made_around(m, b, t - 1)
-    if m[b + B_HOLD] >= t and not hold(m, b, int(MINUS)):
+    if m[b + L.B_HOLD] >= t and not hold(m, b, int(MINUS)):
         return False
     if is_loaded(m, b, p):
         return is_read(m, b, p, t) or drop(m, -b, p)
-    if p > m[b + B_PRODUCER] and is_useless(m, m[b + B_PRODUCER], p):
-        return drop(m, m[b + B_PRODUCER], p)
+    if p > m[b + L.B_PRODUCER] and is_useless(m, m[b + L.B_PRODUCER], p):
+        return drop(m, m[b + L.B_PRODUCER], p)
     return True
 
 
@@ -181,13 +136,13 @@ def put_load(m: Words, b: int, t: int) -> bool:
 def put_run(m: Words, o: int, t: int) -> bool:
     """Rerun ``o`` at ``t``, in place of loads of its outputs there (clause 1); false if it may not run."""
     row = at(o)
-    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
-        if m[m[i] + B_LOADS] >= 0 and is_loaded(m, m[i], t) and not drop(m, -m[i], t):
+    for i in range(m[row + L.OP_OUT], m[row + L.OP_OUT_END]):
+        if m[m[i] + L.B_LOADS] >= 0 and is_loaded(m, m[i], t) and not drop(m, -m[i], t):
             return False
     if not add_run(m, o, t):
         return False
-    for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
-        if m[m[i] + B_LOADS] >= 0 and not drop_served(m, m[i], t):
+    for i in range(m[row + L.OP_OUT], m[row + L.OP_OUT_END]):
+        if m[m[i] + L.B_LOADS] >= 0 and not drop_served(m, m[i], t):
             return False
     return True
 
@@ -198,17 +153,17 @@ def place(m: Words, b: int, first: int, u: int, budget: int) -> int:
 
     By the clocks as last walked; where more than ``budget`` bytes would be, it is no earlier.
     """
-    clocks, lane, boundary, size = m[H_CLOCKS], m[b + B_IN_LANE], m[H_BOUNDARY], m[b + B_BYTES]
-    deadline = m[clocks + u * C_COLUMNS + C_NOW]
+    clocks, lane, boundary, size = m[L.H_CLOCKS], m[b + L.B_IN_LANE], m[L.H_BOUNDARY], m[b + L.B_BYTES]
+    deadline = m[clocks + u * L.C_COLUMNS + L.C_NOW]
     best, least = u, -1
     stage = u
     while stage >= first:
         if stage < u and value(m, stage) + size > budget:
             break
-        row = clocks + stage * C_COLUMNS
-        end = max(m[row + C_NOW], m[row + lane], m[b + B_COPIED] if m[b + B_LOADS] >= 0 else 0) + m[b + B_IN]
+        row = clocks + stage * L.C_COLUMNS
+        end = max(m[row + L.C_NOW], m[row + lane], m[b + L.B_COPIED] if m[b + L.B_LOADS] >= 0 else 0) + m[b + L.B_IN]
         if stage < boundary <= u:
-            deadline = min(deadline, m[clocks + boundary * C_COLUMNS + C_NOW])
+            deadline = min(deadline, m[clocks + boundary * L.C_COLUMNS + L.C_NOW])
             if end > deadline:
                 break
         if least < 0 or end < least:
@@ -222,12 +177,12 @@ def place(m: Words, b: int, first: int, u: int, budget: int) -> int:
 @apart
 def place_hold(m: Words, b: int, last: int) -> bool:
     """Hold ``b`` until its copy is written by the clocks as last walked, at most until ``last``; false if full."""
-    clocks, p = m[H_CLOCKS], m[b + B_PRODUCER]
-    row = clocks + (p + 1) * C_COLUMNS
-    copied = max(m[row + C_NOW], m[row + m[b + B_OUT_LANE]]) + m[b + B_OUT]
+    clocks, p = m[L.H_CLOCKS], m[b + L.B_PRODUCER]
+    row = clocks + (p + 1) * L.C_COLUMNS
+    copied = max(m[row + L.C_NOW], m[row + m[b + L.B_OUT_LANE]]) + m[b + L.B_OUT]
     end = first_end(m, b)
     stage = end
-    while stage < last and m[clocks + (stage + 1) * C_COLUMNS + C_NOW] < copied:
+    while stage < last and m[clocks + (stage + 1) * L.C_COLUMNS + L.C_NOW] < copied:
         stage += 1
     return stage == end or hold(m, b, stage)
 
@@ -239,7 +194,7 @@ def make(m: Words, o: int, t: int, budget: int, small: int, limit: int, lane: fl
     Inputs of up to ``small`` bytes may be held through stages that are over the budget. ``lane`` is the price of a
     lane's time: an input is loaded if that is less than making it again.
     """
-    stack = m[H_STACK_AT]
+    stack = m[L.H_STACK_AT]
     m[stack] = o
     count = 1
     while count > 0:
@@ -249,21 +204,21 @@ def make(m: Words, o: int, t: int, budget: int, small: int, limit: int, lane: fl
         if before == t:
             continue
         row = at(o)
-        for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+        for i in range(m[row + L.OP_IN], m[row + L.OP_IN_END]):
             b = m[i]
-            if m[b + B_PINNED] == 1:
+            if m[b + L.B_PINNED] == 1:
                 continue
-            producer = m[b + B_PRODUCER]
+            producer = m[b + L.B_PRODUCER]
             p, q = made_around(m, b, t)
             end = end_of(m, b, p, q)
-            size = m[b + B_BYTES]
+            size = m[b + L.B_BYTES]
             if end >= t or size <= small:
                 continue
             if max_range(m, max(end, p + 1), t - 1) + size > budget:
-                may_run = t <= m[at(producer) + OP_LIMIT] and count + 1 < m[H_ROOM]
-                if m[b + B_TIER] >= 0:
-                    moved = m[b + B_IN] if m[b + B_LOADS] >= 0 else m[b + B_IN] + m[b + B_OUT]
-                    if not may_run or lane * moved < m[at(producer) + OP_ESTIMATE]:
+                may_run = t <= m[at(producer) + L.OP_LIMIT] and count + 1 < m[L.H_ROOM]
+                if m[b + L.B_TIER] >= 0:
+                    moved = m[b + L.B_IN] if m[b + L.B_LOADS] >= 0 else m[b + L.B_IN] + m[b + L.B_OUT]
+                    if not may_run or lane * moved < m[at(producer) + L.OP_ESTIMATE]:
                         stage = place(m, b, end + 1, t, budget)
                         if may_load(m, b, stage):
                             if not put_load(m, b, stage):
@@ -273,11 +228,11 @@ def make(m: Words, o: int, t: int, budget: int, small: int, limit: int, lane: fl
                     return False
                 m[stack + count] = producer
                 count += 1
-        if not (put_run(m, o, t) if m[H_LOADS] > 0 else add_run(m, o, t)) or m[H_COST] > limit:
+        if not (put_run(m, o, t) if m[L.H_LOADS] > 0 else add_run(m, o, t)) or m[L.H_COST] > limit:
             return False
         _, q = runs_around(m, o, t)
-        if q < m[H_OPS]:  # pull the later rerun forward
-            mark = m[H_JOURNAL]
+        if q < m[L.H_OPS]:  # pull the later rerun forward
+            mark = m[L.H_JOURNAL]
             held = max(budget, max_range(m, t, q))
             if not drop(m, o, q) or max_range(m, t, q) > held:
                 undo(m, mark)
@@ -290,15 +245,15 @@ def offer(m: Words, count: int, what: int, u: int, price: float) -> int:
 
     An offer is three words: price in units of ``1 / PRICE`` cost per byte, op or negative address of a buffer, stage.
     """
-    offers, worth = m[H_OFFERS_AT], int(min(price * PRICE, 4e18))
-    if count == OFFERS and worth >= m[offers + 3 * (count - 1)]:
+    offers, worth = m[L.H_OFFERS_AT], int(min(price * PRICE, 4e18))
+    if count == L.OFFERS and worth >= m[offers + 3 * (count - 1)]:
         return count
-    k = offers + 3 * min(count, OFFERS - 1)
+    k = offers + 3 * min(count, L.OFFERS - 1)
     while k > offers and m[k - 3] > worth:
         m[k], m[k + 1], m[k + 2] = m[k - 3], m[k - 2], m[k - 1]
         k -= 3
     m[k], m[k + 1], m[k + 2] = worth, what, u
-    return min(count + 1, OFFERS)
+    return min(count + 1, L.OFFERS)
 
 
 @inner
@@ -317,47 +272,47 @@ def collect(m: Words, t: int, excess: int, noise: float, trust: float, lane: flo
     count = int(NOTHING)
     for o in range(t):
         row = at(o)
-        may_run = m[row + OP_LIMIT] > o and m[H_MOVES_ONLY] == 0
-        if m[row + OP_REACH] < t or not (may_run or m[H_TIERS] > 0):
+        may_run = m[row + L.OP_LIMIT] > o and m[L.H_MOVES_ONLY] == 0
+        if m[row + L.OP_REACH] < t or not (may_run or m[L.H_TIERS] > 0):
             continue
         p, q = runs_around(m, o, t)
         idle, idle_use, partly, partly_use, ending = 0, q, 0, q, 0
-        for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
+        for i in range(m[row + L.OP_OUT], m[row + L.OP_OUT_END]):
             b = m[i]
-            if m[b + B_PINNED] == 1:
+            if m[b + L.B_PINNED] == 1:
                 continue
             made, following = p, q
-            if m[b + B_LOADS] >= 0:
+            if m[b + L.B_LOADS] >= 0:
                 made, following = made_around(m, b, t)
             last, use = reads_around(m, b, t)
-            size = m[b + B_BYTES]
+            size = m[b + L.B_BYTES]
             if use < following:
                 if last < t and (made < t or made > p):
                     idle += size
                     idle_use = min(idle_use, use)
-                    if m[b + B_TIER] >= 0:
-                        moved = float(m[b + B_IN] + m[b + B_OUT])
+                    if m[b + L.B_TIER] >= 0:
+                        moved = float(m[b + L.B_IN] + m[b + L.B_OUT])
                         fresh = not (is_loaded(m, b, made) and last < made)  # else it was loaded long before
-                        known = trust * m[b + B_ESTIMATE] + ((1.0 - trust) * lane * moved if fresh else 0.0)
-                        known = noisy(m, max(known, FAINT * moved), noise, m[b + B_FORBID] == stamp)
+                        known = trust * m[b + L.B_ESTIMATE] + ((1.0 - trust) * lane * moved if fresh else 0.0)
+                        known = noisy(m, max(known, FAINT * moved), noise, m[b + L.B_FORBID] == stamp)
                         count = offer(m, count, -b, use, known / min(size, excess))
                 else:
                     partly += size
                     partly_use = min(partly_use, use)
-            elif made < t and m[b + B_HOLD] >= t and last < t and m[b + B_HOLD] < following:
-                known = max(trust * m[b + B_ESTIMATE], FAINT * m[b + B_OUT])
+            elif made < t and m[b + L.B_HOLD] >= t and last < t and m[b + L.B_HOLD] < following:
+                known = max(trust * m[b + L.B_ESTIMATE], FAINT * m[b + L.B_OUT])
                 count = offer(m, count, -b, int(MINUS), known / min(size, excess))
             elif made < t and last == t:
                 ending += size
         if not may_run:
             continue
-        known = m[row + OP_COST] + trust * (m[row + OP_ESTIMATE] - m[row + OP_COST])
-        known = noisy(m, known, noise, m[row + OP_FORBID] == stamp)
-        if idle > 0 and idle_use <= m[row + OP_LIMIT]:
+        known = m[row + L.OP_COST] + trust * (m[row + L.OP_ESTIMATE] - m[row + L.OP_COST])
+        known = noisy(m, known, noise, m[row + L.OP_FORBID] == stamp)
+        if idle > 0 and idle_use <= m[row + L.OP_LIMIT]:
             count = offer(m, count, o, idle_use, known / min(idle, excess))
-        if partly > 0 and partly_use <= m[row + OP_LIMIT]:
+        if partly > 0 and partly_use <= m[row + L.OP_LIMIT]:
             count = offer(m, count, o, partly_use, 3.0 * known / min(partly, excess))
-        if ending > 0 and m[at(t) + S_HEAD] != at(t) and t <= m[row + OP_LIMIT]:
+        if ending > 0 and m[at(t) + L.S_HEAD] != at(t) and t <= m[row + L.OP_LIMIT]:
             count = offer(m, count, o, t, 6.0 * known / min(ending, excess))
     return count
 
@@ -371,13 +326,13 @@ def evict_load(m: Words, b: int, u: int, t: int, budget: int) -> bool:
     """
     if u < 0:
         last, _ = reads_around(m, b, t)
-        end = max(m[b + B_PRODUCER], last)
+        end = max(m[b + L.B_PRODUCER], last)
         stage = t - 1
         for s in range(t - 1, end, -1):
             if value(m, s) > budget:
                 stage = s - 1
         return hold(m, b, stage if stage > end else int(MINUS))
-    fresh = m[b + B_LOADS] < 0
+    fresh = m[b + L.B_LOADS] < 0
     first = t + 1
     made, _ = made_around(m, b, t)
     last, _ = reads_around(m, b, t)
@@ -396,8 +351,8 @@ def small_bytes(m: Words, o: int, share: float) -> int:
     """A share of the bytes of the outputs of ``o``."""
     size, row = 0, at(o)
     if share > 0.0:
-        for i in range(m[row + OP_OUT], m[row + OP_OUT_END]):
-            size += m[m[i] + B_BYTES]
+        for i in range(m[row + L.OP_OUT], m[row + L.OP_OUT_END]):
+            size += m[m[i] + L.B_BYTES]
     return int(size * share)
 
 
@@ -418,15 +373,15 @@ def evict(
     gain = min(at_t - value(m, t), at_t - budget)
     if u > t:
         gain -= max(0, value(m, u) - max(budget, at_u))
-    if gain <= 0 and m[H_TIERS] > 0:  # what gains nothing is measured too where that takes no walk
+    if gain <= 0 and m[L.H_TIERS] > 0:  # what gains nothing is measured too where that takes no walk
         return -1.0
     added = max(objective(m) - before, 0)
     faint = 0.0
     if what < 0:
-        m[B_ESTIMATE - what] = added
-        faint = FAINT * (m[B_IN - what] + m[B_OUT - what])
+        m[L.B_ESTIMATE - what] = added
+        faint = FAINT * (m[L.B_IN - what] + m[L.B_OUT - what])
     else:
-        m[at(what) + OP_ESTIMATE] = added
+        m[at(what) + L.OP_ESTIMATE] = added
     return max(added + faint, 1.0) / gain if gain > 0 else -1.0
 
 
@@ -435,10 +390,10 @@ def early(m: Words, o: int, t: int, u: int) -> int:
     """The last stage in ``(t, u]`` up to which every input of ``o`` that lives beyond ``t`` lives anyway."""
     found = u
     row = at(o)
-    for i in range(m[row + OP_IN], m[row + OP_IN_END]):
+    for i in range(m[row + L.OP_IN], m[row + L.OP_IN_END]):
         b = m[i]
-        if m[b + B_PINNED] == 0:
-            made, following = runs_around(m, m[b + B_PRODUCER], u)
+        if m[b + L.B_PINNED] == 0:
+            made, following = runs_around(m, m[b + L.B_PRODUCER], u)
             end = end_of(m, b, made, following)
             if t < end < found:
                 found = end
@@ -449,16 +404,16 @@ def early(m: Words, o: int, t: int, u: int) -> int:
 def lighten(m: Words, t: int) -> bool:
     """Drop one rerun of stage ``t`` if that alone lowers it; whether one was found."""
     at_t = value(m, t)
-    v = m[at(t) + S_HEAD]
+    v = m[at(t) + L.S_HEAD]
     tries = 0
-    while m[v + N_OP] != t and tries < 16:
-        o = m[v + N_OP]
-        mark = m[H_JOURNAL]
-        worst = m[m[H_TOP] + 1]
-        if drop(m, o, t) and value(m, t) < at_t and m[m[H_TOP] + 1] <= worst:
+    while m[v + L.N_OP] != t and tries < 16:
+        o = m[v + L.N_OP]
+        mark = m[L.H_JOURNAL]
+        worst = m[m[L.H_TOP] + 1]
+        if drop(m, o, t) and value(m, t) < at_t and m[m[L.H_TOP] + 1] <= worst:
             return True
         undo(m, mark)
-        v = m[v + N_IN_STAGE]
+        v = m[v + L.N_IN_STAGE]
         tries += 1
     return False
 
@@ -468,7 +423,7 @@ def lower(
     m: Words, t: int, budget: int, noise: float, trust: float, share: float, limit: int, lane: float, stamp: int
 ) -> bool:
     """Bring stage ``t`` down by one eviction (clause 4); false if no offer gains anything."""
-    offers, tiers = m[H_OFFERS_AT], m[H_TIERS] > 0
+    offers, tiers = m[L.H_OFFERS_AT], m[L.H_TIERS] > 0
     best, best_stage, best_price = 0, -2, 0.0
     before = objective(m)
     turns = int(TURNS) if tiers else 1  # without lanes that fill, what was measured is what it costs
@@ -481,8 +436,8 @@ def lower(
                 done = True
                 break
             what, stage = m[k + 1], m[k + 2]
-            mark = m[H_JOURNAL]
-            if not tiers and noise > 0.0 and draw(m) < EARLY * m[H_EARLY]:
+            mark = m[L.H_JOURNAL]
+            if not tiers and noise > 0.0 and draw(m) < EARLY * m[L.H_EARLY]:
                 stage = early(m, what, t, stage)
             price = evict(m, what, stage, t, budget, share, limit, lane, before)
             better = price >= 0.0 and (best_stage == -2 or price < best_price)
@@ -491,7 +446,7 @@ def lower(
             undo(m, mark)
             if better:
                 best, best_stage, best_price = what, stage, price
-        if done or count < OFFERS or noise > MUCH:
+        if done or count < L.OFFERS or noise > MUCH:
             break
     if best_stage > -2:
         evict(m, best, best_stage, t, budget, share, limit, lane, before)
@@ -517,13 +472,13 @@ def repair(
     It fails where reruns, or the objective, are beyond ``limit``.
     """
     for _ in range(steps):
-        if m[m[H_TOP] + 1] <= budget:
+        if m[m[L.H_TOP] + 1] <= budget:
             return int(DONE)
-        if m[H_COST] > limit or objective(m) > limit or m[H_WORK] > m[H_WORK_LIMIT]:
+        if m[L.H_COST] > limit or objective(m) > limit or m[L.H_WORK] > m[L.H_WORK_LIMIT]:
             return int(FAILED)
         if final == 1:
-            m[H_JOURNAL] = 0
+            m[L.H_JOURNAL] = 0
         t = argmax(m)
-        if t >= m[H_OPS] or not lower(m, t, budget, noise, trust, share, limit, lane, stamp):
+        if t >= m[L.H_OPS] or not lower(m, t, budget, noise, trust, share, limit, lane, stamp):
             return int(FAILED)
-    return int(DONE) if m[m[H_TOP] + 1] <= budget else int(UNFINISHED)
+    return int(DONE) if m[m[L.H_TOP] + 1] <= budget else int(UNFINISHED)
