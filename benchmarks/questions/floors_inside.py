@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 import ebbtide
-from ebbtide.inside.updates import PREFIX
 from ebbtide.measurement.cpu_allocations import AllocationRecorder
 from ebbtide.measurement.peak import peak_above
 from ebbtide.measurement.resident import resident_bytes
+from ebbtide.optimizer.in_step.updates import PREFIX
 from ebbtide.zoo.small import SMALL
 from harness.record import Check, Row, at_most, holds
 

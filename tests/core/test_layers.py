@@ -23,7 +23,7 @@ LAYERS = [
     {"transfers"},
     {"cost"},
     {"capture"},
-    {"inside"},
+    {"optimizer"},
     {"rewrites"},
     {"lower"},
     {"engine"},

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ebbtide import signals
-from ebbtide.cost.optimizer_step import step_bytes
 from ebbtide.engine.fitted_class import fitted_class
+from ebbtide.optimizer.cost.step_bytes import step_bytes
 from ebbtide.planners.search import jit
 from ebbtide.signals import signals_wait
 

@@ -154,7 +154,7 @@ def test_a_backward_besides_planned_ones_is_refused_in_the_first_step(loop: Loop
 
 @pytest.mark.parametrize("loop", BESIDES, ids=lambda each: each.__name__)
 def test_and_in_the_second_such_step_where_others_came_first(loop: Loop) -> None:
-    """Hooks cost, so they are gone while every backward is planned (``engine.arrivals``)."""
+    """Hooks cost, so they are gone while every backward is planned (``engine.gradient_watcher``)."""
     model, optimizer = _fitted()
     for _ in range(8):
         _step(model, optimizer, _plain)

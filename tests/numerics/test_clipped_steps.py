@@ -212,7 +212,7 @@ def test_a_norm_that_is_no_number_raises_before_anything_is_updated_or_spreads_a
 
 
 def test_a_backward_that_fails_before_its_norm_has_updated_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbtide.engine.updating import Updating
+    from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 
     torch.manual_seed(0)
     model = Lora()
@@ -223,7 +223,7 @@ def test_a_backward_that_fails_before_its_norm_has_updated_nothing(monkeypatch: 
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Updating, "settle", fail)
+        patch.setattr(BackwardUpdates, "settle", fail)
         with pytest.raises(MemoryError):
             model(torch.randn(12, 16)).backward()
     same(list(model.state_dict().values()), list(before.values()))

@@ -25,21 +25,21 @@ from ebbtide.clipping import Clipping
 from ebbtide.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbtide.cost.cache import device_context
 from ebbtide.cost.cuda_workspace import cublas_bytes, cublas_bytes_here, has_product
-from ebbtide.cost.optimizer_step import step_bytes
-from ebbtide.engine.arrivals import own_backwards
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
-from ebbtide.engine.offloaded import Foreseen, foresee
+from ebbtide.engine.gradient_watcher import own_backwards
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
-from ebbtide.engine.stepping import end_of, taken_of
 from ebbtide.errors import UsageError
 from ebbtide.faults import own_faults, users_level
-from ebbtide.inside.step import WithOptimizer
 from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.libraries import take_workspaces
-from ebbtide.measurement.optimizer_state import future_state_bytes
 from ebbtide.measurement.resident import device_of, resident_parts, tensors_in
-from ebbtide.measurement.together import class_of
 from ebbtide.names import with_known_keywords
+from ebbtide.optimizer.cost.step_bytes import step_bytes
+from ebbtide.optimizer.cost.step_end import end_of, taken_of
+from ebbtide.optimizer.in_step.insertion import UpdateInsertion
+from ebbtide.optimizer.offload.budgeted_offload import OffloadForecast, forecast_offload
+from ebbtide.optimizer.state.combined import class_names
+from ebbtide.optimizer.state.future_bytes import future_state_bytes
 from ebbtide.options import Options, require_gradients, require_text
 from ebbtide.planners import Interrupt, Progress, planner_named
 from ebbtide.planners.base import DEFAULT_EFFORT
@@ -377,7 +377,7 @@ def capture_ahead(
         assert optimizer is not None
         device_type = None if target is None else target.device
         scaled = options.scaler is not None
-        finish = WithOptimizer(optimizer, model, device_type, options.clipping, scaled=scaled)
+        finish = UpdateInsertion(optimizer, model, device_type, options.clipping, scaled=scaled)
         begin = finish.looked
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
@@ -397,7 +397,7 @@ def capture_ahead(
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:
-            state = foresee(optimizer, [model, args, kwargs], device, tiers[0])
+            state = forecast_offload(optimizer, [model, args, kwargs], device, tiers[0])
         else:
             state = _resident_state(optimizer, device, inside=options.inside)
         reserve = reserve_bytes(program, device, verify=options.verify)
@@ -420,7 +420,7 @@ def capture_ahead(
         tiers,
         replace(
             provenance,
-            optimizer="" if optimizer is None else class_of(optimizer),
+            optimizer="" if optimizer is None else class_names(optimizer),
             offloaded=state.note,
             optimizer_step=state.stepping,
         ),
@@ -448,15 +448,15 @@ def _classes_in(model: torch.nn.Module) -> dict[str, str]:
     return {path: type(module).__name__ for path, module in named}
 
 
-def _resident_state(optimizer: torch.optim.Optimizer | None, device: str, *, inside: bool) -> Foreseen:
+def _resident_state(optimizer: torch.optim.Optimizer | None, device: str, *, inside: bool) -> OffloadForecast:
     """All of it stays, also what is to come."""
     if optimizer is None:
-        return Foreseen([], 0, NOTHING_AFTER, "")
+        return OffloadForecast([], 0, NOTHING_AFTER, "")
     state, to_come = list(tensors_in(optimizer)), future_state_bytes(optimizer)
     if inside:
-        return Foreseen(state, to_come, NOTHING_AFTER, "", IN_THE_STEP)
+        return OffloadForecast(state, to_come, NOTHING_AFTER, "", IN_THE_STEP)
     taken = step_bytes(optimizer, device)
-    return Foreseen(state, to_come, end_of(optimizer, taken), "", taken_of(taken))
+    return OffloadForecast(state, to_come, end_of(optimizer, taken), "", taken_of(taken))
 
 
 def _usable(machine: Machine) -> str:

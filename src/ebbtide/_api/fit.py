@@ -22,12 +22,10 @@ from ebbtide._api.refusals import (
     require_module,
 )
 from ebbtide.clipping import Clipping
-from ebbtide.engine.arrivals import backwards_so_far
 from ebbtide.engine.calls import Calls, watch_optimizers
 from ebbtide.engine.fitted_class import FITTED, fitted_class, set_class, watched_of_fitted
-from ebbtide.engine.inside import Inside
+from ebbtide.engine.gradient_watcher import backwards_so_far
 from ebbtide.engine.model import FittedModel
-from ebbtide.engine.offloaded import Offloaded
 from ebbtide.engine.step import Step
 from ebbtide.errors import PlanMismatch, UsageError
 from ebbtide.faults import users_level
@@ -36,6 +34,8 @@ from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.reserved import too_large_for_the_card
 from ebbtide.measurement.resident import device_of
 from ebbtide.names import with_known_keywords
+from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
+from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
 from ebbtide.options import Options, Rewrites, require_gradients
 from ebbtide.planners import Progress, planner_named
 from ebbtide.planners.base import DEFAULT_EFFORT
@@ -225,8 +225,8 @@ def _known_of(
         rewrites=options.rewrite_rules,
         first_rewrites=options.first_rules,
         tiers=tiers,
-        offloaded=None if moves is None else Offloaded(moves, next(iter(tiers.values()))),
-        inside=None if updates is None else Inside(updates, options.clipping, options.scaler),
+        offloaded=None if moves is None else BudgetedOffload(moves, next(iter(tiers.values()))),
+        inside=None if updates is None else OptimizerInBackward(updates, options.clipping, options.scaler),
         calls=Calls(
             fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters()),
             backwards_before=backwards_so_far(),
@@ -319,7 +319,7 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
         refuse_to_offload(optimizer, fitted.tiers)
     fitted.set_optimizer(optimizer)
     if before is not None:
-        fitted.offloaded = Offloaded(optimizer, next(iter(fitted.tiers.values())))
+        fitted.offloaded = BudgetedOffload(optimizer, next(iter(fitted.tiers.values())))
         before.close()
     return model
 

@@ -22,11 +22,11 @@ from typing import cast
 
 import torch
 
-from ebbtide.engine.movers import refuse_movers
+from ebbtide.engine.offload_hooks import refuse_offload_hooks
 from ebbtide.errors import UsageError
-from ebbtide.inside.alone import refuse_what_is_not_alone
-from ebbtide.measurement.together import parts_of
 from ebbtide.names import did_you_mean
+from ebbtide.optimizer.in_step.coupling import refuse_coupled_steps
+from ebbtide.optimizer.state.combined import parts_of
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.fake_tensors import FakeTensor
 from ebbtide.torch_seams.scalers import unscales_itself
@@ -89,7 +89,7 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
     _refuse_lightning(model)
     _refuse_scripts(model)
     _refuse_spread(model)
-    refuse_movers(model)
+    refuse_offload_hooks(model)
     _refuse_own_call(model)
     _refuse_lazy(model)
     for name, tensor in _tensors(model):
@@ -173,7 +173,7 @@ def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None, scaler: objec
             argument="scaler",
             value=scaler,
         )
-    refuse_what_is_not_alone(optimizer)
+    refuse_coupled_steps(optimizer)
 
 
 def _refused_offload(why: str) -> UsageError:
@@ -188,7 +188,7 @@ def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
     """
     _refuse_scripts(model)
     _refuse_spread(model)
-    refuse_movers(model)
+    refuse_offload_hooks(model)
     _refuse_lazy(model)
     _refuse_many_devices(model)
     given = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))

@@ -12,8 +12,8 @@ import torch
 from ebbtide._api.fit import fit, unfit
 from ebbtide.case import Case
 from ebbtide.errors import UsageError
-from ebbtide.measurement.optimizer_state import future_state_bytes
 from ebbtide.measurement.peak import measure
+from ebbtide.optimizer.state.future_bytes import future_state_bytes
 from ebbtide.options import Options
 from ebbtide.report.plan import Plan
 from ebbtide.report.records.curve import Curve, Marks, curve_of

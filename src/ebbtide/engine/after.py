@@ -13,10 +13,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
-from ebbtide.engine.executable import SCALARS_BYTES
 from ebbtide.engine.key import Slot
 from ebbtide.faults import users_level
-from ebbtide.planning.step_end import StepEnd, end_bytes
+from ebbtide.planning.step_end import SCALARS_BYTES, StepEnd, end_bytes
 from ebbtide.report.plan import Plan
 from ebbtide.units import format_bytes
 

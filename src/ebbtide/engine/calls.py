@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ebbtide.engine.arrivals import Arrivals, Backwards, backwards_so_far
+from ebbtide.engine.gradient_watcher import Backwards, GradientWatcher, backwards_so_far
 from ebbtide.errors import UsageError
 from ebbtide.torch_seams.compiling_flag import optimizer_has_stepped, optimizer_steps
 from ebbtide.torch_seams.optimizers import gradient_of
@@ -131,7 +131,7 @@ class Watched(NamedTuple):
     calls: Calls
     meet: Callable[[torch.optim.Optimizer], None]
     backwards: int
-    arrivals: Arrivals
+    arrivals: GradientWatcher
     advice: str = ""
     has_updated: bool = False
 

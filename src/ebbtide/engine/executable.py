@@ -36,14 +36,15 @@ from ebbtide.engine.retained import Retained, retained_above_bytes
 from ebbtide.engine.unused import UnusedOutputs
 from ebbtide.errors import BudgetExceeded
 from ebbtide.faults import users_level
-from ebbtide.inside.second_pass import likes_in
-from ebbtide.inside.updates import PREFIX, updates_in
 from ebbtide.lower.compared import Holding, held_ops, with_holding
 from ebbtide.lower.fingerprints import Fingerprints, with_fingerprints
 from ebbtide.lower.lowering import Lowered, lower
 from ebbtide.lower.proof import prove
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.reserved import Reserved
+from ebbtide.optimizer.in_step.gradient_recompute import likes_in
+from ebbtide.optimizer.in_step.updates import PREFIX, updates_in
+from ebbtide.planning.step_end import SCALARS_BYTES
 from ebbtide.report.plan import Plan
 from ebbtide.rewrites.heads.kernels import SETTLES
 from ebbtide.rewrites.replaced import Replaced
@@ -56,12 +57,10 @@ from ebbtide.transfers.traffic import Traffic
 from ebbtide.transfers.ways import Way
 from ebbtide.units import format_bytes, format_percent
 
-__all__ = ["SCALARS_BYTES", "Callables", "Executable", "Phase", "executable_numbered"]
+__all__ = ["Callables", "Executable", "Phase", "executable_numbered"]
 
 # A measured peak that is further from the prediction than this is worth a word (DESIGN: 0.1 % on CPU, 1 % on CUDA).
 _TOLERANCE = {"cpu": 0.001, "cuda": 0.01}
-SCALARS_BYTES = 64
-"""Of a few scalar losses and their tangents."""
 
 _numbers = itertools.count(1)
 _alive: weakref.WeakValueDictionary[int, Executable] = weakref.WeakValueDictionary()

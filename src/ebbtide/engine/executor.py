@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 
-from ebbtide.engine.arrivals import note_planned
 from ebbtide.engine.between import learn_retained
 from ebbtide.engine.executable import Executable, Phase, executable_numbered
 from ebbtide.engine.flights import Flight, aloft, flight_numbered, flights_of, learn_together
+from ebbtide.engine.gradient_watcher import note_planned
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.tickets import ANY_FLIGHT, read_ticket, ticket
-from ebbtide.engine.updating import Updating
 from ebbtide.errors import CaptureError, VerificationError
-from ebbtide.inside.current import updating
 from ebbtide.measurement.cpu_allocations import profiler_active
 from ebbtide.measurement.peak import StepGauge
+from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
+from ebbtide.optimizer.in_step.updater import using_updater
 from ebbtide.signals import signals_wait
 from ebbtide.torch_seams.autograd import in_backward, keeps_graph
 from ebbtide.transfers.arena import arena_numbered, gone, travelling
@@ -188,7 +188,7 @@ def _prepare_updates(flight: Flight, executable: Executable, args: list[Any]) ->
     """Definition 6: the step of this flight will update, and is proven first."""
     assert flight.inside is not None
     parameters = {position: (args[position], name) for position, name in executable.updates.items()}
-    flight.updating = Updating(flight.inside, parameters, executable.entries)
+    flight.updating = BackwardUpdates(flight.inside, parameters, executable.entries)
     if flight.proves and not executable.rehearsed:
         _rehearse(flight, executable, list(args))
         executable.rehearsed = True
@@ -220,7 +220,7 @@ def _rehearse(flight: Flight, executable: Executable, args: list[Any]) -> None:
     put_back = snapshot((), executable.device)
     arena = executable.arena(flight.number)
     try:
-        with travelling(arena), updating(_Dropping()):
+        with travelling(arena), using_updater(_Dropping()):
             results = executable.checked.forward(args)
             saved = list(results[executable.output_count :])
             results = results[: executable.output_count]
@@ -268,7 +268,7 @@ def run_backward(args: list[Any]) -> Any:
     return executable.unused.dropped(gradients)
 
 
-def _begin_updates(executable: Executable, flight: Flight | None) -> Updating | None:
+def _begin_updates(executable: Executable, flight: Flight | None) -> BackwardUpdates | None:
     """What the backward of ``flight`` updates, once it is seen that nothing forbids that.
 
     Raises:
@@ -307,10 +307,10 @@ def _begin_updates(executable: Executable, flight: Flight | None) -> Updating | 
     return flight.updating
 
 
-def _updating(taken: Updating, backward: Callable[..., Any], args: list[Any]) -> Any:
+def _updating(taken: BackwardUpdates, backward: Callable[..., Any], args: list[Any]) -> Any:
     """Run ``backward`` with the updates of ``taken``; what fails in it says what has been updated."""
     try:
-        with updating(taken):
+        with using_updater(taken):
             return backward(args)
     except BaseException as error:
         instead = taken.failed(error)
@@ -335,7 +335,7 @@ def _by_default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(outside)
 
 
-def _gradients(executable: Executable, name: int, args: list[Any], taken: Updating | None) -> Any:
+def _gradients(executable: Executable, name: int, args: list[Any], taken: BackwardUpdates | None) -> Any:
     flight = _flight(executable, name)
     gauge = None
     retained = keeps_graph()

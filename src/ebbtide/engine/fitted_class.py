@@ -28,7 +28,7 @@ from ebbtide.engine.compiled import Call
 from ebbtide.engine.copies import copying
 from ebbtide.engine.flights import returned_tensors
 from ebbtide.engine.model import FittedModel
-from ebbtide.engine.movers import refuse_place
+from ebbtide.engine.offload_hooks import refuse_place
 from ebbtide.engine.spine import train
 from ebbtide.errors import UsageError
 from ebbtide.measurement.device import on_device_of

@@ -27,15 +27,15 @@ from ebbtide.cost.cache import product_precisions
 from ebbtide.engine.derivatives import refuse_second_derivative
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.hook_order import keep_order
-from ebbtide.engine.inside import Inside
 from ebbtide.engine.key import Slot
 from ebbtide.engine.tickets import ANY_FLIGHT
 from ebbtide.engine.unused import note_arrived
-from ebbtide.engine.updating import Updating
 from ebbtide.errors import CaptureError
 from ebbtide.measurement.between import BetweenGauge
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.measurement.peak import StepGauge
+from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
+from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.torch_seams.autograd import is_function_node, saved_by
 from ebbtide.torch_seams.storages import StorageWatch
 from ebbtide.torch_seams.trees import tree_leaves
@@ -102,8 +102,8 @@ class Flight:
     returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
     capture: object = None
     arena: Arena | None = None
-    inside: Inside | None = None
-    updating: Updating | None = None
+    inside: OptimizerInBackward | None = None
+    updating: BackwardUpdates | None = None
     node: weakref.ref[Any] | None = None
     thread: int = field(default_factory=threading.get_ident)
 

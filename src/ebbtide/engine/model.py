@@ -25,28 +25,28 @@ import torch
 
 from ebbtide.capture.numbers import Numbers
 from ebbtide.engine.after import AfterBackward
-from ebbtide.engine.arrivals import Arrivals
 from ebbtide.engine.between import Knowledge, learn_flight
 from ebbtide.engine.calls import Calls
 from ebbtide.engine.circumstances import Circumstances
 from ebbtide.engine.compiled import Call, Capture
-from ebbtide.engine.executable import SCALARS_BYTES
 from ebbtide.engine.executor import being_watched
 from ebbtide.engine.flights import Flight, Flights, aloft, kept_bytes, kept_inputs
-from ebbtide.engine.inside import Inside
+from ebbtide.engine.gradient_watcher import GradientWatcher
 from ebbtide.engine.key import Code, Slot, key_of, modes_of
-from ebbtide.engine.movers import refuse_movers
-from ebbtide.engine.offloaded import Offloaded
+from ebbtide.engine.offload_hooks import refuse_offload_hooks
 from ebbtide.engine.shared_calls import Kinds
 from ebbtide.engine.step import Step
-from ebbtide.engine.stepping import AtTheStep, StepOfOptimizer
 from ebbtide.errors import CaptureError, UsageError
 from ebbtide.faults import users_level
 from ebbtide.measurement.between import BetweenGauge
 from ebbtide.measurement.resident import held_by, optimizers_in, resident_bytes, start_bytes, watched_in
-from ebbtide.measurement.together import class_of
+from ebbtide.optimizer.cost.step_end import OptimizerStepCost, StepRecheck
+from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
+from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
+from ebbtide.optimizer.state.combined import class_names
 from ebbtide.planners import Progress
 from ebbtide.planning.pipeline import PlanningOptions
+from ebbtide.planning.step_end import SCALARS_BYTES
 from ebbtide.report.plan import Plan
 from ebbtide.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbtide.torch_seams.data_parallel import bucket_bytes
@@ -125,10 +125,10 @@ class FittedModel:
     rewrites: tuple[str, ...] = ()
     first_rewrites: tuple[str, ...] | None = None
     tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
-    offloaded: Offloaded | None = None
+    offloaded: BudgetedOffload | None = None
     gradients_stay: bool = False
     advice: str = ""
-    inside: Inside | None = None
+    inside: OptimizerInBackward | None = None
     last: Step | None = None
     flights: Flights = field(init=False)
     number: int = field(default_factory=_numbers.__next__)
@@ -145,15 +145,15 @@ class FittedModel:
     _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
     between: Knowledge = field(default_factory=Knowledge)
     after: AfterBackward = field(default_factory=AfterBackward)
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: GradientWatcher = field(default_factory=GradientWatcher)
     _captures: dict[object, int] = field(default_factory=dict[object, int])
     _in_a_row: dict[object, int] = field(default_factory=dict[object, int])
     _forgot: bool = False
     _kinds: Kinds = field(default_factory=Kinds)
     _code: Code = field(default_factory=Code)
     _numbers: Numbers = field(default_factory=Numbers)
-    _stepping: StepOfOptimizer | None = None
-    _at_the_step: AtTheStep | None = None
+    _stepping: OptimizerStepCost | None = None
+    _at_the_step: StepRecheck | None = None
 
     def __post_init__(self) -> None:
         self.flights = Flights(self.between)
@@ -164,13 +164,13 @@ class FittedModel:
         self._forget_plans()
 
     @property
-    def stepping(self) -> StepOfOptimizer | None:
+    def stepping(self) -> OptimizerStepCost | None:
         """The step of the optimizer that was told of, where its state stays in place."""
         if self.optimizer is None or self.offloaded is not None:
             return None
         if self._stepping is None or self._stepping.optimizer is not self.optimizer:
             one_by_one = self.inside is not None and is_of_torch(self.optimizer)
-            self._stepping = StepOfOptimizer(self.optimizer, one_by_one=one_by_one)
+            self._stepping = OptimizerStepCost(self.optimizer, one_by_one=one_by_one)
         return self._stepping
 
     def _forget_plans(self) -> None:
@@ -191,8 +191,8 @@ class FittedModel:
         if optimizer is not self.optimizer:
             if self.inside is not None and self.inside.updated_and_not_stepped:
                 raise UsageError(
-                    f'{class_of(self.inside.optimizer)} has updated the weights in the backward (step="inside"), and '
-                    "its step has not been called: call it and clear gradients, and tell of the other optimizer then",
+                    f'{class_names(self.inside.optimizer)} has updated the weights in the backward (step="inside"), '
+                    "and its step has not been called: call it and clear gradients, then tell of the other optimizer",
                     argument="optimizer",
                     value=optimizer,
                 )
@@ -201,7 +201,7 @@ class FittedModel:
             self.other_optimizers = weakref.WeakSet(replaced)
             if self.inside is not None:
                 self.inside.close()
-                self.inside = Inside(optimizer, self.inside.clipping, self.inside.scaler)
+                self.inside = OptimizerInBackward(optimizer, self.inside.clipping, self.inside.scaler)
             self._forget_plans()
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
@@ -227,8 +227,8 @@ class FittedModel:
         holds_it = inside is not None and any(each is inside.optimizer for each in optimizers_in(optimizer))
         if inside is not None and not holds_it and inside.updated_and_not_stepped & _parameters_of(optimizer):
             raise UsageError(
-                f"another optimizer ({class_of(optimizer)}) is about to step weights that the fitted model's own "
-                f'({class_of(inside.optimizer)}) has stepped in the backward (step="inside"), and whose step has '
+                f"another optimizer ({class_names(optimizer)}) is about to step weights that the fitted model's own "
+                f'({class_names(inside.optimizer)}) has stepped in the backward (step="inside"), and whose step has '
                 "not been called. If the other one takes its place, ebbtide.set_optimizer(model, optimizer) before the "
                 "forward says so; if both train these weights, call the step of the model's own first, after its "
                 "backward",
@@ -310,7 +310,7 @@ class FittedModel:
         """Captured steps that may serve a call, then fresh ones. Whoever asks on has found the last one unfit."""
         known = self._steps.get(now.key, [])
         yield from reversed(known.copy())
-        refuse_movers(call.module)
+        refuse_offload_hooks(call.module)
         self.options.progress(Progress(f"capturing the step of {self.plain_class.__name__}"))
         shares = any(step.capture.symbolic and step.capture.other_answer(call) is None for step in known)
         if self.given_plan is None and not shares:
@@ -413,11 +413,11 @@ class FittedModel:
             flight.between = BetweenGauge(now.device, learn)
             flight.between.begin()
 
-    def _known_of_the_step(self, step: Step, flight: Flight, now: Circumstances) -> AtTheStep | None:
+    def _known_of_the_step(self, step: Step, flight: Flight, now: Circumstances) -> StepRecheck | None:
         if self.stepping is None or flight.executable is None or self.inside is not None or now.checkpointed:
             return None
         hidden = step.hidden_bytes(now.reached) if now.device == "cpu" else 0
-        return AtTheStep(
+        return StepRecheck(
             flight.executable.plan,
             now.resident_bytes + hidden,
             now.trained,

@@ -29,18 +29,18 @@ from ebbtide.engine.executable import Executable
 from ebbtide.engine.flights import flights_of
 from ebbtide.engine.given import given_plan_here, program_of, start_here
 from ebbtide.engine.model import FittedModel
-from ebbtide.engine.offloaded import offload_hint
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
 from ebbtide.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_flights
 from ebbtide.engine.retained import Retained, plan_retained
 from ebbtide.engine.step import Step
-from ebbtide.engine.stepping import taken_of
 from ebbtide.errors import BudgetError, CaptureError
 from ebbtide.faults import users_level
-from ebbtide.inside.costs import settings_of
-from ebbtide.measurement.optimizer_state import future_state_bytes
 from ebbtide.measurement.resident import gradients_to_come, stepping
-from ebbtide.measurement.together import class_of, parts_of
+from ebbtide.optimizer.cost.step_end import taken_of
+from ebbtide.optimizer.cost.update_costs import settings_of
+from ebbtide.optimizer.offload.budgeted_offload import offload_hint
+from ebbtide.optimizer.state.combined import class_names, parts_of
+from ebbtide.optimizer.state.future_bytes import future_state_bytes
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planning.alternatives import Alternative
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
@@ -225,7 +225,7 @@ def _untold(model: FittedModel) -> Iterator[str]:
 
 
 def _names_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    return " and ".join(sorted({class_of(each) for each in optimizers}))
+    return " and ".join(sorted({class_names(each) for each in optimizers}))
 
 
 def _finish(model: FittedModel, now: Circumstances) -> Callable[[Captured], Captured]:

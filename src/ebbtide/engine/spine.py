@@ -25,7 +25,6 @@ from ebbtide.capture.loss import guarded
 from ebbtide.cost.attach import with_measured_costs
 from ebbtide.cost.cuda_workspace import has_product
 from ebbtide.cost.room import Room, within
-from ebbtide.engine.arrivals import note_planned_again, own_backwards
 from ebbtide.engine.calls import NOTHING_TO_TRAIN
 from ebbtide.engine.circumstances import Circumstances
 from ebbtide.engine.compiled import Call, StaleCapture
@@ -33,7 +32,7 @@ from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import NothingToTrain, Unplanned, choose_checks
 from ebbtide.engine.flights import Flight, returned_tensors
-from ebbtide.engine.inside import Inside
+from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.plans import holding, plan_for, resident_bytes
 from ebbtide.engine.reasons import reason_of
@@ -44,6 +43,7 @@ from ebbtide.faults import forget_frames, own_faults
 from ebbtide.measurement.leftovers import forget_dead, leave, watches_of
 from ebbtide.measurement.libraries import take_workspaces
 from ebbtide.measurement.resident import tensors_in
+from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
@@ -348,7 +348,7 @@ def _plan(
         return plan_for(model, step, captured, program, now, (call.args, call.kwargs))
 
 
-def _lower_and_prove(step: Step, captured: Captured, plan: Plan, inside: Inside | None) -> Executable:
+def _lower_and_prove(step: Step, captured: Captured, plan: Plan, inside: OptimizerInBackward | None) -> Executable:
     """The plan's two graphs, each node of which is one of the captured step's, or an update by its optimizer."""
     with own_faults():
         return step.made_for(captured, plan, inside)

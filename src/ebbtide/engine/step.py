@@ -20,9 +20,9 @@ import torch
 from ebbtide.capture.joint import Captured
 from ebbtide.engine.compiled import Call, Capture
 from ebbtide.engine.executable import Executable, Phase
-from ebbtide.engine.inside import Inside
 from ebbtide.measurement.reserved import Reserved
 from ebbtide.measurement.resident import hidden_in, storages_in
+from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import apply_proven
 from ebbtide.transfers.traffic import Traffic
@@ -163,7 +163,7 @@ class Step:
             self._accumulating = self.capture.accumulating(self.captured, self.accumulated)
         return self._accumulating
 
-    def made_for(self, captured: Captured, plan: Plan, inside: Inside | None = None) -> Executable:
+    def made_for(self, captured: Captured, plan: Plan, inside: OptimizerInBackward | None = None) -> Executable:
         """``plan`` for ``captured``, or for what its rewrites and updates make of that, lowered and proven.
 
         What has its schedule already is not made again.

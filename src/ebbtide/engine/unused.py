@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ebbtide.capture.joint import Captured
-from ebbtide.inside.updates import updates_in
+from ebbtide.optimizer.in_step.updates import updates_in
 from ebbtide.torch_seams.aot import output_position_of
 
 __all__ = ["UnusedOutputs", "note_arrived"]

@@ -27,7 +27,7 @@ from lightning.pytorch import LightningModule
 from torchmetrics import Metric, MetricCollection
 
 from ebbtide.errors import CaptureError, UsageError
-from ebbtide.measurement.together import Together
+from ebbtide.optimizer.state.combined import CombinedOptimizers
 from ebbtide.torch_seams.trees import tree_map
 
 __all__ = ["TRAINING_STEP", "Entry", "Later", "Losses", "losses_of", "optimizer_of"]
@@ -211,4 +211,4 @@ def losses_of(module: LightningModule, names: Sequence[str]) -> Losses:
 def optimizer_of(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
     """Whose state counts; Lightning has one without parameters where a module configures none."""
     real = [each for each in optimizers if any(group.get("params") for group in each.param_groups)]
-    return None if not real else real[0] if len(real) == 1 else Together(real)
+    return None if not real else real[0] if len(real) == 1 else CombinedOptimizers(real)

@@ -34,10 +34,10 @@ from torch import fx
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbtide.errors import InternalError
-from ebbtide.inside.updates import updates_in
 from ebbtide.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
 from ebbtide.lower.lowering import STATE_OF, Lowered
 from ebbtide.lower.targets import arrive, offload, read_state, reload, replay, settle
+from ebbtide.optimizer.in_step.updates import updates_in
 from ebbtide.torch_seams.dispatcher import schema_of
 from ebbtide.torch_seams.storages import storage_key
 from ebbtide.transfers.slots import Slot

@@ -13,7 +13,7 @@ import torch
 
 from ebbtide.measurement.leftovers import left_bytes
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE, WEIGHTS
-from ebbtide.torch_seams.away import is_away
+from ebbtide.torch_seams.offloaded import is_offloaded
 from ebbtide.torch_seams.optimizers import gradient_of
 from ebbtide.torch_seams.storages import (
     StorageWatch,
@@ -45,7 +45,7 @@ __all__ = [
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
     """Every tensor with memory reachable from ``root``: a module, an optimizer, a tensor, or a container of these."""
     if isinstance(root, torch.Tensor):
-        if is_away(root):
+        if is_offloaded(root):
             return
         yield from parts_of(root)
         if root.is_leaf and (gradient := gradient_of(root)) is not None:
@@ -160,7 +160,7 @@ def resident_parts(
         granularity_bytes: as for :func:`resident_bytes`.
         device: ``"cuda"`` where only what a card holds counts.
     """
-    parameters = [each for each in model.parameters() if not is_away(each)]
+    parameters = [each for each in model.parameters() if not is_offloaded(each)]
     kinds: dict[str, Iterable[torch.Tensor]] = {
         WEIGHTS: (part for each in parameters for part in parts_of(each)),
         "gradients of earlier steps": tensors_in([gradient_of(each) for each in parameters if each.is_leaf]),

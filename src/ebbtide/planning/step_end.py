@@ -23,7 +23,15 @@ from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from ebbtide.units import Budget, format_allowed, format_bytes, format_share
 
-__all__ = ["NOTHING_AFTER", "StepEnd", "budget_to_ask_for", "end_bytes", "most_of", "share_of_unplanned"]
+__all__ = [
+    "NOTHING_AFTER",
+    "SCALARS_BYTES",
+    "StepEnd",
+    "budget_to_ask_for",
+    "end_bytes",
+    "most_of",
+    "share_of_unplanned",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,8 @@ class StepEnd:
 
 
 NOTHING_AFTER = StepEnd(0)
+SCALARS_BYTES = 64
+"""Of a few scalar losses and their tangents."""
 
 
 def share_of_unplanned(needed_bytes: int, unplanned_bytes: int, reserve_bytes: int = 0) -> str:

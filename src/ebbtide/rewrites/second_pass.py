@@ -1,4 +1,4 @@
-"""The rule that makes gradients a second time where they wait for their norm (``inside.second_pass``).
+"""The rule that makes gradients a second time where they wait for their norm (``in_step.gradient_recompute``).
 
 Its ways are cuts at several prices of memory: which gradients are kept until the norm is known, and which are freed and
 made again, of what. It rests on no fact but that ops give the same bits twice, as all recomputation does; the first
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ebbtide.capture.joint import Captured
-from ebbtide.inside.looks import settlement_of
-from ebbtide.inside.proof import prove_second_pass
-from ebbtide.inside.second_pass import cut_at, cuts_of, with_second_pass
+from ebbtide.optimizer.in_step.gradient_recompute import cut_at, cuts_of, with_recompute_pass
+from ebbtide.optimizer.in_step.norm_ops import total_norm_of
+from ebbtide.optimizer.in_step.proof import prove_recompute_pass
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.rule import Estimate
@@ -30,7 +30,7 @@ class SecondPassRule:
 
     def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """One for each cut, that of the fewest ops first."""
-        settlement = settlement_of(step)
+        settlement = total_norm_of(step)
         for cut in cuts_of(step):
             assert settlement is not None
             settings = (("ops", len(cut.again)), ("kept_bytes", cut.kept_bytes), ("price", cut.price))
@@ -38,7 +38,7 @@ class SecondPassRule:
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
         """None."""
-        settlement = settlement_of(step)
+        settlement = total_norm_of(step)
         if settlement is None or len(cut_at(step, rewrite["price"]).again) != rewrite["ops"]:
             raise LookupError("the step has no such second pass over its gradients")
         return ()
@@ -50,7 +50,7 @@ class SecondPassRule:
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """The second pass of the one of ``rewrites``."""
         (rewrite,) = rewrites
-        return with_second_pass(step, cut_at(step, rewrite["price"]))
+        return with_recompute_pass(step, cut_at(step, rewrite["price"]))
 
     def estimates(
         self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
@@ -59,6 +59,6 @@ class SecondPassRule:
         return {}
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
-        """As ``inside.proof`` does; what is made again is held against the fingerprints of the first."""
-        prove_second_pass(step, after)
+        """As ``optimizer.in_step.proof`` does; what is made again is held against the fingerprints of the first."""
+        prove_recompute_pass(step, after)
         return ()

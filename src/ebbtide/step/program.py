@@ -13,8 +13,8 @@ Definitions (the docs use these words and no others):
    One that no op reads is dropped there. One that is read is an ordinary buffer, kept until the forward's last op,
    :data:`COPY_BACK`, has read it too.
 7. What user code does *between* the two graphs (a loss outside the model) is a number of bytes at the boundary.
-8. An *update* is an op that changes a parameter in place by its gradient (``ebbtide.inside``): an ordinary op that may
-   not run again, whose output has no bytes. What reads that parameter runs ``until`` then and never after.
+8. An *update* is an op that changes a parameter in place by its gradient (``ebbtide.optimizer``): an ordinary op that
+   may not run again, whose output has no bytes. What reads that parameter runs ``until`` then and never after.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Program:
         """``order`` without runs that would read what an update has changed by then.
 
         Where first runs are in captured order such a run serves nobody: an update stands behind all that may need what
-        it changes, made again or not (``ebbtide.inside.updates``). Whoever repeats whole layers repeats some.
+        it changes, made again or not (``ebbtide.optimizer.in_step.updates``). Whoever repeats layers repeats some.
         """
         if not self.has_updates:
             return order

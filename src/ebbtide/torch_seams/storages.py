@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 
-from ebbtide.torch_seams.away import is_away
+from ebbtide.torch_seams.offloaded import is_offloaded
 from ebbtide.torch_seams.optimizers import gradient_of
 
 __all__ = [
@@ -184,7 +184,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` takes memory of the CPU: not one that is away or fake, or stands for others in a transform."""
-    if is_away(tensor):
+    if is_offloaded(tensor):
         return False
     try:
         return tensor.untyped_storage().device.type == "cpu"

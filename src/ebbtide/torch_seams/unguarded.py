@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.torch_seams.away import is_away
+from ebbtide.torch_seams.offloaded import is_offloaded
 from ebbtide.torch_seams.own_guards import PLAIN, Held, can_change, finder, guard_anywhere, guard_at, of_this_trace
 from ebbtide.torch_seams.patches import Attribute, Item, wrapped
 from ebbtide.torch_seams.unguarded_code import guard_classes, guard_code, of_builtins, of_functions, of_registers
@@ -383,7 +383,7 @@ def _of_values(below: _Below) -> _Below:
     from torch._dynamo.variables.lists import DequeVariable
 
     def wrap(owner: Any, value: Any) -> Any:
-        if is_away(value):  # before Dynamo, which reads it
+        if is_offloaded(value):  # before Dynamo, which reads it
             raise Unsupported(AWAY_READ)
         made = below(owner, value)
         if type(value) is float and value == 0 and can_change(owner.source):

@@ -1,0 +1,1 @@
+"""What an optimizer step takes while it runs, and what a budget needs for that."""

@@ -1,0 +1,179 @@
+"""What an optimizer's step takes while it runs, above parameters, gradients and state; found out without that memory.
+
+1. A stand-in of the optimizer steps on fake tensors; a number that it asks them for is 1, and then 0. What a step holds
+   at its peak is counted as storages come and go; of the first one without the state that it leaves, which is counted
+   elsewhere.
+2. Steps differ: a first one makes what later ones reuse, others come after a warm-up (RAdam's sixth) or once in a while
+   (Shampoo's). A stand-in with one parameter of each kind, the largest, takes :data:`STEPS` steps to tell which is the
+   largest, and all parameters step up to that one.
+3. A kernel may take memory of its own besides its results. On the device at hand every op is run once, alone, on memory
+   that is resident anyway as far as can be (``cost.room``), but for those that take none: arithmetic of single
+   elements in one type, on lists of tensors too, copies and fills. Of several types, a kernel casts some of them first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ebbtide.cost.call import call_with
+from ebbtide.cost.profile import workspace_alone
+from ebbtide.cost.room import Room, within
+from ebbtide.measurement.resident import stepping
+from ebbtide.optimizer.state.future_bytes import attributes_of, options_of, stand_in_of, tried_out
+from ebbtide.signals import raised_by_a_handler, signals_wait
+from ebbtide.torch_seams import trees as pytree
+from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise, schema_of
+from ebbtide.torch_seams.fake_tensors import (
+    fakes_are_counted,
+    fakes_are_stepped_as_parameters,
+    numbers_are,
+    quiet_log,
+    sizes_only,
+    without_modes,
+)
+
+__all__ = ["STEPS", "step_bytes"]
+
+STEPS = 32
+"""Of the stand-in (definition 2): what an optimizer does less often is not seen."""
+
+_Group = dict[str, Any]
+
+
+def step_bytes(
+    optimizer: torch.optim.Optimizer, device: str | None = None, groups: Sequence[_Group] | None = None
+) -> int | None:
+    """Bytes that a step of ``optimizer`` takes at its peak; ``None`` if that cannot be found out.
+
+    Steps on fake tensors cannot be taken by optimizers with kernels of their own, nor those that want a closure.
+
+    Args:
+        optimizer: of real, fake or meta parameters.
+        device: type of the one to step on, where some optimizers take other ways; that of the parameters if ``None``.
+        groups: of parameters that it steps on; its own if ``None``.
+    """
+    optimizer = stepping(optimizer)
+    groups = optimizer.param_groups if groups is None else groups
+    lenders = [each for group in groups for each in group["params"]]
+    kernels = _Kernels(any(device not in (None, each.device.type) for each in lenders))
+    found: list[int] = []
+    with signals_wait(), without_modes(), quiet_log(), within(Room(0, lenders)), tried_out(optimizer):
+        for answer in (1, 0):  # a step that asks its own state, as ASGD does whether to average, may go either way
+            try:
+                with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
+                    found.append(_largest(optimizer, groups, device, kernels.workspace_bytes))
+            except Exception as error:  # any optimizer of the user's may raise anything here
+                if raised_by_a_handler(error):
+                    raise
+    return max(found, default=None)
+
+
+def _largest(
+    optimizer: torch.optim.Optimizer, groups: Sequence[_Group], device: str | None, workspace: Callable[..., int]
+) -> int:
+    kinds = [{**group, "params": list(_of_each_kind(group["params"]))} for group in groups]
+    known = _counted.setdefault(optimizer, {})
+    if (key := (_outline(kinds, device), repr(attributes_of(optimizer)))) not in known:
+        taken = list(_taken(optimizer, kinds, device, range(STEPS), lambda *_: 0))
+        known[key] = tuple(sorted({0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}))
+    return max(_taken(optimizer, groups, device, known[key], workspace))
+
+
+_counted: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[object, tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""The steps of definition 2 that are looked at, by what they depend on."""
+
+
+def _outline(kinds: Sequence[_Group], device: str | None) -> object:
+    """What it depends on which steps take more than others: options and kinds of parameters, not how large they are."""
+    return device, tuple(
+        (
+            tuple((name, repr(value)) for name, value in group.items() if name != "params"),
+            tuple((each.dtype, each.ndim, each.requires_grad, each.numel() > 1) for each in group["params"]),
+        )
+        for group in kinds
+    )
+
+
+def _of_each_kind(parameters: Iterable[torch.nn.Parameter]) -> Iterable[torch.nn.Parameter]:
+    """The largest of each type, number of dimensions and place, with and without a gradient (definition 2)."""
+    largest: dict[tuple[object, ...], torch.nn.Parameter] = {}
+    for each in parameters:
+        kind = (each.dtype, each.ndim, each.device, each.requires_grad)
+        if kind not in largest or largest[kind].numel() < each.numel():
+            largest[kind] = each
+    return largest.values()
+
+
+def _taken(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[_Group],
+    device: str | None,
+    counted: Sequence[int],
+    workspace: Callable[..., int],
+) -> Iterator[int]:
+    """Bytes that each of the steps ``counted``, ascending from 0, takes at its peak (definition 1)."""
+    stand_ins = [{**options_of(group), "params": list(_stand_ins(group["params"], device))} for group in groups]
+    trial = stand_in_of(optimizer, stand_ins)
+    for step in range(counted[-1] + 1):
+        if step not in counted:
+            trial.step()
+            continue
+        with fakes_are_counted(workspace) as taken:
+            trial.step()
+        yield taken.peak_bytes - (0 if step else taken.live_bytes)
+
+
+def _stand_ins(parameters: list[torch.nn.Parameter], device: str | None) -> Iterator[torch.nn.Parameter]:
+    for each in parameters:
+        stand_in = torch.nn.Parameter(torch.zeros(each.shape, dtype=each.dtype, device=device or each.device))
+        if each.requires_grad:
+            stand_in.grad = torch.zeros_like(stand_in)
+        yield stand_in
+
+
+_LISTS = ("_foreach_", "_fused_")
+_COPIES = frozenset("clone _to_copy copy_ fill_ zero_ detach lift_fresh_copy".split())
+_FILLS = ("empty", "zeros", "ones", "full", "new_")
+
+
+def _takes_nothing(op: OpOverload) -> bool:
+    """Definition 3."""
+    name = schema_of(op).name.rpartition("::")[2]
+    if is_pointwise(op) or op.is_view or name.startswith(_LISTS) or name in _COPIES:
+        return True
+    return name.startswith(_FILLS) or name.endswith("_like")
+
+
+def _casts(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether it is arithmetic of several types; numbers in tensors (steps, rates) take no type."""
+    return is_pointwise(op) and len({each.dtype for each in tensors if each.ndim}) > 1
+
+
+class _Kernels:
+    """Definition 3, each call measured once.
+
+    Args:
+        elsewhere: whether the step is to run on a device whose kernels cannot be asked.
+    """
+
+    def __init__(self, elsewhere: bool) -> None:
+        self._elsewhere = elsewhere
+        self._known: dict[str, int] = {}
+
+    def workspace_bytes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: object) -> int:
+        """What ``func`` takes besides its results."""
+        if self._elsewhere or not isinstance(func, OpOverload):
+            return 0
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if _takes_nothing(func) and not _casts(func, tensors):
+            return 0
+        if not tensors or any(each.device.type == "meta" for each in tensors):
+            return 0
+        call = call_with(func, args, kwargs, pytree.tree_leaves(results))
+        if call.signature not in self._known:
+            self._known[call.signature] = workspace_alone(call, tensors[0].device.type)
+        return self._known[call.signature]

@@ -1,0 +1,188 @@
+"""What the step of an optimizer that was told of takes while it runs, where its state stays in place.
+
+1. At ``optimizer.step()`` weights, state and gradients are there, outputs that live still, and what the step takes
+   besides (``cost.step_bytes``): all parameters at once, or, with the optimizer in the backward, one by one those of
+   which no backward has applied the gradient (``in_step.optimizer_in_backward``). No plan of the model's step lowers
+   that, so a budget has to have room for it.
+2. It is looked at again where what it depends on has changed: groups, frozen parameters, options, of numbers only
+   whether they are 0. Where that is between a call and ``optimizer.step()``, the step is held against the budget of
+   that call, before it has changed anything (:class:`StepRecheck`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ebbtide.measurement.resident import kept_by, optimizers_in, storages_in
+from ebbtide.optimizer.cost.step_bytes import step_bytes
+from ebbtide.optimizer.cost.update_costs import settings_of
+from ebbtide.optimizer.state.future_bytes import future_state_bytes
+from ebbtide.planning.step_end import NOTHING_AFTER, SCALARS_BYTES, StepEnd
+from ebbtide.report.plan import Plan
+from ebbtide.step.provenance import NOT_KNOWN
+from ebbtide.step.resident_in_words import OPTIMIZER_STATE
+from ebbtide.units import format_bytes
+
+__all__ = ["OptimizerStepCost", "StepRecheck", "end_of", "taken_of"]
+
+
+_ON_CARD = 128
+"""The allocator hands out 512 bytes for one of 4."""
+
+
+_UNSPLIT = 200
+"""One in so many bytes, for blocks that the allocator hands out larger than asked for (``engine.reserve``)."""
+_GENERATORS_BYTES = 3 * 5056
+"""Of states of the CPU's generator, which the proof of a first step may still have when the optimizer steps."""
+
+
+def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_one: bool = False) -> StepEnd:
+    """Definition 1, of ``taken_bytes`` while it steps; nothing where that is not known."""
+    if not taken_bytes:
+        return NOTHING_AFTER
+    slack = scalars_bytes(optimizer) + _GENERATORS_BYTES
+    if _is_on_card(optimizer):
+        slack += taken_bytes // _UNSPLIT
+    inside = "" if one_by_one else ', or have it step inside of the backward (step="inside")'
+    return StepEnd(
+        taken_bytes + slack,
+        what=_what(optimizer),
+        remedy=f"take an optimizer that makes fewer (SGD){less_at_once(optimizer)}{inside}",
+        slack_bytes=slack,
+    )
+
+
+def _what(optimizer: torch.optim.Optimizer) -> str:
+    return f"the tensors that {type(optimizer).__name__} makes while it steps"
+
+
+def less_at_once(optimizer: torch.optim.Optimizer) -> str:
+    """Options of torch's with which its step takes less, and which it has not, as advice; empty if there are none."""
+    found: list[str] = []
+    for group in optimizer.param_groups:
+        on_card = any(each.is_cuda for each in group["params"])
+        if group.get("foreach") or ("foreach" in group and group["foreach"] is None and on_card):
+            found.append("foreach=False")
+        if "fused" in group and not group["fused"]:
+            found.append("fused=True")
+    return "".join(f", or {each}" for each in dict.fromkeys(found))
+
+
+def scalars_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Room for a few scalars, losses that the loop keeps."""
+    return _ON_CARD * SCALARS_BYTES if _is_on_card(optimizer) else SCALARS_BYTES
+
+
+def _is_on_card(optimizer: torch.optim.Optimizer) -> bool:
+    return any(each.is_cuda for group in optimizer.param_groups for each in group["params"])
+
+
+def taken_of(taken_bytes: int | None) -> str:
+    """For people."""
+    return NOT_KNOWN if taken_bytes is None else format_bytes(taken_bytes)
+
+
+class OptimizerStepCost:
+    """Of one optimizer.
+
+    Args:
+        optimizer: that steps weights of a fitted model.
+        one_by_one: whether its parameters are stepped one after the other.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, one_by_one: bool = False) -> None:
+        self.optimizer = optimizer
+        self.one_by_one = one_by_one
+        self._known: tuple[object, int | None] = (None, 0)
+
+    def taken_bytes(self, trained: bytes) -> int | None:
+        """What it takes while it runs; ``None`` if that cannot be found out.
+
+        Args:
+            trained: which parameters take gradients, in any form.
+        """
+        key = self.key(trained)
+        if self._known[0] != key:
+            self._known = (key, self._look())
+        return self._known[1]
+
+    def key(self, trained: bytes) -> object:
+        """What it depends on (definition 2)."""
+        groups = [(id(each), len(each["params"]), settings_of(each)) for each in self.optimizer.param_groups]
+        return trained, settings_of(vars(self.optimizer)), groups
+
+    def end(self, trained: bytes) -> StepEnd:
+        """Definition 1; ``trained`` as above."""
+        return end_of(self.optimizer, self.taken_bytes(trained), one_by_one=self.one_by_one)
+
+    def _look(self) -> int | None:
+        if not self.one_by_one:
+            return step_bytes(self.optimizer)
+        kinds: dict[object, list[dict[str, Any]]] = {}
+        for group in self.optimizer.param_groups:
+            for each in group["params"]:
+                kinds.setdefault((id(group), each.shape, each.stride(), each.dtype), [{**group, "params": [each]}])
+        return _most([step_bytes(self.optimizer, None, groups) for groups in kinds.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecheck:
+    """What was known at a call of the step of an optimizer that comes after it.
+
+    Attributes:
+        plan: that the call ran under.
+        resident_bytes: when it began.
+        trained: as for :class:`OptimizerStepCost`.
+        key: of the optimizer's step then.
+        summed: whether the call's gradients were added to others.
+        gone_bytes: what forwards kept that were in flight.
+        had_state: whether the optimizer's state was there.
+    """
+
+    plan: Plan
+    resident_bytes: int
+    trained: bytes
+    key: object
+    summed: bool
+    gone_bytes: int
+    had_state: bool
+
+    def refuse_more(self, stepping: OptimizerStepCost) -> None:
+        """Refuse a step that takes more by now than the budget has room for; nothing has been stepped.
+
+        Raises:
+            BudgetError: saying what it takes.
+        """
+        groups = stepping.optimizer.param_groups
+        if stepping.key(self.trained) == self.key or all(each.grad is None for g in groups for each in g["params"]):
+            return
+        # State may have been loaded since.
+        state = sum(storages_in([kept_by(each) for each in optimizers_in(stepping.optimizer)]).values())
+        counted = self.plan.resident_parts.get(OPTIMIZER_STATE, state) if self.had_state else 0
+        taken = stepping.end(self.trained)
+        end = replace(
+            taken,
+            bytes=taken.bytes + max(state - counted, 0) + future_state_bytes(stepping.optimizer),
+            what=_what(stepping.optimizer),
+            remedy=taken.remedy or "change its options back",
+            summed=self.summed,
+            gone_bytes=self.gone_bytes,
+        )
+        if not end.held_by(self.plan.budget_bytes, self.plan.program, self.resident_bytes):
+            error = end.error(
+                self.plan.program, self.resident_bytes, self.plan.budget_bytes, resident_parts=self.plan.resident_parts
+            )
+            error.add_note(
+                "Its options or groups have been changed since the forward. The step has changed nothing: change them "
+                "back, or call ebbtide.set_budget and the step again"
+            )
+            raise error
+
+
+def _most(found: Sequence[int | None]) -> int | None:
+    known = [each for each in found if each is not None]
+    return max(known, default=0) if len(known) == len(found) else None

@@ -1,0 +1,204 @@
+"""The updates of one backward: by what gradient each parameter is stepped, and what is said if that fails.
+
+1. Options of the optimizer are what they are when the backward begins.
+2. Where gradients are clipped by their norm, each is looked at when it is made, the norm is settled once all have been,
+   and updates come after that. Gradients that are there already are added to first, and those of parameters that the
+   step does not reach are in the norm and are scaled in place, as ``clip_grad_norm_`` does.
+3. With a gradient scaler each is looked at for elements that are not finite, likewise. If one has some, nothing is
+   updated, and the scaler is told so when it asks (``applied``); else each is multiplied by what the scale was when the
+   backward began, inverted, before it is clipped and applied.
+4. A backward that fails after its first update raises :class:`~ebbtide.errors.UpdateError`, which names what has been
+   updated: those steps are made, the others are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ebbtide.errors import CaptureError, UpdateError, UsageError
+from ebbtide.optimizer.in_step.clip_coefficient import coefficient_of, total_of
+from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
+from ebbtide.optimizer.in_step.single_parameter import step_parameter
+from ebbtide.optimizer.in_step.updates import names_of
+from ebbtide.torch_seams.gradient_norms import norm_of, scale_by
+from ebbtide.torch_seams.optimizers import gradient_of, set_gradient, will_accumulate
+from ebbtide.torch_seams.scalers import inverse_scale_of, multiply_and_check
+
+__all__ = ["BackwardUpdates"]
+
+
+class BackwardUpdates:
+    """The updates of one flight; the :class:`~ebbtide.optimizer.in_step.updater.Updater` of its backward.
+
+    Args:
+        inside: of its model.
+        parameters: by position among the primals, with their names.
+        entries: per position, its place among the tensors that go into the step's node.
+    """
+
+    def __init__(
+        self,
+        inside: OptimizerInBackward,
+        parameters: Mapping[int, tuple[torch.Tensor, str]],
+        entries: Mapping[int, int],
+    ) -> None:
+        self._inside = inside
+        self._trained = dict(parameters)
+        self._entries = entries
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._left_out: set[int] = set()
+        self._updated: list[tuple[torch.Tensor, str]] = []
+        self._coefficient: torch.Tensor | None = None
+        self._skipped: list[tuple[torch.Tensor, str]] = []
+        self._found: torch.Tensor | None = None
+        self._inverse: torch.Tensor | None = None
+        self._skips = False
+
+    def begin(self, node: Any, unused: frozenset[int]) -> None:
+        """Its backward begins.
+
+        Args:
+            node: of the step.
+            unused: positions whose gradients are none, for nothing that was used depends on them.
+        """
+        optimizer = self._inside.optimizer
+        self._groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        self._inside.begin()
+        self._updated = []
+        self._coefficient = None
+        self._begin_scaled()
+        self._left_out = set(unused)
+        for position, (parameter, name) in self._trained.items():
+            if id(parameter) not in self._groups or not parameter.requires_grad:
+                raise UsageError(
+                    f"{name} was trained by the optimizer when its step was planned, and is not any more; tell of "
+                    "another optimizer (ebbtide.set_optimizer), and freeze parameters before the forward"
+                )
+            if position in self._left_out:
+                continue
+            wanted = will_accumulate(node, self._entries[position])
+            if wanted is None:
+                raise CaptureError(
+                    'torch.autograd.grad was called on what a fitted model has computed, and step="inside" applies '
+                    "gradients in a backward and hands none out. Nothing has been updated",
+                    remedy='call loss.backward(), or leave step="inside" out',
+                )
+            if not wanted:
+                self._left_out.add(position)
+
+    def _begin_scaled(self) -> None:
+        """Definition 3."""
+        self._skipped, self._skips, self._inverse = [], False, None
+        if (scaler := self._inside.scaler) is not None:
+            self._inverse = inverse_scale_of(scaler)
+            if self._inverse is None:
+                raise UsageError(
+                    "the model was fitted with a scaler, which has not scaled this loss: scaler.scale(loss).backward()"
+                )
+            self._found = torch.zeros_like(self._inverse)
+
+    def _seen(self, gradient: torch.Tensor) -> torch.Tensor:
+        """One number that is known of ``gradient``, which stays as it is: its norm, once it is unscaled."""
+        clipping = self._inside.clipping
+        if self._inverse is not None and self._found is not None:
+            if gradient.dtype == torch.float16:
+                raise ValueError("Attempting to unscale FP16 gradients.")  # as the scaler says it
+            if clipping is None:
+                multiply_and_check(gradient, self._found, torch.ones_like(self._inverse))
+                return gradient.new_zeros(())
+            gradient = gradient.clone()
+            multiply_and_check(gradient, self._found, self._inverse)
+        assert clipping is not None
+        return norm_of(gradient, clipping.norm_type, clipping.foreach)
+
+    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What is known of the gradient that the parameter at ``position`` has with this one (definitions 2 and 3)."""
+        if position in self._left_out:
+            return gradient.new_zeros(())
+        with torch.no_grad():
+            if (existing := gradient_of(self._trained[position][0])) is not None:
+                existing += gradient
+                gradient = existing
+            return self._seen(gradient)
+
+    def settle(self, looks: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """What gradients are scaled by, of all that parameters have (definitions 2 and 3)."""
+        clipping = self._inside.clipping
+        made = {id(self._trained[i][0]): look for i, look in looks.items() if i not in self._left_out}
+        norms: list[torch.Tensor] = []
+        of: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
+        with torch.no_grad():
+            for parameter in self._inside.parameters():
+                if (norm := made.get(id(parameter))) is not None:
+                    norms.append(norm)
+                    of.append(parameter)
+                elif (gradient := gradient_of(parameter)) is not None:
+                    norms.append(self._seen(gradient))
+                    of.append(gradient)
+                    others.append(gradient)
+            if self._found is not None and self._inverse is not None:
+                self._skips = bool(self._found.item())
+            if clipping is None:
+                return next(iter(looks.values()))
+            if others and self._inverse is not None:
+                raise UsageError(
+                    "a parameter has a gradient that this step does not add to, and the scaler unscales it after the "
+                    "step has clipped: clear gradients before such a step, or leave max_norm out"
+                )
+            total = total_of(norms, of, clipping)
+            self._inside.total_norm = total
+            self._coefficient = coefficient_of(total, clipping)
+            for gradient in others:
+                scale_by(gradient, self._coefficient, clipping.foreach)
+        return self._coefficient
+
+    def update(self, position: int, gradient: torch.Tensor) -> None:
+        """Step the parameter at ``position`` by ``gradient``."""
+        if position in self._left_out:
+            return
+        parameter, name = self._trained[position]
+        if self._skips:
+            self._skipped.append((parameter, name))
+            set_gradient(parameter, None)
+            return
+        clipping = self._inside.clipping
+        if clipping is not None or self._inverse is not None:
+            gradient = gradient if (existing := gradient_of(parameter)) is None else existing
+            with torch.no_grad():
+                if self._inverse is not None and self._found is not None:
+                    multiply_and_check(gradient, self._found, self._inverse)
+                if clipping is not None and self._coefficient is not None:
+                    scale_by(gradient, self._coefficient, clipping.foreach)
+        # In the list first: an update that is interrupted may have been made in part.
+        self._updated.append((parameter, name))
+        step_parameter(self._inside.optimizer, self._groups[id(parameter)], parameter, gradient)
+
+    def end(self) -> None:
+        """Its backward has returned, or failed."""
+        self._inside.applied.found = self._skips
+        if self._skipped:
+            self._inside.applied.add(self._skipped)
+        if self._updated:
+            self._inside.order_new_state()
+            self._inside.has_updated = True
+            self._inside.applied.add(self._updated)
+        self._inside.used.note_tensors()
+
+    def failed(self, error: BaseException) -> BaseException:
+        """What to raise in place of ``error`` (definition 4)."""
+        if not self._updated:
+            return error
+        names = [name for _, name in self._updated]
+        said = (
+            f"the backward failed after it had updated {names_of(names)} ({len(names)} of {len(self._trained)} "
+            f"parameters; .updated has all names): {type(error).__name__}: {error}. The others are as they were. Load "
+            "a checkpoint, or go on: optimizer.step() and zero_grad() end this step as it is"
+        )
+        if not isinstance(error, Exception):
+            error.add_note(said)
+            return error
+        return UpdateError(said, updated=names)

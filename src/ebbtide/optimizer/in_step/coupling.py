@@ -1,0 +1,293 @@
+"""Whether an optimizer's step may be taken for one parameter at a time: tried out on stand-ins, bit by bit.
+
+1. For each group, and for one more with other numbers among its options, a few small tensors of the type and on the
+   device of its parameters step all together, as the optimizer does, and one by one in another order, as gradients
+   come in a backward. After each step parameters and state are compared. Gradients are large in some steps and small
+   in others (:data:`_SCALES`), as there are couplings that begin at a size; then some have none, and then one is not
+   finite.
+2. What steps by a closure, counts its steps in its groups, couples parameters (a common norm, a common estimate),
+   draws random numbers or calls its hooks from below gives other bits there, or an error, and is refused by name. So
+   is what fails or changes anything where no parameter has a gradient, which is what its own step finds afterwards.
+3. Nothing of the user's is changed: stand-ins have copies of what groups hold, and random states are put back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ebbtide.cost.call import extent_of
+from ebbtide.errors import UsageError
+from ebbtide.measurement.resident import optimizers_in, tensors_in
+from ebbtide.optimizer.in_step.single_parameter import step_parameter
+from ebbtide.optimizer.state.combined import CombinedOptimizers
+from ebbtide.optimizer.state.future_bytes import is_plain, options_of, stand_in_of, tried_out
+from ebbtide.signals import raised_by_a_handler, signals_wait
+from ebbtide.torch_seams.compiling_flag import while_nothing_is_captured
+from ebbtide.torch_seams.dispatcher import Draws
+from ebbtide.torch_seams.fake_tensors import without_modes
+from ebbtide.torch_seams.optimizers import hook_bases, steps_otherwise
+from ebbtide.torch_seams.storages import storage_key
+
+__all__ = ["refuse_coupled_steps"]
+
+_SCALES = (1.0, 1e-3, 1e3, 1.0, 1e-6, 1.0)
+"""Of the gradients, a step each: norms are clipped from a size on, and what is small may be left out."""
+_SHAPES = ((5, 3), (5,), (2, 4), (2,))
+"""Of stand-ins for matrices and their biases; others have a size of 2 or 3 in each dimension."""
+_MOST_OF_A_GROUP = 4
+_INSTEAD = 'leave step="inside" out: fit(model, budget, optimizer=optimizer) has its state in the budget'
+
+
+def refuse_coupled_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step is not that of its parameters one by one.
+
+    Raises:
+        UsageError: saying what is another, and the line that works.
+    """
+    kind = type(optimizer).__name__
+    if (
+        isinstance(optimizer, CombinedOptimizers)
+        or len(optimizers_in(optimizer)) > 1
+        or "defaults" not in vars(optimizer)
+    ):
+        inner = vars(optimizer).get("optimizer")
+        which = f"its .optimizer, a {type(inner).__name__}" if isinstance(inner, torch.optim.Optimizer) else "the one"
+        raise _refusal(f"{kind} holds other optimizers; give {which}, that steps")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _refusal("LBFGS takes one step for all of its parameters together, by calling a closure several times")
+    if steps_otherwise(optimizer):
+        raise _refusal(
+            f"another step than that of its class was put on this {kind} (optimizer.step = ...), and updates would be "
+            "those of the class; make it the step of a subclass"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise _refusal(f"{kind} is made with differentiable=True, and its step is a part of somebody's graph")
+    if _overlap([each for group in optimizer.param_groups for each in group["params"]]):
+        raise _refusal(
+            "two parameters lie in the same memory (one was given the other's .data), and which is stepped first "
+            "decides; tie weights by one Parameter in both places"
+        )
+    try:
+        with while_nothing_is_captured(), signals_wait(), without_modes(), tried_out(optimizer):
+            difference = _difference(optimizer)
+    except UsageError:
+        raise
+    except Exception as error:  # any optimizer of the user's may raise anything here
+        if raised_by_a_handler(error):
+            raise
+        raise _refusal(f"{kind} cannot be stepped on single parameters ({type(error).__name__}: {error})") from error
+    if difference:
+        raise _refusal(f"{kind} {difference}")
+
+
+def _refusal(why: str) -> UsageError:
+    return UsageError(f'step="inside" is not accepted: {why}; {_INSTEAD}', argument="step", value="inside")
+
+
+def _difference(optimizer: torch.optim.Optimizer) -> str:
+    """What is another when parameters step one by one; empty if nothing is."""
+    hook_bases(optimizer)
+    together, alone = _stand_in(optimizer), _stand_in(optimizer)
+    hooks: list[int] = []
+    alone.register_step_pre_hook(lambda *_: hooks.append(1))
+    for step, gradients in enumerate(_gradients()):
+        for mine, other in zip(_of_groups(together), _of_groups(alone), strict=True):
+            mine.grad = gradients(step, mine, _place(together, mine))
+            other.grad = None
+        with Draws() as draws:
+            together.step()
+        for group in reversed(alone.param_groups):
+            for position in reversed(range(len(group["params"]))):
+                parameter = group["params"][position]
+                if (gradient := gradients(step, parameter, position)) is not None:
+                    step_parameter(alone, group, parameter, gradient)
+        if draws.found:
+            return "draws random numbers while it steps, which come in the order of its parameters"
+        if hooks:
+            return "calls its hooks from below its own step"
+        if not _same(together, alone):
+            return (
+                "does not step on each parameter for itself: stepping on stand-ins one by one gives other bits than "
+                "all together"
+            )
+        if _options(together) != _options(alone):
+            return "keeps in its groups what its step has found, and each parameter is stepped with a copy of them"
+        if _counts(together) != _counts(alone):
+            return "counts in its attributes how often it has stepped, and it would step once for each parameter"
+    return _without_gradients(together)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What is plain in its groups, and containers of that."""
+    return [
+        {name: value for name, value in group.items() if name != "params" and (is_plain(value) or _counts_in(value))}
+        for group in optimizer.param_groups
+    ]
+
+
+def _counts_in(value: object) -> bool:
+    """Whether it is a container without tensors, in which somebody may count."""
+    return isinstance(value, dict | list | set) and next(iter(tensors_in(value)), None) is None
+
+
+def _gradients() -> Iterator[Callable[[int, torch.Tensor, int], torch.Tensor | None]]:
+    """Of each step: of a parameter and its position in its group, the gradient."""
+    for scale in _SCALES:
+        yield lambda step, like, _, scale=scale: _drawn(like, 100 * step + 1, scale)
+    for missing in (0, 1):
+        yield (
+            lambda step, like, position, missing=missing: (
+                None if position % 2 == missing else _drawn(like, 100 * step + 1)
+            )
+        )
+    yield lambda step, like, position: _drawn(like, 100 * step + 1, float("inf") if position == 0 else 1.0)
+
+
+def _place(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Its position in its group."""
+    places = {id(each): index for group in optimizer.param_groups for index, each in enumerate(group["params"])}
+    return places[id(parameter)]
+
+
+def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
+    """What a step does where no parameter has a gradient; empty if nothing."""
+    for each in _of_groups(optimizer):
+        each.grad = None
+    before = [each.detach().clone() for each in _held(optimizer)]
+    numbers = [_numbers(optimizer.state[each]) for each in _of_groups(optimizer)]
+    try:
+        optimizer.step()
+    except Exception as error:  # of the user's own code, which may raise anything
+        if raised_by_a_handler(error):
+            raise
+        return (
+            f"fails where no parameter has a gradient ({type(error).__name__}: {error}), and after such a backward "
+            "optimizer.step() finds none"
+        )
+    after = _held(optimizer)
+    same = len(before) == len(after) and all(map(_same_bits, before, after))
+    if same and numbers == [_numbers(optimizer.state[each]) for each in _of_groups(optimizer)]:
+        return ""
+    return (
+        "changes parameters or their state where there is no gradient, and after such a backward optimizer.step() "
+        "finds none: what it does then would be done a second time"
+    )
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    """Numbers in attributes, and in tensors of one element and containers in attributes: of these their values."""
+    return {
+        name: sorted(_numbers_in(value))
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state", "defaults")
+    }
+
+
+def _numbers_in(value: object) -> Iterator[float]:
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            yield float(value)
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _numbers_in(each)  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def _overlap(parameters: list[torch.Tensor]) -> bool:
+    """Whether two of the parameters share memory."""
+    places = {id(each): each for each in parameters}.values()
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for each in places:
+        if each.numel():
+            begin = int(each.storage_offset()) * each.element_size()
+            end = begin + extent_of(each.shape, each.stride()) * each.element_size()
+            spans.setdefault(storage_key(each), []).append((begin, end))
+    ordered = (sorted(each) for each in spans.values())
+    return any(after[0] < before[1] for each in ordered for before, after in itertools.pairwise(each))
+
+
+def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    groups = [{**options_of(group), "params": list(_small(group["params"]))} for group in optimizer.param_groups]
+    other = optimizer.param_groups[-1]
+    groups.append({**_others(options_of(other)), "params": list(_small(other["params"]))})
+    try:
+        return stand_in_of(optimizer, groups)
+    except Exception as error:  # of the user's own constructor, which may raise anything
+        if raised_by_a_handler(error):
+            raise
+        raise _refusal(
+            f"{type(optimizer).__name__} cannot be made again from its groups to be tried out ({type(error).__name__}: "
+            f"{error}); what they hold, such as lr, needs a default in its __init__"
+        ) from error
+
+
+def _others(options: dict[str, Any]) -> dict[str, Any]:
+    """Other numbers of the same kind: what steps by the options of a group that is not its parameter's is found out."""
+    return {name: _halved(value) for name, value in options.items()}
+
+
+def _halved(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_halved, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return value / 2 if isinstance(value, float) else value
+
+
+def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:
+    """A few stand-ins, of each type and number of dimensions that there is; two of one kind where there is but one."""
+    kinds = list(dict.fromkeys((each.dtype, each.ndim, each.device) for each in parameters))[:_MOST_OF_A_GROUP]
+    kinds = kinds * 2 if len(kinds) == 1 else kinds
+    for number, (dtype, dimensions, device) in enumerate(kinds):
+        fitting = [shape for shape in _SHAPES if len(shape) == dimensions]
+        place = number if len(set(kinds)) == 1 else number // 2  # a matrix and its bias have one length in common
+        shape = fitting[place % len(fitting)] if fitting else (2, 3, 2, 3, 2, 3, 2, 3)[:dimensions]
+        made = torch.empty(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
+        parameter = torch.nn.Parameter(made, requires_grad=True)
+        parameter.data.copy_(_drawn(parameter, 10 + number))
+        yield parameter
+
+
+def _drawn(like: torch.Tensor, seed: int, scale: float = 1.0) -> torch.Tensor:
+    drawing = torch.Generator().manual_seed(seed + like.numel())
+    return (scale * torch.randn(like.shape, generator=drawing)).to(device=like.device, dtype=like.dtype)
+
+
+def _of_groups(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters, their gradients and their state."""
+    return [
+        tensor for each in _of_groups(optimizer) for tensor in tensors_in([each.data, each.grad, optimizer.state[each]])
+    ]
+
+
+def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Whether parameters and their state have the same bits."""
+    for mine, theirs in zip(_of_groups(one), _of_groups(other), strict=True):
+        held, others = (
+            list(tensors_in([mine.data, one.state[mine]])),
+            list(tensors_in([theirs.data, other.state[theirs]])),
+        )
+        if len(held) != len(others) or not all(map(_same_bits, held, others)):
+            return False
+        if _numbers(one.state[mine]) != _numbers(other.state[theirs]):
+            return False
+    return True
+
+
+def _numbers(state: Any) -> list[object]:
+    return [each for each in state.values() if isinstance(each, bool | int | float)]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    if one.is_floating_point() or one.is_complex():  # of what is no number the bits are nobody's business
+        one, other = (torch.where(each.isnan(), torch.full_like(each, torch.nan), each) for each in (one, other))
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

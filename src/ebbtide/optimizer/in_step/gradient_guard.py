@@ -1,0 +1,234 @@
+"""Gradients that a backward has applied, and whoever asks for them.
+
+1. A parameter whose gradient was *applied* in the backward has none to show. From then until it is cleared, as a loop
+   clears gradients before its next backward, reading or setting ``grad`` in Python is answered here: the parameter has
+   a generated class with a descriptor of that name (``torch_seams.optimizers``). It is a parameter of its class in all
+   else; copies and pickles are plain ones.
+2. Before ``optimizer.step()`` nothing but that step may ask: a clipping, a scaler, a log would see ``None`` and go on,
+   and to clear means to leave an update out that has been made.
+3. ``optimizer.step()`` finds no gradient and does nothing more. From then on clearing ends it (``zero_grad``,
+   ``p.grad = None``); any other reader is told that the gradient is gone.
+4. A backward that begins while something is not cleared would add to it in eager, so it is refused.
+5. While a training call looks at the model, parameters have their own classes: captures depend on them.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from ebbtide.errors import UsageError
+from ebbtide.torch_seams.optimizers import clears_gradients, gradient_of, is_of_step, reader, set_gradient
+from ebbtide.torch_seams.scalers import is_unscaling, tell_found
+
+__all__ = ["GradientGuard", "GuardState"]
+
+
+_TO_CLIP = (
+    "What clips gradients (torch.nn.utils.clip_grad_norm_) is left to the step: "
+    'ebbtide.fit(model, budget, optimizer=optimizer, step="inside", max_norm=...), and the line in the loop taken out'
+)
+_CLIPPED = (
+    "They have been clipped in the step (max_norm): take torch.nn.utils.clip_grad_norm_ out of the loop; their norm is "
+    "ebbtide.total_norm(model)"
+)
+
+
+class GuardState(enum.Enum):
+    """Of the parameters that a backward has updated."""
+
+    CLEARED = "cleared: a backward may begin"
+    UPDATED = "updated, and the optimizer has not stepped"
+    STEPPED = "stepped, and not cleared"
+
+
+class GradientGuard:
+    """Those of one model.
+
+    Args:
+        functions: of the optimizer's class.
+        clips: whether the step clips gradients itself.
+        scales: whether it takes a scaler's scale off them itself.
+
+    Attributes:
+        state: of all of them.
+        stepping: whether ``optimizer.step()`` runs.
+        found: whether some were not finite, so that nothing has been updated.
+        rounds: how often a backward has updated something.
+        stepped_round: the last of these whose ``optimizer.step()`` has ended.
+    """
+
+    def __init__(self, functions: frozenset[CodeType], *, clips: bool = False, scales: bool = False) -> None:
+        self._clips = clips
+        self.scales = scales
+        self.found = False
+        self.rounds = self.stepped_round = 0
+        self.state = GuardState.CLEARED
+        self.stepping = False
+        self._functions = functions
+        self._names: dict[int, tuple[torch.Tensor, str]] = {}
+        self._told: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [name for _, name in self._names.values()]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """That have been updated and are not cleared."""
+        return [parameter for parameter, _ in self._names.values()]
+
+    def add(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> None:
+        """These have been updated: definition 1."""
+        self.state = GuardState.UPDATED
+        self.rounds += 1
+        self._told.clear()
+        self._names.update({id(each): (each, name) for each, name in parameters})
+        self._show()
+
+    def clear(self) -> None:
+        """Forget all: the model is not fitted any more, or has another optimizer."""
+        self._hide()
+        self._names.clear()
+        self.state = GuardState.CLEARED
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Definition 5."""
+        self._hide()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _show(self) -> None:
+        for parameter, _ in self._names.values():
+            _asked[id(parameter)] = self
+            if "_ebbtide_applied" not in vars(type(parameter)):
+                parameter.__class__ = _class_of(type(parameter))  # type: ignore[assignment]
+
+    def _hide(self) -> None:
+        for parameter, _ in self._names.values():
+            self._plain(parameter)
+
+    def _plain(self, parameter: torch.Tensor) -> None:
+        _asked.pop(id(parameter), None)
+        if "_ebbtide_applied" in vars(type(parameter)):
+            parameter.__class__ = type(parameter).__bases__[0]  # type: ignore[assignment]
+
+    # -- who asks -------------------------------------------------------------------------------------------
+
+    def read(self, parameter: torch.Tensor, frame: FrameType) -> torch.Tensor | None:
+        """Somebody reads the gradient of ``parameter``."""
+        clears = clears_gradients(frame)
+        if self.scales and self.state is GuardState.UPDATED and is_unscaling(frame):
+            tell_found(frame, parameter.device, found=self.found)
+            self._told.add(id(parameter))
+            if self.found and self._told.issuperset(self._names):
+                self.state = GuardState.STEPPED  # which the scaler leaves out
+            return None
+        if self.stepping and not clears and is_of_step(frame, self._functions):
+            return gradient_of(parameter)
+        if self.state is GuardState.STEPPED and clears:
+            if frame.f_locals.get("set_to_none") is False:
+                raise UsageError(
+                    "zero_grad(set_to_none=False) would keep zeros in the memory of gradients that the step has "
+                    'applied and freed (step="inside"); leave the argument out'
+                )
+            self._done(parameter)
+            return None
+        raise self._refusal(parameter, clears=clears)
+
+    def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None, frame: FrameType) -> None:
+        """Somebody sets it."""
+        if self.state is not GuardState.STEPPED:
+            raise self._refusal(parameter, clears=gradient is None)
+        self._done(parameter)
+        set_gradient(parameter, gradient)
+
+    def _done(self, parameter: torch.Tensor) -> None:
+        self._plain(parameter)
+        self._names.pop(id(parameter), None)
+        if not self._names:
+            self.state = GuardState.CLEARED
+
+    def _refusal(self, parameter: torch.Tensor, *, clears: bool) -> UsageError:
+        _, name = self._names[id(parameter)]
+        if self.state is GuardState.STEPPED and not self.stepping:  # in the step only its own hooks get here
+            return UsageError(
+                f'the gradient of {name} was applied in the backward (step="inside") and is gone: there is none to '
+                "read until it is cleared (optimizer.zero_grad()) and another backward has run. What is logged of "
+                'gradients needs the optimizer outside of the step: leave step="inside" out'
+            )
+        if clears:
+            return UsageError(
+                f'the gradient of {name} is to be cleared before optimizer.step(), and step="inside" has applied it in '
+                "the backward: this update cannot be left out any more. Call optimizer.step() after every backward; to "
+                "look at a loss first (torch.isfinite(loss)), do so before loss.backward(); to accumulate, run all but "
+                "the last backward in ebbtide.no_update(model)"
+            )
+        return UsageError(
+            f'the gradient of {name} is read before optimizer.step(), and step="inside" has applied it in the '
+            f"backward: there is none. {_CLIPPED if self._clips else _TO_CLIP}. What scales them (GradScaler) is given "
+            "to fit as scaler=, and stays in the loop. What logs gradients needs the optimizer outside of the step: "
+            'leave step="inside" out'
+        )
+
+
+_asked: dict[int, GradientGuard] = {}
+"""By id of a parameter that has a generated class, who answers; it keeps the parameter alive."""
+
+
+class _Gradient:
+    """The descriptor of definition 1."""
+
+    def __get__(self, parameter: torch.Tensor | None, kind: type) -> Any:
+        if parameter is None:
+            return self
+        answers = _asked.get(id(parameter))
+        return gradient_of(parameter) if answers is None else answers.read(parameter, reader())
+
+    def __set__(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        answers = _asked.get(id(parameter))
+        if answers is None:
+            set_gradient(parameter, gradient)
+        else:
+            answers.write(parameter, gradient, reader())
+
+    def __delete__(self, parameter: torch.Tensor) -> None:
+        self.__set__(parameter, None)
+
+
+@functools.cache
+def _class_of(plain: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The subclass of ``plain`` under the same name whose gradients are asked for here."""
+
+    def as_plain(self: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> Any:
+        kind = type(self)
+        self.__class__ = plain  # type: ignore[assignment]
+        try:
+            return call(self)
+        finally:
+            self.__class__ = kind  # type: ignore[assignment]
+
+    names: dict[str, Any] = {
+        "grad": _Gradient(),
+        "_ebbtide_applied": plain,
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "__deepcopy__": lambda self, memo: as_plain(self, lambda each: plain.__deepcopy__(each, memo)),
+        "__reduce_ex__": lambda self, protocol: as_plain(self, lambda each: plain.__reduce_ex__(each, protocol)),
+    }
+    meta: Any = type(plain)
+    return meta(plain.__name__, (plain,), names)

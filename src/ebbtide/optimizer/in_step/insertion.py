@@ -1,0 +1,107 @@
+"""From a captured step to the same step with an optimizer in it: which parameters it updates, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from ebbtide.capture.joint import Captured
+from ebbtide.clipping import Clipping
+from ebbtide.errors import CaptureError
+from ebbtide.optimizer.cost.update_costs import UpdateCosts
+from ebbtide.optimizer.in_step.norm_ops import PartialNorm, with_norms
+from ebbtide.optimizer.in_step.proof import prove_norms, prove_updates
+from ebbtide.optimizer.in_step.updates import Update, updatable, with_updates
+
+__all__ = ["UpdateInsertion"]
+
+
+class UpdateInsertion:
+    """What puts an optimizer into steps of a model.
+
+    Args:
+        optimizer: of real, fake or meta parameters.
+        model: whose parameters they are.
+        device: type of the one that the step is for; that of the parameters if ``None``.
+        clipping: by what gradients are clipped first.
+        scaled: whether they are to be unscaled first, and to be finite.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        device: str | None = None,
+        clipping: Clipping | None = None,
+        *,
+        scaled: bool = False,
+    ) -> None:
+        self._scaled = scaled
+        self._optimizer = optimizer
+        self._clipping = clipping
+        self._trained: Mapping[str, torch.Tensor] = dict(model.named_parameters())
+        self._costs = UpdateCosts(optimizer, device)
+
+    def __call__(self, captured: Captured) -> Captured:
+        """``captured`` with its updates, proven to be it otherwise; itself where there are none.
+
+        Raises:
+            UsageError: if it cannot be found out what an update takes.
+        """
+        updates = self._updates(captured)
+        if not updates:
+            return captured
+        made = with_updates(captured, updates)
+        prove_updates(captured, made)
+        return made
+
+    def looked(self, captured: Captured) -> Captured:
+        """``captured`` with looks at all gradients, where something is to be known of all; before any rewrite of it.
+
+        Raises:
+            CaptureError: if a parameter gets a gradient that the step does not apply, so that there is no norm of all.
+        """
+        if self._clipping is None and not self._scaled:
+            return captured
+        copies = self._clipping is not None and self._scaled
+        updates = self._updates(captured)
+        self._refuse_what_is_left(captured, {each.position for each in updates})
+        if not updates:
+            return captured
+        looks = {
+            PartialNorm(each.position, each.parameter): self._costs.of_look(
+                self._trained[each.parameter], copies=copies
+            )
+            for each in updates
+        }
+        made = with_norms(captured, looks, self._costs.of_settlement([self._trained[each.parameter] for each in looks]))
+        prove_norms(captured, made, [each.position for each in looks])
+        return made
+
+    def _refuse_what_is_left(self, captured: Captured, updated: set[int]) -> None:
+        gradients = captured.outputs[captured.forward_output_count :]
+        groups = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        for position, (name, gradient) in enumerate(zip(captured.parameters, gradients, strict=True)):
+            if not name or not isinstance(gradient, fx.Node) or position in updated:
+                continue
+            if self._clipping is not None or id(self._trained[name]) in groups:
+                word = "scaler" if self._clipping is None else "max_norm"
+                raise CaptureError(
+                    f"{word} is of the gradients of all parameters, and {name} gets one that the optimizer in the "
+                    "step does not apply",
+                    remedy="give the optimizer all parameters that are trained and freeze the others "
+                    '(requires_grad_(False)), or leave step="inside" out',
+                )
+
+    def _updates(self, captured: Captured) -> dict[Update, tuple[int, int]]:
+        """Updates of the optimizer's parameters, with the bytes that each takes and moves."""
+        groups = {id(each): i for i, group in enumerate(self._optimizer.param_groups) for each in group["params"]}
+        kind = type(self._optimizer).__name__
+        found: dict[Update, tuple[int, int]] = {}
+        for position, name in updatable(captured).items():
+            parameter = self._trained.get(name)
+            if parameter is not None and id(parameter) in groups:
+                found[Update(position, name, kind)] = self._costs.of(groups[id(parameter)], parameter)
+        return found

@@ -1,0 +1,121 @@
+"""What the updates of a backward have used, and whether it is the same when ``optimizer.step()`` ends.
+
+Eager reads weights, options and state of an optimizer in ``optimizer.step()``. Updates inside of the step have read
+them in the backward, and what somebody changes in between comes too late for them. So changes raise: of options, whose
+values were noted, and of weights and state, where version counters tell, or where another tensor stands in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ebbtide.errors import UpdateError
+from ebbtide.optimizer.in_step.gradient_guard import GradientGuard
+from ebbtide.optimizer.in_step.updates import names_of
+from ebbtide.optimizer.state.future_bytes import attributes_of, is_plain
+from ebbtide.torch_seams.storages import version_of
+
+__all__ = ["UpdateAudit"]
+
+
+class UpdateAudit:
+    """Of the updates of one model.
+
+    Args:
+        optimizer: whose they are.
+        applied: what has been updated.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, applied: GradientGuard) -> None:
+        self._optimizer = optimizer
+        self._applied = applied
+        self._options: list[dict[str, Any]] = []
+        self._attributes: dict[str, Any] = {}
+        self._weights: dict[int, object] = {}
+        self._state: dict[int, object] = {}
+
+    def note_options(self) -> None:
+        """Updates begin."""
+        self._options, self._attributes = self._options_now(), attributes_of(self._optimizer)
+
+    def note_tensors(self) -> None:
+        """Updates have been made: what they wrote is what there is to be."""
+        self._weights = {id(each): version_of(each) for each in self._applied.parameters}
+        self._state = {id(each): self._state_of(each) for each in self._applied.parameters}
+
+    def refuse_changes(self) -> None:
+        """``optimizer.step()`` begins.
+
+        Raises:
+            UpdateError: saying what has changed.
+        """
+        self._refuse_other_options()
+        self.refuse_other_weights()
+        if names := self._changed(self._state, self._state_of):
+            raise UpdateError(
+                f"the optimizer's state of {names} changed between loss.backward() and optimizer.step(), and "
+                'step="inside" has updated by it in the backward: eager changes first and updates then. Change '
+                "state (load_state_dict, state.clear()) before the forward or after optimizer.step()",
+                updated=self._applied.names,
+            )
+
+    def refuse_other_weights(self) -> None:
+        """``optimizer.step()`` begins, or has ended with all hooks that came before ours.
+
+        Raises:
+            UpdateError: naming those that somebody has written to. They may be stepped after that.
+        """
+        if names := self._changed(self._weights, version_of):
+            self._weights = {}
+            raise UpdateError(
+                f"{names} were written to between loss.backward() and the end of optimizer.step(), and "
+                'step="inside" has updated them in the backward: eager writes first and updates what was written. '
+                "Write to weights (decay, clamping, load_state_dict) before the forward or after optimizer.step()",
+                updated=self._applied.names,
+            )
+
+    def _refuse_other_options(self) -> None:
+        now, attributes = self._options_now(), attributes_of(self._optimizer)
+        if now == self._options and attributes == self._attributes:
+            return
+        pairs = [*zip(self._options, now, strict=False), (self._attributes, attributes)]
+        changed = sorted({key for a, b in pairs for key in {*a, *b} if a.get(key) != b.get(key)}) or ["groups"]
+        raise UpdateError(
+            f"{', '.join(changed)} of the optimizer changed between loss.backward() and optimizer.step(), and "
+            'step="inside" has applied the gradients in the backward, with what was set before. Change options before '
+            "loss.backward(), or after optimizer.step() as schedulers do",
+            updated=self._applied.names,
+        )
+
+    def _changed(self, known: Mapping[int, object], now: Callable[[torch.Tensor], object]) -> str:
+        """Names of the parameters of which something is known and is another thing ``now``."""
+        pairs = zip(self._applied.names, self._applied.parameters, strict=True)
+        changed = [name for name, each in pairs if id(each) in known and known[id(each)] != now(each)]
+        return names_of(changed) if changed else ""
+
+    def _options_now(self) -> list[dict[str, Any]]:
+        return [_options(group) for group in self._optimizer.param_groups]
+
+    def _state_of(self, parameter: torch.Tensor) -> object:
+        """Who asks for state that there is none of makes it empty."""
+        return _value(self._optimizer.state.get(parameter) or {})
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group as they are now; of a tensor which one and how often it was written to."""
+    return {key: _value(value) for key, value in group.items() if key != "params"} | {
+        "params": [id(each) for each in group["params"]]
+    }
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return id(value), version_of(value)
+    if isinstance(value, Mapping):
+        return {key: _value(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(_value, value))
+    return value if is_plain(value) else id(value)
