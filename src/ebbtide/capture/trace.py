@@ -1,7 +1,7 @@
 """From a call of a model to its joint graph, through torch.compile, and errors in the user's terms.
 
 ``torch.compile`` with ``aot_autograd(partition_fn=ours)`` gives the joint graph of forward and backward and runs
-whatever two graphs we return (docs/adr/0001). One graph or a :class:`CaptureError`: a break would leave pieces
+whatever two graphs we return (docs/adr/0002). One graph or a :class:`CaptureError`: a break would leave pieces
 that nobody plans together.
 
 Dynamo and the symbolic shapes are imported where they are used: they take as long to import as all of torch, and who

@@ -2,7 +2,7 @@
 
 1. Calls of one *kind* have the same arguments, modes and threads but for the sizes of contiguous tensors.
 2. The first :data:`OWN_CAPTURES` of a kind are captures of one shape: a symbolic one takes about as long as so many of
-   them, so whoever has few shapes pays for none (docs/adr/0020). A shape whose calls go several ways counts once for
+   them, so whoever has few shapes pays for none (docs/adr/0010). A shape whose calls go several ways counts once for
    each (``torch_seams.input_branches``), and for each way beyond the first there is one less: a kind has no more
    captures in all than one with as many shapes whose calls go one way.
 3. The dimensions in which those differ become symbols. A later shape that differs in others, or in which one of

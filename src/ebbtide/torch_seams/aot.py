@@ -1,6 +1,6 @@
 """AOTAutograd: from Dynamo's graph to a joint graph of forward and backward, cut in two by whom we name.
 
-Relied on, the same from 2.11 to 2.14 except where said (docs/adr/0001; ``torch/_functorch/_aot_autograd/`` itself
+Relied on, the same from 2.11 to 2.14 except where said (docs/adr/0002; ``torch/_functorch/_aot_autograd/`` itself
 changed by thousands of lines between them, so nothing is imported from there):
 1. The partitioner gets the joint graph as a module and the count of forward outputs; ``node.meta["val"]`` is the fake
    value; placeholders of the forward come first and those of the backward are called ``tangents_1`` and on.

@@ -3,7 +3,7 @@
 ``F.batch_norm`` is composite: on CUDA it becomes ``aten.cudnn_batch_norm`` or PyTorch's own kernel, whose bits differ
 (``_select_batch_norm_backend``, aten/src/ATen/native/Normalization.cpp, torch 2.11 to 2.13). A trace would write the
 former as the latter. cuDNN's op changes running statistics without its schema saying so, so that here it is three ops
-that change nothing, and the running statistics are copied back as other changed inputs are (docs/adr/0010):
+that change nothing, and the running statistics are copied back as other changed inputs are (docs/adr/0003):
 
 1. ``batch_norm``, in training: result, the batch's mean and inverse deviation, what cuDNN keeps for its backward
    (the *reserve*), the new running mean and variance. The last two are empty where there are none.

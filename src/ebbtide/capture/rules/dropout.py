@@ -4,7 +4,7 @@ Under ``torch.compile`` PyTorch traces dropout as ``native_dropout``, the fused 
 it, and it differs there: its noise is not rounded to bfloat16, it draws numbers for a probability of 1, it copies its
 input for a probability of 0, and it casts its mask anew for every product. Here the mask has one byte per element as
 in ``native_dropout``; the noise is an op of its own, so that a plan may keep either, or make the noise again without
-drawing (docs/adr/0018).
+drawing (docs/adr/0003).
 """
 
 from __future__ import annotations

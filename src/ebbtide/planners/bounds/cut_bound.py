@@ -23,7 +23,7 @@ one span, reruns of ops that are new in the span) can only make it smaller. The 
 value of a solution. Where bytes overflow in the plan of the solution, which is where its recomputation chains peak, a
 further cut is placed and the model solved again. Solver: HiGHS, in this process, one thread, interruptible.
 
-Work is counted, not timed, so that plans are reproducible (docs/adr/0016): how often the solver asks whether to go on
+Work is counted, not timed, so that plans are reproducible (docs/adr/0012): how often the solver asks whether to go on
 (after every node, round of cutting planes and dive), times the rows of the model; at least :data:`LEAST_ROWS` where
 there are several cuts, whose rounds take 10 to 30 milliseconds however few rows there are. A unit is 3 to 12
 microseconds.

@@ -6,7 +6,7 @@
 3. Good enough is proven, on this program: the overhead is within ``most_gap`` of a bound. What is not is searched for.
 
 The bound is the linear relaxation of one cut (``cut_bound.quick_bound``), tens of milliseconds. It was 0.0 to 0.2
-points of overhead below the whole first cut on transformers of 400 and 1,300 ops (docs/adr/0020).
+points of overhead below the whole first cut on transformers of 400 and 1,300 ops (docs/adr/0010).
 """
 
 from __future__ import annotations

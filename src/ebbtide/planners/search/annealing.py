@@ -5,7 +5,7 @@
    become needless is dropped, and loads and holds are timed (``timing``).
 2. It is kept by Metropolis' rule on the objective, else undone. With ``H_EARLY`` set, reruns may stand before the stage
    of their next use: held until then, their outputs can cost less than what the rerun's inputs would have held
-   (ADR 0025).
+   (docs/adr/0012).
 3. Shares of the kinds of moves, and how much is dropped and tidied, differ with tiers: there a row of either kind may
    take the other's place, and one dropped alone mostly comes back as it was.
 """

@@ -14,7 +14,7 @@ searches judge by the cost of reruns; where there are tiers (``H_TIERS``), by th
    gained, and apply the best. Prices of offers are the last measured ones, so an offer is applied to be measured
    and accepted when no other's price undercuts it: a lazy heap with a few live entries. A transfer that hides costs
    :data:`FAINT` of its time, so that large buffers go first. Where a noisy repair places a rerun early, it stands
-   before the stage of its next use, where its inputs live anyway (ADR 0025); without tiers only.
+   before the stage of its next use, where its inputs live anyway (docs/adr/0012); without tiers only.
 """
 
 from __future__ import annotations
