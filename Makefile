@@ -23,7 +23,7 @@ help:
 	@echo "make benchmarks  list the benchmarks and how to run one"
 	@echo "make docs        the site of these pages, build/site; a minute the first time"
 	@echo "make wheel       build wheel and source archive, install the wheel by itself and run the demo from it"
-	@echo "make pages       write build/pages: every result with its tables and plots, from benchmarks/results"
+	@echo "make pages       write build/pages: every result with its tables and plots, and every argument of the API"
 	@echo "make release-check  what a release must pass besides make test-all: every result made with its version, none stale"
 	@echo "make suite-vision  benchmarks/public_suite.py on diffusers, torchvision and timm; hours, can be cut off and goes on"
 	@echo "make test-torch  the canaries, the numerics tier and the demo on another torch: make test-torch TORCH=2.12.0"
@@ -94,6 +94,7 @@ bench-full: $(STAMP)
 
 pages: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python -m publish
+	PYTHONPATH=src $(BIN)/python tests/docs/api_page.py
 
 release-check: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python -m publish --release

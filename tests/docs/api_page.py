@@ -1,4 +1,6 @@
-"""``docs/api.md``, made from the docstrings and signatures of the public names: ``python tests/docs/api_page.py``.
+"""The API, made from docstrings and signatures of the public names: ``python tests/docs/api_page.py``.
+
+``docs/api.md`` has a sentence for every name; ``build/pages/api.md`` every argument, as the site shows it.
 
 1. A docstring has a first sentence, paragraphs, and sections whose names end the line with a colon, as Google's style
    has them. Of a function the page shows the sentence and what each argument takes; of a class what an object has.
@@ -19,7 +21,8 @@ import ebbtide
 from ebbtide.engine.calls import Calls
 from ebbtide.engine.step import Step
 
-PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+ROOT = Path(__file__).parents[2]
+INDEX, PAGE = ROOT / "docs" / "api.md", ROOT / "build" / "pages" / "api.md"
 WIDTH = 110
 
 TRAINING = (
@@ -45,11 +48,15 @@ WRITTEN = {
 }
 """Types as users know them."""
 
-TOP = """# API
+TOP = """# API, argument by argument
 
-Every public name, from its docstring; `python tests/docs/api_page.py` writes this page. All are attributes of \
-`ebbtide` and imported when they are first used. The command line has the same words: \
-[planning before you rent](planning.md#the-command-line).
+Every public name, from its docstring. All are attributes of `ebbtide` and imported when they are first used.
+"""
+INDEX_TOP = """# API
+
+After this page you know every public name. `help(ebbtide.fit)` tells all arguments of one, and `make pages` writes
+`build/pages/api.md`, where they are for all; this page is written with it. The command line has the
+[same words](planning.md#the-command-line).
 """
 
 
@@ -163,9 +170,20 @@ def _documented(value: object) -> bool:
     return bool(inspect.isfunction(inner) and inner.__doc__)
 
 
-def page() -> str:
-    """All of it."""
+def index() -> str:
+    """A sentence for every name."""
     assert {*TRAINING, *AHEAD, *RECORDS, "errors"} == set(ebbtide.__all__), "a public name has no place here"
+    named = {"Training within a budget": TRAINING, "Ahead of time": AHEAD, "What these take and return": RECORDS}
+    parts = [INDEX_TOP]
+    for title, names in named.items():
+        lines = [f"- `{name}`: {sections(getattr(ebbtide, name))['']}" for name in names]
+        parts.append(f"## {title}\n\n" + "\n".join(lines) + "\n")
+    lines = [f"- `{name}`: {sections(kind)['']}" for name, kind in RETURNED.items()]
+    return "\n".join(parts) + "\n".join(lines) + "\n- `errors`: the module of [all exceptions](errors.md).\n"
+
+
+def page() -> str:
+    """Every argument."""
     parts = [TOP, "## Training within a budget\n"]
     for name in TRAINING:
         parts += function_lines(name, getattr(ebbtide, name))
@@ -177,9 +195,10 @@ def page() -> str:
         parts += class_lines(name, getattr(ebbtide, name))
     for name, kind in RETURNED.items():
         parts += class_lines(name, kind)
-    parts.append("## errors\n\nThe module of all exceptions: [errors by name](errors.md).\n")
     return "\n".join(parts)
 
 
 if __name__ == "__main__":
+    INDEX.write_text(index(), encoding="utf-8")
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")

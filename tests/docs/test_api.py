@@ -12,14 +12,16 @@ from pages import read
 import ebbtide
 
 
-def test_every_public_name_stands_on_the_page() -> None:
-    headings = re.findall(r"^##+ (\w+)$", read(api_page.PAGE), re.MULTILINE)
-    assert set(headings) >= set(ebbtide.__all__)
+def test_every_public_name_stands_on_both_pages() -> None:
+    headings = re.findall(r"^##+ (\w+)$", api_page.page(), re.MULTILINE)
+    names = re.findall(r"^- `(\w+)`: ", api_page.index(), re.MULTILINE)
+    assert {*headings, "errors"} >= set(ebbtide.__all__)
+    assert set(names) >= set(ebbtide.__all__)
 
 
 def test_every_argument_is_told() -> None:
     """A signature on the page has no argument that the page does not explain."""
-    page = read(api_page.PAGE)
+    page = api_page.page()
     for name in (*api_page.TRAINING, *api_page.AHEAD):
         entry = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
         shown = entry.split("```")[1]
@@ -30,7 +32,7 @@ def test_every_argument_is_told() -> None:
 
 
 def test_the_page_is_what_the_docstrings_say() -> None:
-    assert read(api_page.PAGE) == api_page.page(), "run python tests/docs/api_page.py"
+    assert read(api_page.INDEX) == api_page.index(), "run python tests/docs/api_page.py"
 
 
 def test_marks_become_markdown() -> None:
