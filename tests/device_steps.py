@@ -133,7 +133,7 @@ def workable(case: ebbtide.Case, way: Way, share: float) -> int:
     copied = copy.deepcopy(case.model)
     narrow = torch.autocast(case.args[0].device.type, way.autocast) if way.autocast else contextlib.nullcontext()
     with way.around(), narrow:
-        plan = ebbtide.plan(copied, case.args, budget="1000%", effort=EFFORT)
+        plan = ebbtide.plan(copied, case.args, budget="1000%", options=ebbtide.Options(effort=EFFORT))
     del copied
     smallest = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
     above = int(smallest + share * (plan.baseline.above_bytes - smallest))
@@ -152,5 +152,5 @@ def compared(case: ebbtide.Case, way: Way, share: float = 0.4) -> tuple[Found, F
     eager = train(plain, way)
     del plain
     budget = workable(case, way, share)
-    ebbtide.fit(case.model, budget, effort=EFFORT)
+    ebbtide.fit(case.model, budget, options=ebbtide.Options(effort=EFFORT))
     return eager, train(case, way), budget

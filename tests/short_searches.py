@@ -14,7 +14,6 @@ def short_searches(effort: int) -> object:
 
     @pytest.fixture(autouse=True, name="_short_searches")
     def searches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ebbtide._api.fit.DEFAULT_EFFORT", effort)
-        monkeypatch.setitem(inspect.unwrap(ebbtide.plan).__kwdefaults__, "effort", effort)
+        monkeypatch.setitem(inspect.unwrap(ebbtide.Options.__init__).__kwdefaults__, "effort", effort)
 
     return searches_are_short

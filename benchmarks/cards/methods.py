@@ -98,5 +98,5 @@ def fitted(
     case: Case, budget: int | str, effort: int | None = None, planner: str = "auto", tiers: str | None = None
 ) -> Running:
     """The model fitted to ``budget``, all of the step's bytes counted."""
-    ebbtide.fit(case.model, budget, effort=effort, planner=planner, tiers=tiers)
+    ebbtide.fit(case.model, budget, tiers=tiers, options=ebbtide.Options(effort=effort, planner=planner))
     return Running(case, case.model)

@@ -16,6 +16,7 @@ from ebbtide import Case
 from ebbtide._api.batches import interpolated, largest
 from ebbtide._api.estimate import AheadStep, capture_ahead
 from ebbtide.capture.without_memory import without_memory
+from ebbtide.options import Options
 from ebbtide.planners import Answer, Interrupt, Problem, Progress, planner_named
 from ebbtide.step.legality import check
 from ebbtide.step.machine import Link, Machine
@@ -39,7 +40,7 @@ def captured(make: Callable[[], Case], machine: Machine) -> AheadStep:
     """The step of a case for ``machine``, with its costs; no batch takes memory."""
     with without_memory():
         case = make()
-        return capture_ahead(case.model, case.args, case.kwargs, machine=machine, name=case.name)
+        return capture_ahead(case.model, case.args, case.kwargs, name=case.name, options=Options(machine=machine))
 
 
 def unplanned_peak(step: AheadStep) -> int:

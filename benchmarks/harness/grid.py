@@ -59,9 +59,9 @@ def captured(case: Case, machine: str | None = None) -> Captured:
         case.args,
         case.kwargs,
         budget="1000%" if machine is None else machine_named(machine).memory_bytes,
-        planner="keep_all",
         machine=machine,
         name=case.name or type(case.model).__name__,
+        options=ebbtide.Options(planner="keep_all"),
     )
     seconds = time.perf_counter() - begin - plan.plan_seconds
     return Captured(plan, plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes, seconds)

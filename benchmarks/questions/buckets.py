@@ -85,7 +85,7 @@ _SUBJECTS = {"gpt": _gpt, "hf_t5": _t5}
 def _budget(subject: _Subject, share: float) -> int:
     """A share of the longest call's unplanned peak."""
     args, kwargs = subject.call(subject.longest)
-    plan = ebbtide.plan(subject.model, args, kwargs, budget="1000%", planner="keep_all")
+    plan = ebbtide.plan(subject.model, args, kwargs, budget="1000%", options=ebbtide.Options(planner="keep_all"))
     return round(share * plan.baseline_peak_bytes)
 
 

@@ -34,7 +34,7 @@ class _Chain(nn.Module):
 
 def _fitted() -> nn.Module:
     torch.manual_seed(0)
-    return ebbtide.fit(_Chain(), "512KiB", effort=200)
+    return ebbtide.fit(_Chain(), "512KiB", options=ebbtide.Options(effort=200))
 
 
 def accumulating(steps: int = ACCUMULATED) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ebbtide import Program
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners.published.echo import decided, residents_of
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
@@ -40,7 +41,7 @@ TOLERANCE = 1e-6
 def rows(name: str, quick: bool) -> Iterator[Row]:
     _, build = MODELS[name]
     case = build()
-    program = capture_ahead(case.model, case.args, case.kwargs, machine=MACHINE, name=name).program
+    program = capture_ahead(case.model, case.args, case.kwargs, name=name, options=Options(machine=MACHINE)).program
     peaks = _peaks(program)
     for label, budget in {"states kept": peaks[0], "least peak": min(peaks)}.items():
         if budget < unplanned_bytes(program):

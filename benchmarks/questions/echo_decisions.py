@@ -20,6 +20,7 @@ from torch import nn
 
 from ebbtide import Case, Program
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners.published.echo import charged, decided, residents_of, stash_bytes
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
@@ -94,7 +95,7 @@ QUICK = tuple(EXACT)
 
 def rows(name: str, quick: bool) -> Iterator[Row]:
     case = (EXACT[name][0] if name in EXACT else NETWORKS[name])()
-    program = capture_ahead(case.model, case.args, case.kwargs, machine=MACHINE, name=name).program
+    program = capture_ahead(case.model, case.args, case.kwargs, name=name, options=Options(machine=MACHINE)).program
     if name in EXACT:
         yield _exact(name, program, EXACT[name][1])
     else:

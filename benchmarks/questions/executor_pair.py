@@ -134,7 +134,7 @@ def _serve(case: str, source: str) -> None:
     torch.manual_seed(0)
     subject = _builders()[case]()
     model = subject.model
-    ebbtide.fit(model, "1000%", planner="keep_all", verify=False)
+    ebbtide.fit(model, "1000%", options=ebbtide.Options(planner="keep_all", verify=False))
 
     def step() -> float:
         model.zero_grad()

@@ -14,6 +14,7 @@ from typing import Any
 
 from ebbtide import Program
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.search.smallest import smallest_of
 from harness.graphs import unplanned_bytes
@@ -32,7 +33,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     percents: dict[tuple[str, float], list[float]] = {}
     for name, (_, build) in list(MODELS.items())[: 2 if quick else None]:
         model = build()
-        captured = capture_ahead(model.model, model.args, model.kwargs, machine=MACHINE, name=name).program
+        captured = capture_ahead(
+            model.model, model.args, model.kwargs, name=name, options=Options(machine=MACHINE)
+        ).program
         unit = replace(captured, ops=tuple(replace(op, seconds=1.0) for op in captured.ops))
         for costs, program in (("", captured), (UNIT, unit)):
             for share in CLAIMS:

@@ -99,7 +99,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         fitted = _another(model)
         budget = resident_bytes([fitted, args]) + int(share * eager_peak)
         try:
-            ebbtide.plan(fitted, args, budget=budget, progress=None)  # finds out in all room what it rests on
+            ebbtide.plan(
+                fitted, args, budget=budget, options=ebbtide.Options(progress=None)
+            )  # finds out in all room what it rests on
             ebbtide.fit(fitted, budget, progress=None)
             for _ in range(2):  # the first step is proven, the second measured
                 step(fitted, args)

@@ -128,8 +128,8 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         try:
             rewrites = REWRITES.get(share)
             if share == min(SHARES):  # within so little there is no room to find out what it rests on
-                ebbtide.plan(model, args, budget=budget, rewrites=rewrites, progress=None)
-            ebbtide.fit(model, budget, rewrites=rewrites, progress=None)
+                ebbtide.plan(model, args, budget=budget, options=ebbtide.Options(rewrites=rewrites, progress=None))
+            ebbtide.fit(model, budget, progress=None, options=ebbtide.Options(rewrites=rewrites))
             for _ in range(2):  # the first step is proven, the second measured
                 step(model, args)
                 clear(model)

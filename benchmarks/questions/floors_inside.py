@@ -96,9 +96,11 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
                 case.args,
                 case.kwargs,
                 budget="100%",
-                optimizer=lambda model: make(model.parameters()),  # noqa: B023 - called at once
-                step=step,  # type: ignore[arg-type]
-                progress=None,
+                options=ebbtide.Options(
+                    optimizer=lambda model: make(model.parameters()),  # noqa: B023 - called at once
+                    step=step,  # type: ignore[arg-type]
+                    progress=None,
+                ),
             )
             smallest[step] = plan.smallest_bytes
         optimizer = make(case.model.parameters())

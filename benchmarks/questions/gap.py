@@ -14,6 +14,7 @@ from functools import partial
 
 from ebbtide import Case, Program
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.published.per_block import blocks_of
 from ebbtide.planners.search.interval_state import IntervalState
@@ -77,7 +78,7 @@ MOST_OF_PRACTICE_ELSEWHERE = 0.60
 def rows(name: str, quick: bool) -> Iterator[Row]:
     kind, build = MODELS[name]
     case = build()
-    program = capture_ahead(case.model, case.args, case.kwargs, machine=MACHINE, name=name).program
+    program = capture_ahead(case.model, case.args, case.kwargs, name=name, options=Options(machine=MACHINE)).program
     plan_with("auto", program, unplanned_bytes(program) * 9 // 10)  # numba compiles, HiGHS loads
     peak, (floor, _) = unplanned_bytes(program), floor_bytes(program)
     begin = time.process_time()

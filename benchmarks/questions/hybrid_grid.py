@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ebbtide import Case
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners.base import Problem, planner_named
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.portfolio import moves_alone
@@ -65,7 +66,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     card = machine_named(name)
     with FakeTensorMode(allow_non_fake_inputs=True):
         made = MODELS[model]()
-    program = capture_ahead(made.model, made.args, made.kwargs, machine=card, name=model).program
+    program = capture_ahead(made.model, made.args, made.kwargs, name=model, options=Options(machine=card)).program
     floor, unplanned = 1.02 * floor_bytes(program)[0], unplanned_bytes(program)
     plan = planner_named("auto")
     plan(Problem(program, unplanned - 1, machine=card, tiers=("host",), effort=100))  # compiles

@@ -84,7 +84,12 @@ def _planned(case: Case, machine: Machine, share: float) -> Plan:
     rates = {each: share * getattr(link, each) for each in ("out_bytes_per_second", "in_bytes_per_second")}
     slower = replace(machine, links={"host": replace(link, **rates)})
     unplanned = ebbtide.plan(
-        case.model, case.args, dict(case.kwargs), budget="1000%", machine=machine, planner="keep_all"
+        case.model,
+        case.args,
+        dict(case.kwargs),
+        budget="1000%",
+        machine=machine,
+        options=ebbtide.Options(planner="keep_all"),
     )
     budget = Budget(bytes=int(BUDGET * unplanned.baseline_peak_bytes))
     return ebbtide.plan(
@@ -93,9 +98,7 @@ def _planned(case: Case, machine: Machine, share: float) -> Plan:
         dict(case.kwargs),
         budget=budget,
         machine=slower,
-        tiers="host",
-        effort=EFFORT,
-        progress=None,
+        options=ebbtide.Options(tiers="host", effort=EFFORT, progress=None),
     )
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ebbtide import Case, Program
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners.base import Problem, planner_named
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.portfolio import moves_alone
@@ -61,7 +62,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     model, name = case.split()
     machine = machine_named(name)
     captured = built(model)
-    program = capture_ahead(captured.model, captured.args, captured.kwargs, machine=machine, name=model).program
+    program = capture_ahead(
+        captured.model, captured.args, captured.kwargs, name=model, options=Options(machine=machine)
+    ).program
     floor, unplanned = 1.02 * floor_bytes(program)[0], unplanned_bytes(program)
     plan = planner_named("auto")
     warm = Problem(program, unplanned - 1, machine=machine, tiers=("host",), effort=100)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ebbtide import Case
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners.base import Problem, Progress, planner_named
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.bounds import lane_bounds
@@ -55,7 +56,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     machine = machine_named("v100-16gb")
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = MODELS[case]()
-    program = capture_ahead(model.model, model.args, model.kwargs, machine=machine, name=case).program
+    program = capture_ahead(model.model, model.args, model.kwargs, name=case, options=Options(machine=machine)).program
     floor, unplanned = 1.02 * floor_bytes(program)[0], unplanned_bytes(program)
     plan = planner_named("auto")
     both = Problem(program, unplanned - 1, machine=machine, tiers=("host",))

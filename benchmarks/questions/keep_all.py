@@ -35,7 +35,7 @@ MOST_TIME, MOST_PEAK = 1.08, 1.01
 def rows(name: str, quick: bool) -> Iterator[Row]:
     torch.set_num_threads(1)
     eager, captured, peer = ({**SMALL, **FULL_SIZE}[name]() for _ in range(3))
-    ebbtide.fit(captured.model, "1000%", planner="keep_all", verify=False)
+    ebbtide.fit(captured.model, "1000%", options=ebbtide.Options(planner="keep_all", verify=False))
     peer.model.compile(backend="aot_eager")
     methods = {"eager": eager, "captured": captured, "aot_eager": peer}
     for case in methods.values():

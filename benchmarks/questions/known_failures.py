@@ -73,7 +73,7 @@ def _dropout() -> Iterator[Row]:
     known = captured(case)
     for share in SHARES[1:]:
         plan = known.plan(known.grid_bytes(share))
-        ebbtide.fit(case.model, plan, verify=False)
+        ebbtide.fit(case.model, plan, options=ebbtide.Options(verify=False))
         error = _error(_gradients(case.model, case.model, case.args), expected)
         ebbtide.unfit(case.model)
         replayed = sum(int(n) - 1 for op, n in zip(plan.program.ops, plan.timeline.runs, strict=True) if op.random)
@@ -120,7 +120,7 @@ def _lstm() -> Iterator[Row]:
         columns["outcome"] = f"{type(error).__name__}: {error}"[:90]
     yield Row("known", columns)
     known = captured(ebbtide.Case(model, args))
-    ebbtide.fit(model, known.plan(known.grid_bytes(0.2)), verify=False)
+    ebbtide.fit(model, known.plan(known.grid_bytes(0.2)), options=ebbtide.Options(verify=False))
     error = _error(_gradients(model, model, args), expected)
     columns = {"case": "nn.LSTM dropout", "method": "ebbtide 20%", "error": error}
     yield Row("known", columns, (at_most("gradient error", error, LSTM_TARGET),))
@@ -145,7 +145,7 @@ def _pair() -> Iterator[Row]:
         if label == "torch.compile":
             run = _peer(model)
         elif label == "ebbtide keep-all":
-            ebbtide.fit(model, "1000%", planner="keep_all", verify=False)
+            ebbtide.fit(model, "1000%", options=ebbtide.Options(planner="keep_all", verify=False))
         run(*args)[0].backward()
         model.zero_grad()
         with ebbtide.measure(model) as gauge:

@@ -48,7 +48,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         known = captured(subject)
         base, unplanned = known.keep_all, known.unplanned_above_bytes
-        verifier = Verifier(subject.model, subject.args, subject.kwargs, tiers=f"disk:{directory}")
+        verifier = Verifier(
+            subject.model, subject.args, subject.kwargs, options=ebbtide.Options(tiers=f"disk:{directory}")
+        )
         machine = this_machine({"disk": disk_tier(Path(directory))})
         assert machine is not None
         smallest, _ = smallest_of(known.program, links=machine.links)
@@ -77,7 +79,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
 def _step_seconds(case: Case, plan: Plan, directory: str) -> float:
     """The shortest step of a copy under a plan (definition 2): steps change buffers."""
     tiers = f"disk:{directory}" if plan.schedule.moves else None
-    model = ebbtide.fit(copy.deepcopy(case.model), plan, tiers=tiers, verify=False, progress=None)
+    model = ebbtide.fit(
+        copy.deepcopy(case.model), plan, tiers=tiers, progress=None, options=ebbtide.Options(verify=False)
+    )
     seconds: list[float] = []
     with torch.random.fork_rng():
         for _ in range(STEPS + 2):

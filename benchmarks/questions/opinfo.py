@@ -194,7 +194,7 @@ def _tried(op: Any, samples: Sequence[Any]) -> _Outcome:
         return _Outcome("fails in eager", _line(error))
     fitted.weights = plain.weights
     try:
-        found = _values(ebbtide.fit(fitted, "2GiB", effort=10))
+        found = _values(ebbtide.fit(fitted, "2GiB", options=ebbtide.Options(effort=10)))
         again = _values(fitted)
     except InternalError as error:
         return _Outcome("ERROR", _line(error))

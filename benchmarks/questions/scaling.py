@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from ebbtide import Program
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners import Progress
 from ebbtide.planners.reductions.repeats import find_repeats, with_blocks
 from ebbtide.planners.search.smallest import forget_smallest
@@ -37,7 +38,7 @@ MOST_REPEATED = 3.0  # final, for 50,000 ops of repeated blocks
 
 def rows(case: str, quick: bool) -> Iterator[Row]:
     small = gpt(8, CONFIG)
-    captured = capture_ahead(small.model, small.args, small.kwargs, machine=MACHINE, name=case).program
+    captured = capture_ahead(small.model, small.args, small.kwargs, name=case, options=Options(machine=MACHINE)).program
     _timed(captured, 0.6)  # numba compiles, HiGHS loads
     finals: dict[int, float] = {}
     for ops in SIZES[:2] if quick else SIZES:

@@ -60,7 +60,7 @@ def made(seed: int = 0) -> Net:
 
 
 def fitted(seed: int = 0, **options: Any) -> Net:
-    return ebbtide.fit(made(seed), BUDGET, effort=50, progress=None, **options)
+    return ebbtide.fit(made(seed), BUDGET, progress=None, options=ebbtide.Options(effort=50, **options))
 
 
 def next_step_is_right(model: nn.Module, size: int = 256, seed: int = 1) -> bool:
@@ -123,7 +123,7 @@ def models(quick: bool) -> dict[str, Any]:
     for seed in range(count):
         model = made(seed)
         optimizer = torch.optim.AdamW(model.parameters())
-        ebbtide.fit(model, BUDGET, effort=50, progress=None, optimizer=optimizer)
+        ebbtide.fit(model, BUDGET, progress=None, optimizer=optimizer, options=ebbtide.Options(effort=50))
         right &= next_step_is_right(model)
         optimizer.step()
         right &= next_step_is_right(model)
@@ -207,7 +207,7 @@ def errors(quick: bool) -> dict[str, Any]:
     for _ in range(rounds):
         for place in places:
             torch.manual_seed(0)
-            model = ebbtide.fit(_Custom(), BUDGET, effort=50, progress=None)
+            model = ebbtide.fit(_Custom(), BUDGET, progress=None, options=ebbtide.Options(effort=50))
             for before in range(3):  # in the first, the proven and the measured step
                 _Fails.where = place
                 raised += _step_with_hooks(model, before)
@@ -312,7 +312,7 @@ def spawns(quick: bool) -> dict[str, Any]:
 
 def _train_spawned(model: Net) -> bool:
     torch.set_num_threads(1)
-    return next_step_is_right(ebbtide.fit(model, BUDGET, effort=50, progress=None))
+    return next_step_is_right(ebbtide.fit(model, BUDGET, progress=None, options=ebbtide.Options(effort=50)))
 
 
 _CHILD = (

@@ -45,7 +45,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
         moving = PlanningOptions(effort=EFFORT, machine=machine, tiers=("disk",))
         for options, where in ((PlanningOptions(effort=EFFORT), None), (moving, disk)):
             plan = _planned(known, options)
-            seen = Verifier(subject.model, subject.args, subject.kwargs, tiers=where).check(plan)
+            seen = Verifier(subject.model, subject.args, subject.kwargs, options=ebbtide.Options(tiers=where)).check(
+                plan
+            )
             yield _row(case, plan, seen, _overhead(subject, known.keep_all, plan, where))
 
 
@@ -76,7 +78,9 @@ def _overhead(case: Case, unplanned: Plan, plan: Plan, disk: str | None) -> floa
 
 def _step(case: Case, plan: Plan, disk: str | None) -> Callable[[], None]:
     """A training step of a copy: steps change buffers."""
-    model = ebbtide.fit(copy.deepcopy(case.model), plan, tiers=disk, verify=False, progress=None)
+    model = ebbtide.fit(
+        copy.deepcopy(case.model), plan, tiers=disk, progress=None, options=ebbtide.Options(verify=False)
+    )
 
     def step() -> None:
         model.zero_grad()

@@ -46,7 +46,9 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     subject = SMALL[case]()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         known = captured(subject)
-        verifier = Verifier(subject.model, subject.args, subject.kwargs, tiers=f"disk:{directory}")
+        verifier = Verifier(
+            subject.model, subject.args, subject.kwargs, options=ebbtide.Options(tiers=f"disk:{directory}")
+        )
         machine = this_machine({"disk": disk_tier(Path(directory))})
         assert machine is not None
         smallest, _ = smallest_of(known.program, links=machine.links)
@@ -70,7 +72,9 @@ def _planned(known: Captured, above_bytes: int, options: PlanningOptions) -> Pla
 
 def _traffic(case: Case, plan: Plan, directory: str) -> tuple[list[float], list[float]]:
     """Seconds of transfers and of waiting per step (definition 2), of a copy: steps change buffers."""
-    model = ebbtide.fit(copy.deepcopy(case.model), plan, tiers=f"disk:{directory}", verify=False, progress=None)
+    model = ebbtide.fit(
+        copy.deepcopy(case.model), plan, tiers=f"disk:{directory}", progress=None, options=ebbtide.Options(verify=False)
+    )
     transfers: list[float] = []
     waits: list[float] = []
     with torch.random.fork_rng():

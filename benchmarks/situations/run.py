@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import os
 import random
 import re
@@ -60,10 +61,9 @@ def watch_engine() -> None:
         links._measure, links._LEAST_BYTES = lambda _: measured, 64
 
     if EFFORT in os.environ:
-        import ebbtide._api.fit as fit
         from ebbtide.planners.search.smallest import smallest_of
 
-        fit.DEFAULT_EFFORT = int(os.environ[EFFORT])
+        inspect.unwrap(ebbtide.Options.__init__).__kwdefaults__["effort"] = int(os.environ[EFFORT])
         smallest_of.__defaults__ = (int(os.environ[EFFORT]), *(smallest_of.__defaults__ or ())[1:])
 
     partition, forward = compiled.Capture.partition, compiled.run_forward
@@ -130,7 +130,9 @@ class Run:
         self._models.append(weakref.ref(model))
         if directory := os.environ.get(MOVING):
             options.setdefault("tiers", f"disk:{directory}")
-        return ebbtide.fit(model, budget if budget is not None else (self._budget or "75%"), **options)
+        return ebbtide.fit(
+            model, budget if budget is not None else (self._budget or "75%"), options=ebbtide.Options(**options)
+        )
 
     def callbacks(self, model: nn.Module, **options: Any) -> list[Any]:
         """Of Hugging Face's ``Trainer``, that fit ``model`` when it trains; none for eager."""
@@ -141,7 +143,7 @@ class Run:
         from ebbtide.integrations.hf import MemoryBudget
 
         self._models.append(weakref.ref(model))
-        return [MemoryBudget(self._budget if self._budget is not None else "75%", **options)]
+        return [MemoryBudget(self._budget if self._budget is not None else "75%", options=ebbtide.Options(**options))]
 
     def lightning(self, **options: Any) -> list[Any]:
         """Callbacks of Lightning's ``Trainer``; none for eager. Calls of loss methods are counted by the situation."""
@@ -152,7 +154,7 @@ class Run:
 
         if directory := os.environ.get(MOVING):
             options.setdefault("tiers", f"disk:{directory}")
-        return [MemoryBudget(self._budget if self._budget is not None else "75%", **options)]
+        return [MemoryBudget(self._budget if self._budget is not None else "75%", options=ebbtide.Options(**options))]
 
     @contextlib.contextmanager
     def step(self, beside: Sequence[nn.Module] = (), bytes_beside: int = 0) -> Iterator[None]:

@@ -25,6 +25,8 @@ if __name__ == "__main__":
     for name, (build, options) in REPORTS.items():
         with torch.device("meta"):
             case = build()
-        plans = ebbtide.sweep(case.model, case.args, name=case.name, effort=2000, progress=None, **options)
+        plans = ebbtide.sweep(
+            case.model, case.args, name=case.name, options=ebbtide.Options(effort=2000, progress=None, **options)
+        )
         plans[0].save_html(folder / f"{name}.html", others=plans[1:])
         print(f"{folder / name}.html")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ebbtide.case import Case as Case
     from ebbtide.clipping import Clipping as Clipping
     from ebbtide.measurement.peak import measure as measure
+    from ebbtide.options import Options as Options
     from ebbtide.report.plan import Plan as Plan
     from ebbtide.report.plots.frontier import plot_frontier as plot_frontier
     from ebbtide.step.machine import Machine as Machine
@@ -44,6 +45,7 @@ _HOMES = {
     "Case": "ebbtide.case",
     "Clipping": "ebbtide.clipping",
     "Machine": "ebbtide.step.machine",
+    "Options": "ebbtide.options",
     "Plan": "ebbtide.report.plan",
     "Program": "ebbtide.step.program",
     "Status": "ebbtide.step.status",

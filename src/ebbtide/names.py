@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from ebbtide.errors import UnknownArgument, UsageError
@@ -60,37 +60,49 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def with_known_keywords(function: _Function, *, refused: tuple[str, ...] = ()) -> _Function:
+def with_known_keywords(
+    function: _Function,
+    *,
+    name: str = "",
+    near: Iterable[str] = (),
+    otherwise: Callable[[str, Mapping[str, Any]], None] | None = None,
+) -> _Function:
     """``function``, which refuses a keyword that it does not have with the nearest that it has.
 
     It says as well what goes by name where more is given by place than it takes.
 
     Args:
         function: any.
-        refused: keywords that it has only to say what to do instead; they are not listed.
+        name: as users know it; its own if empty.
+        near: what else may have been meant.
+        otherwise: called first, with that name and the keywords that it does not have: raises if it knows more.
 
     Raises:
         UnknownArgument: when it is called; what else is wrong with a call, Python says.
     """
-    parameters = inspect.signature(function).parameters.values()
-    known = tuple(each.name for each in parameters if each.name not in refused)
+    name = name or function.__name__
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    known = tuple(each.name for each in parameters)
     places = tuple(each.name for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY)
+    takes = len(inspect.signature(function).parameters) - len(known) + len(places)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for name, value in kwargs.items():
-            if name not in known and name not in refused:
-                raise UnknownArgument(
-                    f"{function.__name__} has no argument {name!r}; it has: {', '.join(known)}"
-                    f"{did_you_mean(name, known)}",
-                    argument=name,
-                    value=value,
-                    accepted=known,
-                )
-        if len(args) > len(places):
+        unknown = {each: value for each, value in kwargs.items() if each not in known}
+        if unknown and otherwise is not None:
+            otherwise(name, unknown)
+        for each, value in unknown.items():
+            meant = did_you_mean(each, known) or did_you_mean(each, near)
             raise UnknownArgument(
-                f"{function.__name__} takes {' and '.join(places) or 'nothing'} by place, and {len(args)} arguments "
-                f"were given so; by name it takes {', '.join(name for name in known if name not in places)}",
+                f"{name} has no argument {each!r}; it has: {', '.join(known)}{meant}",
+                argument=each,
+                value=value,
+                accepted=known,
+            )
+        if len(args) > takes:
+            raise UnknownArgument(
+                f"{name} takes {' and '.join(places) or 'nothing'} by place, and {len(args)} arguments "
+                f"were given so; by name it takes {', '.join(each for each in known if each not in places)}",
                 argument=places[-1] if places else "",
                 value=args,
                 accepted=known,

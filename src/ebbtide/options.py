@@ -1,21 +1,25 @@
-"""What a caller may ask of planning: one record for every entry point and the command line, checked in one place.
+"""What a caller may ask of planning: one record for every function, trainer and command.
 
-No torch at import: the command line refuses a mistyped option without it.
+Each field stands here with its type, its check and its text; the texts of the command line and of the API's page are
+these (:func:`texts`). No torch at import: the command line refuses a mistyped option without it.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
-import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from ebbtide.checks import flag, function, one_of, refusal, seconds, whole
 from ebbtide.clipping import Clipping, clipping_of
 from ebbtide.errors import UsageError
-from ebbtide.names import did_you_mean
+from ebbtide.names import with_known_keywords
 from ebbtide.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, require_tiers, silent
 from ebbtide.planners.narration import aloud
 from ebbtide.tiers import parse_tiers
@@ -29,17 +33,7 @@ if TYPE_CHECKING:
 
     AnyOptimizer = torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer]
 
-__all__ = [
-    "DEFAULT_EFFORT",
-    "REWRITES",
-    "STEPS",
-    "Options",
-    "Rewrites",
-    "no_optimizer",
-    "require_flag",
-    "require_gradients",
-    "require_text",
-]
+__all__ = ["DEFAULT_EFFORT", "REWRITES", "STEPS", "Options", "Rewrites", "no_optimizer", "texts"]
 
 GRADIENTS = ("loss", "all")
 Rewrites = Literal["exact", "in-place", "all", "none"]
@@ -59,84 +53,183 @@ SECOND_PASS = "second-pass"
 """The one that is used whatever is asked for, where updates wait for all gradients."""
 STEPS = ("outside", "inside")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
+_FROM_A_MODEL = "lambda model: torch.optim.AdamW(model.parameters())"
+
+
+# -- checks of single fields that no other record has ------------------------------------------------------------
+
+
+def _planner(_: str, value: object) -> None:
+    require_planner(value)
+
+
+def _optimizer(argument: str, value: object) -> None:
+    if value is None:
+        return
+    forms = ("a torch.optim.Optimizer", f"a function that makes one from a model ({_FROM_A_MODEL})")
+    if inspect.isclass(value):
+        near = f"; {value.__name__} is a class: make an object of it, {value.__name__}(model.parameters())"
+        raise refusal(argument, value, *forms, near=near)
+    if not callable(value) and not _is_optimizer(value):
+        raise refusal(argument, value, *forms)
+
+
+def _is_optimizer(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def _scaler(argument: str, value: object) -> None:
+    if value is None:
+        return
+    import torch
+
+    if not isinstance(value, torch.amp.GradScaler):
+        raise refusal(argument, value, "the torch.amp.GradScaler of the training loop")
+
+
+def _machine(argument: str, value: object) -> None:
+    from ebbtide.step.machine import Machine, machine_named
+
+    if isinstance(value, str):
+        machine_named(value)
+    elif value is not None and not isinstance(value, Machine):
+        raise refusal(argument, value, "an ebbtide.Machine", "the name of one in the catalogue, such as a100-80gb")
+
+
+def _tiers(_: str, value: object) -> None:
+    parse_tiers(value)
+
+
+def _max_norm(_: str, value: object) -> None:
+    clipping_of(value)
+
+
+def _start(argument: str, value: object) -> None:
+    if value is None:
+        return
+    from ebbtide.report.plan import Plan
+
+    if not isinstance(value, Plan):
+        near = "; read the file first: ebbtide.Plan.load(path)" if isinstance(value, str | os.PathLike) else ""
+        raise refusal(argument, cast("object", value), "an ebbtide.Plan", near=near)
+
+
+def _interrupt(argument: str, value: object) -> None:
+    if not isinstance(value, Interrupt | None):
+        raise refusal(argument, value, "an ebbtide.planners.Interrupt")
+
+
+_loss = function("a function of what the model returns")
+_progress = function("a function of one argument, such as print")
+
+# -- the record --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to plan for, and how. An instance holds no value that an entry point would have to refuse.
+    """What to plan for, and how: ``options=ebbtide.Options(...)`` of every function that plans.
+
+    A function that takes one of these by name as well takes it in one of the two places. What one field needs of
+    another, as ``max_norm`` needs ``step="inside"``, is asked for where the options are used.
 
     Raises:
         UsageError: for a value that is none, naming the option and what it takes.
     """
 
-    planner: str = "auto"
-    """Name of the planner, and its settings if it takes any: ``"tflms:version=1,n_tensors=40"``."""
-    effort: int = DEFAULT_EFFORT
-    """Local-search moves, 1 or more; plans are reproducible for one effort and seed."""
-    time_limit: float | None = None
-    """Seconds after which the best plan so far is taken, with status ``TIME_LIMIT``; ``None`` is no limit."""
-    seed: int = 0
+    planner: str = field(default="auto", metadata={"check": _planner})
+    """Name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``."""
+    effort: int = field(default=DEFAULT_EFFORT, metadata={"check": whole(1)})
+    """Local-search moves per plan, 1 or more.
+
+    The default is about a second on a 600-op program. Plans are reproducible for one effort and seed."""
+    time_limit: float | None = field(default=None, metadata={"check": seconds})
+    """Seconds per plan; the best so far is kept, if need be after a search for one.
+
+    Its status is ``TIME_LIMIT`` then. ``None`` is no limit."""
+    seed: int = field(default=0, metadata={"check": whole(0, _LARGEST_SEED)})
     """Of every random choice, from 0 to 2**31 - 1."""
-    optimizer: AnyOptimizer | None = None
-    """Whose state counts as resident, also what it does not hold yet; or a function that makes it from the model."""
-    loss: Callable[[Any], Any] | None = None
-    """Applied to what the model returns, as part of the step; ``None`` if the model's own call gives the loss."""
-    machine: str | Machine | None = None
-    """A machine or the name of one in the catalogue; ``None`` is the device at hand."""
-    gradients: Literal["loss", "all"] | None = None
-    """Which outputs take gradients. ``"loss"``, also meant by ``None``: scalars alone where one is returned that
-    requires a gradient; ``"all"``: every output."""
-    tiers: str | Sequence[str] | None = None
-    """Slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list of these, the
-    preferred one first; ``None`` moves nothing."""
-    rewrites: Rewrites | None = None
-    """What may take the place of parts of the step. ``"exact"``, also meant by ``None``: what gives the same bits in
-    less memory, where the budget asks for it; ``"in-place"``: that, and elementwise ops that write over what dies;
-    ``"all"``: both, and feed-forward layers in slices; ``"none"``: nothing."""
-    offload_optimizer: bool = False
-    """Whether the state of ``optimizer`` is in the first of ``tiers`` while a step runs."""
-    step: Literal["outside", "inside"] | None = None
-    """Where ``optimizer`` steps. ``"inside"``: in the backward, where each gradient is applied and freed as it comes;
-    ``"outside"``, also meant by ``None``: by its own call after the step, which every gradient waits for."""
-    max_norm: float | Clipping | None = None
-    """To what norm gradients are clipped before the optimizer in the step applies them; ``None`` clips nothing."""
-    scaler: torch.amp.GradScaler | None = None
-    """That scales losses: updates in the step wait until all gradients are known to be finite."""
-    start: Plan | None = None
-    """A plan, of any machine, at whose schedule the search starts; it is never run as it is."""
-    verify: bool | Literal["always"] = True
-    """Whether the first step is proven and a later one measured; ``"always"``: every step is proven."""
-    interrupt: Interrupt | None = None
+    optimizer: AnyOptimizer | None = field(default=None, metadata={"check": _optimizer})
+    """Whose state counts as resident, also before its first step makes it.
+
+    The ``torch.optim.Optimizer`` that trains the model; where nothing runs, a function that makes one from the model
+    will do. The state of one that is not given counts from its first step on."""
+    tiers: str | Sequence[str] | None = field(default=None, metadata={"check": _tiers})
+    """Slower memory that tensors may be moved to and fetched from: ``host``, ``disk``, ``disk:PATH``, or several.
+
+    ``"host"`` for a model on a CUDA device, ``"disk"``, a directory below your cache directory, ``"disk:PATH"``, or a
+    list of these, the preferred one first. Links to a machine's tiers are in the catalogue, those here are measured.
+    ``None``: what does not fit is recomputed; a plan that is given brings its own."""
+    step: Literal["outside", "inside"] | None = field(default=None, metadata={"check": one_of(*STEPS, None)})
+    """Where the optimizer steps: ``outside``, after the backward, or ``inside`` of it, gradient by gradient.
+
+    ``"outside"``, also meant by ``None``: by its own call, which every gradient waits for. ``"inside"``: in the
+    backward, where each gradient is applied and freed as it comes; ``optimizer.step()`` stays where it is in the loop
+    and does nothing more. With the same bits, for optimizers that step on each parameter for itself (all of torch's
+    but LBFGS; others are tried out)."""
+    max_norm: float | Clipping | None = field(default=None, metadata={"check": _max_norm})
+    """With the optimizer inside of the step: to what norm gradients are clipped before they are applied.
+
+    As ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does between backward and step, which is taken
+    out of the loop; :func:`ebbtide.total_norm` gives what it returns. A :class:`Clipping` has its other arguments.
+    ``None`` clips nothing."""
+    scaler: torch.amp.GradScaler | None = field(default=None, metadata={"check": _scaler})
+    """With the optimizer inside of the step: a ``GradScaler`` scales the loss; updates wait for finite gradients.
+
+    The ``torch.amp.GradScaler`` of the loop, in which ``scaler.scale(loss)``, ``scaler.step(optimizer)`` and
+    ``scaler.update()`` stay where they are and ``scaler.unscale_`` does nothing more: gradients are unscaled in the
+    step, and a step with one that is not finite updates nothing."""
+    offload_optimizer: bool = field(default=False, metadata={"check": flag})
+    """With an optimizer and tiers: its state is in the first tier while a step runs.
+
+    It is moved there before every training call, and back for ``optimizer.step()`` or whoever else reads it first. It
+    is not resident in the step then; the budget also holds at ``optimizer.step()``, with what that takes."""
+    loss: Callable[[Any], Any] | None = field(default=None, metadata={"check": _loss})
+    """Applied to what the model returns, as part of the step.
+
+    For a model whose training call returns no loss. Such a plan tells what the step takes; to run it, put the loss
+    into the model's forward. ``None``: the model's own call gives the loss."""
+    gradients: Literal["loss", "all"] | None = field(default=None, metadata={"check": one_of(*GRADIENTS, None)})
+    """Which outputs take gradients: ``loss`` or ``all``.
+
+    ``"loss"``, also meant by ``None``: if a scalar that requires one is returned, scalars alone (a gradient that
+    arrives at another output raises). ``"all"``: every output, counted whether used or not."""
+    machine: str | Machine | None = field(default=None, metadata={"check": _machine})
+    """A machine of the catalogue, e.g. ``a100-80gb``: costs are estimated.
+
+    A :class:`Machine` or the name of one; costs are then estimated by roofline, and the plan says so. ``None`` is the
+    device at hand, on which costs are measured."""
+    rewrites: Rewrites | None = field(default=None, metadata={"check": one_of(*REWRITES, None)})
+    """What may replace parts of the step: ``exact``, ``in-place`` or ``all`` (all with the same bits), or ``none``.
+
+    ``"exact"``, also meant by ``None``: where the budget asks for it, a linear layer and the cross-entropy of what it
+    gives are computed in slices, with the same bits, so that the logits never exist whole. Where that gives no plan, or
+    one that takes half a step more, so are feed-forward layers and attention by products and a softmax, and results of
+    elementwise ops go where an operand was that nobody else reads. Whether slices have the bits of the whole is
+    measured first; for a machine that is not at hand it is assumed, and listed. ``"all"``: all of this wherever the
+    step does not fit as it is. ``"in-place"``: there the loss and the results of elementwise ops alone.
+    ``"none"``: the step is planned as it was captured."""
+    start: Plan | None = field(default=None, metadata={"check": _start})
+    """A plan of the same model, of any machine, from whose schedule the search starts too.
+
+    The step is captured and priced here; the plan is never run as it is."""
+    verify: bool | Literal["always"] = field(default=True, metadata={"check": one_of(True, False, "always")})
+    """Whether the first step is proven and the next one measured.
+
+    Proven: every buffer that comes back has the bits it had. ``"always"``: every step is, against memory that somebody
+    rewrites behind torch's back; on CPU that reads every buffer that comes back once more. Ahead of time it says for
+    which of these a plan has room."""
+    interrupt: Interrupt | None = field(default=None, metadata={"check": _interrupt})
     """Set from elsewhere to end planning with the best plan so far."""
-    progress: Callable[[Progress], None] | None = aloud
-    """Called with what is known while capturing and planning. The default says so once that has taken two seconds;
-    ``None`` says nothing."""
+    progress: Callable[[Progress], None] | None = field(default=aloud, metadata={"check": _progress})
+    """Called with what is known while capturing and planning; ``print`` will do.
+
+    By default one line is logged after two seconds, or a bar moves on a terminal; ``None`` says nothing."""
 
     def __post_init__(self) -> None:
-        require_planner(self.planner)
-        _check_whole("effort", self.effort, 1, None)
-        _check_whole("seed", self.seed, 0, _LARGEST_SEED)
-        _check_seconds("time_limit", self.time_limit)
-        _check_optimizer(self.optimizer)
-        _check_callable("loss", self.loss, "a function of what the model returns")
-        _check_machine(self.machine)
-        _check_gradients(self.gradients)
-        _check_start(self.start)
-        self.require_tiers_for(self.planner)
-        require_flag("offload_optimizer", self.offload_optimizer)
-        self._check_step()
-        if self.rewrites is not None and self.rewrites not in REWRITES:
-            raise _refusal("rewrites", self.rewrites, *(f'"{each}"' for each in REWRITES))
-        if not isinstance(self.verify, bool) and self.verify != "always":  # pyright: ignore[reportUnnecessaryComparison]
-            raise _refusal("verify", self.verify, "True", "False", "'always'")
-        if not isinstance(self.interrupt, Interrupt | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _refusal("interrupt", self.interrupt, "an ebbtide.planners.Interrupt")
-        _check_callable("progress", self.progress, "a function of one argument, such as print")
-
-    def _check_step(self) -> None:
-        if self.step is not None and self.step not in STEPS:  # pyright: ignore[reportUnnecessaryContains]
-            near = did_you_mean(self.step, STEPS) if isinstance(self.step, str) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _refusal("step", self.step, '"outside"', '"inside"', near=near)
+        for each in fields(self):
+            each.metadata["check"](each.name, getattr(self, each.name))
         if self.inside and self.offload_optimizer:
             raise UsageError(
                 'step="inside" and offload_optimizer=True are not accepted together: the state of the optimizer is '
@@ -144,6 +237,20 @@ class Options:
                 argument="step",
                 value=self.step,
             )
+
+    def given(self) -> dict[str, object]:
+        """The fields that are not as they are by default, by name."""
+        plain = Options()
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {each: value for each, value in values.items() if not _same(value, getattr(plain, each))}
+
+    def require_complete(self) -> None:
+        """Refuse a field that needs another one which nobody has given, here or in a case.
+
+        Raises:
+            UsageError: naming both.
+        """
+        self.require_tiers_for(self.planner)
         if self.scaler is not None and not self.inside:
             raise UsageError(
                 "scaler is not accepted: gradients are unscaled in the step where the optimizer is in it; give "
@@ -151,7 +258,7 @@ class Options:
                 argument="scaler",
                 value=self.scaler,
             )
-        if self.clipping is not None and not self.inside:
+        if self.max_norm is not None and not self.inside:
             raise UsageError(
                 f"max_norm={self.max_norm!r} is not accepted: gradients are clipped in the step where the optimizer is "
                 'in it; give step="inside" and optimizer= besides, or call torch.nn.utils.clip_grad_norm_ in the loop',
@@ -159,30 +266,25 @@ class Options:
                 value=self.max_norm,
             )
 
-    @property
-    def clipping(self) -> Clipping | None:
-        """By what gradients are clipped in the step.
+    def require_tiers_for(self, planner: str) -> None:
+        """Refuse a planner that moves buffers where these options have no tier to move them to.
 
         Raises:
-            UsageError: for a ``max_norm`` that is none.
+            UsageError: naming the machine.
         """
+        target = None if self.machine is None else self.target
+        name, links = (None, None) if target is None else (target.name, tuple(target.links))
+        require_tiers(planner, parse_tiers(self.tiers), name, links)
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """By what gradients are clipped in the step."""
         return clipping_of(self.max_norm)
 
     @property
     def inside(self) -> bool:
         """Whether the optimizer steps in the backward."""
         return self.step == "inside"
-
-    def require_tiers_for(self, planner: str) -> None:
-        """Refuse a planner that moves buffers where these options have no tier to move them to.
-
-        Raises:
-            UsageError: naming the machine; or for tiers that are none.
-        """
-        tiers = parse_tiers(self.tiers)
-        target = None if self.machine is None else self.target
-        name, links = (None, None) if target is None else (target.name, tuple(target.links))
-        require_tiers(planner, tiers, name, links)
 
     @property
     def tell(self) -> Callable[[Progress], None]:
@@ -256,129 +358,33 @@ class Options:
         return made
 
 
-_FROM_A_MODEL = "lambda model: torch.optim.AdamW(model.parameters())"
-
-
 def no_optimizer(_: torch.nn.Module) -> Any:
     """Given as ``optimizer``: none, whatever the case says."""
     return None
-
-
-def require_gradients(value: object) -> None:
-    """Refuse ``None`` besides what :class:`Options` refuses, where no case could say what is meant.
-
-    Raises:
-        UsageError: saying what ``gradients`` takes.
-    """
-    if value is None:
-        raise _refusal("gradients", value, '"loss"', '"all"')
-    _check_gradients(value)
-
-
-def require_flag(argument: str, value: object) -> None:
-    """Refuse what is neither ``True`` nor ``False``.
-
-    Raises:
-        UsageError: naming the argument.
-    """
-    if not isinstance(value, bool):
-        raise _refusal(argument, value, "True", "False")
-
-
-def require_text(argument: str, value: object) -> None:
-    """Refuse what is no text.
-
-    Raises:
-        UsageError: naming the argument.
-    """
-    if not isinstance(value, str):
-        raise _refusal(argument, value, "a str")
-
-
-def _refusal(argument: str, value: object, *accepted: str, near: str = "") -> UsageError:
-    forms = " or ".join(accepted)
-    return UsageError(
-        f"{argument}={_shown(value)} is not accepted; {argument} takes {forms}{near}",
-        argument=argument,
-        value=value,
-        accepted=accepted,
-    )
-
-
-def _shown(value: object) -> str:
-    """A value as it was typed; of an object with a long text, its type."""
-    text = repr(value)
-    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def _name(value: object) -> str:
     return getattr(value, "__name__", type(value).__name__)
 
 
-def _check_whole(argument: str, value: object, least: int, most: int | None) -> None:
-    if (
-        type(value) is bool
-        or not isinstance(value, Integral)
-        or int(value) < least
-        or (most or int(value)) < int(value)
-    ):
-        raise _refusal(argument, value, f"an int from {least}" + (f" to {most}" if most is not None else " on"))
+@functools.cache
+def texts() -> dict[str, str]:
+    """What stands below each field of :class:`Options`, by name: a sentence, and paragraphs that say more."""
+    file = ast.parse(Path(__file__).read_text(encoding="utf-8"))  # Python keeps no text of a field
+    (record,) = (each for each in file.body if isinstance(each, ast.ClassDef) and each.name == "Options")
+    return {
+        each.target.id: inspect.cleandoc(text.value.value)
+        for each, text in pairwise(record.body)
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
-def _check_seconds(argument: str, value: object) -> None:
-    if value is None:
-        return
-    if type(value) is bool or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise _refusal(argument, value, "seconds, 0 or more", "None for no limit")
+def _same(value: object, default: object) -> bool:
+    return value is default or (type(value) is type(default) and value == default)
 
 
-def _check_callable(argument: str, value: object, what: str) -> None:
-    if value is None:
-        return
-    if inspect.isclass(value):
-        raise _refusal(argument, value, what, near=f"; {value.__name__} is a class: make an object of it first")
-    if not callable(value):
-        raise _refusal(argument, value, what)
-
-
-def _check_gradients(value: object) -> None:
-    if value is None or (isinstance(value, str) and value in GRADIENTS):
-        return
-    near = did_you_mean(value, GRADIENTS) if isinstance(value, str) else ""
-    raise _refusal("gradients", value, '"loss"', '"all"', near=near)
-
-
-def _check_machine(value: object) -> None:
-    from ebbtide.step.machine import Machine, machine_named
-
-    if isinstance(value, str):
-        machine_named(value)
-    elif value is not None and not isinstance(value, Machine):
-        raise _refusal("machine", value, "an ebbtide.Machine", "the name of one in the catalogue, such as a100-80gb")
-
-
-def _check_start(value: object) -> None:
-    if value is None:
-        return
-    from ebbtide.report.plan import Plan
-
-    if not isinstance(value, Plan):
-        near = "; read the file first: ebbtide.Plan.load(path)" if isinstance(value, str | os.PathLike) else ""
-        raise _refusal("start", cast("object", value), "an ebbtide.Plan", near=near)
-
-
-def _is_optimizer(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.optim.Optimizer)
-
-
-def _check_optimizer(value: object) -> None:
-    if value is None:
-        return
-    forms = ("a torch.optim.Optimizer", f"a function that makes one from a model ({_FROM_A_MODEL})")
-    if inspect.isclass(value):
-        near = f"; {value.__name__} is a class: make an object of it, {value.__name__}(model.parameters())"
-        raise _refusal("optimizer", value, *forms, near=near)
-    if not callable(value) and not _is_optimizer(value):
-        raise _refusal("optimizer", value, *forms)
+Options.__init__ = with_known_keywords(Options.__init__, name="Options")

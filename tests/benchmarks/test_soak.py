@@ -29,7 +29,7 @@ def _quiet() -> None:
 
 def test_an_exception_in_any_place_of_any_kind_of_step() -> None:
     places = ["forward op", "backward op", "forward hook", "forward pre-hook", "gradient hook", "loss", "optimizer"]
-    model = ebbtide.fit(soak._Custom(), soak.BUDGET, effort=50, progress=None)
+    model = ebbtide.fit(soak._Custom(), soak.BUDGET, progress=None, options=ebbtide.Options(effort=50))
     for seed, place in enumerate(places):
         if place == "optimizer":  # again from a first step, and one that is to be measured
             ebbtide.set_budget(model, soak.BUDGET)
@@ -63,7 +63,7 @@ def test_models_in_a_row_are_let_go() -> None:
     for seed in range(3):
         model = soak.made(seed)
         optimizer = torch.optim.AdamW(model.parameters())
-        ebbtide.fit(model, soak.BUDGET, effort=50, progress=None, optimizer=optimizer)
+        ebbtide.fit(model, soak.BUDGET, progress=None, optimizer=optimizer, options=ebbtide.Options(effort=50))
         assert soak.next_step_is_right(model)
         optimizer.step()
         gone.append(weakref.ref(model))

@@ -34,7 +34,7 @@ def test_an_assertion_about_values_is_part_of_the_step(check: Callable[[torch.Te
     plain = Asserting(check)
     x = torch.randn(4096, 8)
     plain(x).backward()
-    model = ebbtide.fit(Asserting(check), "75%", effort=20)
+    model = ebbtide.fit(Asserting(check), "75%", options=ebbtide.Options(effort=20))
     model.load_state_dict(plain.state_dict())
     for step in range(4):
         model.zero_grad()
@@ -51,7 +51,7 @@ def test_an_assertion_about_values_is_part_of_the_step(check: Callable[[torch.Te
 
 @pytest.mark.parametrize("check", [literal, formatted, none])
 def test_an_assertion_about_what_is_known_is_eagers(check: Callable[[torch.Tensor], None]) -> None:
-    model = ebbtide.fit(Asserting(check), "1MiB", effort=20)
+    model = ebbtide.fit(Asserting(check), "1MiB", options=ebbtide.Options(effort=20))
     with pytest.raises(AssertionError) as theirs:
         Asserting(check)(torch.randn(7, 8))
     with pytest.raises(AssertionError) as ours:
@@ -62,7 +62,7 @@ def test_an_assertion_about_what_is_known_is_eagers(check: Callable[[torch.Tenso
 
 @pytest.mark.parametrize("check", [number, index])
 def test_what_no_graph_holds_is_refused_with_what_would_do(check: Callable[[torch.Tensor], None]) -> None:
-    model = ebbtide.fit(Asserting(check), "1MiB", effort=20)
+    model = ebbtide.fit(Asserting(check), "1MiB", options=ebbtide.Options(effort=20))
     with pytest.raises(CaptureError, match=r"\.all\(\)") as refused:
         model(torch.randn(6, 8))
     assert refused.value.source == f"asserting.py:{check.__code__.co_firstlineno + 1}"

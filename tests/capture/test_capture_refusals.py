@@ -242,7 +242,7 @@ def test_a_planner_that_fails_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch
 
 def test_what_the_users_progress_raises_is_theirs() -> None:
     with pytest.raises(ZeroDivisionError):
-        ebbtide.plan(Model(fine), arguments(), budget="1GiB", progress=lambda told: 1 / 0)  # type: ignore[arg-type]
+        ebbtide.plan(Model(fine), arguments(), budget="1GiB", options=ebbtide.Options(progress=lambda told: 1 / 0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entry", ["plan", "fit"])

@@ -26,6 +26,7 @@ from ebbtide.capture.offline import capture
 from ebbtide.capture.without_memory import without_memory
 from ebbtide.case import Case
 from ebbtide.errors import CaptureError
+from ebbtide.options import Options
 from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.step.legality import check
@@ -423,7 +424,7 @@ def test_a_model_for_a_card_has_no_op_of_the_cpu(name: str) -> None:
     with contextlib.nullcontext() if name == "vit" else without_memory():  # its initialisation reads values
         case = build()
     machine = machine_named("a100-80gb")
-    step = capture_ahead(case.model, case.args, case.kwargs, machine=machine, name=name)
+    step = capture_ahead(case.model, case.args, case.kwargs, name=name, options=Options(machine=machine))
     assert cpu_only_ops(step.program) == []
     assert "0 ops keep their CPU form" in step.provenance["mapped"]
     assert any(part in op.target for op in step.program.ops)

@@ -51,7 +51,12 @@ def somebody_exporting() -> Iterator[Exporting]:
 
 
 def test_a_capture_waits_for_another_threads_export() -> None:
-    model = ebbtide.fit(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)), "1MiB", effort=10, progress=None)
+    model = ebbtide.fit(
+        nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)),
+        "1MiB",
+        progress=None,
+        options=ebbtide.Options(effort=10),
+    )
     with somebody_exporting() as export:
         threading.Timer(0.5, export.over.set).start()
         begin = time.monotonic()

@@ -244,7 +244,7 @@ def test_what_would_work_is_said(body: Body, remedy: str) -> None:
     model = Model(body)
     model.seen = []  # type: ignore[assignment]
     with pytest.raises(CaptureError, match=re.escape(remedy)) as refused:
-        ebbtide.fit(model, "1GiB", effort=50)(torch.randn(2, 4))
+        ebbtide.fit(model, "1GiB", options=ebbtide.Options(effort=50))(torch.randn(2, 4))
     assert "bitsandbytes" not in str(refused.value)
     assert "is_compiling" not in str(refused.value)  # a guard would drop what it guards from the step
 
@@ -252,4 +252,4 @@ def test_what_would_work_is_said(body: Body, remedy: str) -> None:
 def test_a_batch_norm_that_counts_is_named_wherever_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4, momentum=None)))
     with pytest.raises(CaptureError, match=re.escape("momentum=0.1")):
-        ebbtide.fit(model, "1GiB", effort=50)(torch.randn(2, 4))
+        ebbtide.fit(model, "1GiB", options=ebbtide.Options(effort=50))(torch.randn(2, 4))

@@ -62,7 +62,9 @@ def test_the_first_layer_is_planned_with_eagers_bits(name: str) -> None:
 
 def test_a_result_that_is_not_made_takes_no_bytes() -> None:
     x = torch.randn(1000, 8)
-    plan = ebbtide.plan(Net(nn.BatchNorm1d(8)), (x,), budget="1GiB", machine="v100-16gb", progress=None)
+    plan = ebbtide.plan(
+        Net(nn.BatchNorm1d(8)), (x,), budget="1GiB", machine="v100-16gb", options=ebbtide.Options(progress=None)
+    )
     [backward] = [op for op in plan.program.ops if "batch_norm_backward" in op.target]
     assert [plan.program.buffers[b].bytes for b in backward.outputs] == [512, 512]
 

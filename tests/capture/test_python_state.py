@@ -501,7 +501,7 @@ def test_a_number_to_be_read_is_refused_and_not_blamed_on_the_model() -> None:
 def test_a_weak_dictionary_in_a_model_is_looked_into() -> None:
     model = nn.Linear(4, 4)
     vars(model)["seen"] = weakref.WeakValueDictionary({"one": Object()})
-    ebbtide.fit(model, "100%", gradients="all", progress=None)
+    ebbtide.fit(model, "100%", progress=None, options=ebbtide.Options(gradients="all"))
     model(torch.ones(2, 4)).sum().backward()
     assert ebbtide.calls_of(model).planned == 1
 

@@ -57,7 +57,7 @@ def test_conversions_without_memory(name: str) -> None:
     assert not any(each.requires_grad for each in model.middle[0].parameters())
     assert isinstance(model.head.weight, nn.Parameter)
     assert all(isinstance(each, nn.Parameter) for each in model.cells.parameters())
-    plan = ebbtide.plan(model, (tokens,), budget="100%", machine="h100-80gb", progress=None)
+    plan = ebbtide.plan(model, (tokens,), budget="100%", machine="h100-80gb", options=ebbtide.Options(progress=None))
     sizes = sum(p.numel() * p.element_size() for p in model.parameters())
     assert plan.resident_bytes >= sizes
 
@@ -99,7 +99,7 @@ def test_what_is_on_meta_is_traced_as_on_a_device(inside: bool) -> None:
             model, tokens = made()
     else:
         model, tokens = made()
-    plan = ebbtide.plan(model, (tokens,), budget="100%", machine="h100-80gb", progress=None)
+    plan = ebbtide.plan(model, (tokens,), budget="100%", machine="h100-80gb", options=ebbtide.Options(progress=None))
     on_device = ebbtide.plan(Attends(), (torch.zeros(2, 24, dtype=torch.long),), budget="100%", machine="h100-80gb")
     assert [op.target for op in plan.program.ops] == [op.target for op in on_device.program.ops]
     assert plan.predicted_peak_bytes == on_device.predicted_peak_bytes

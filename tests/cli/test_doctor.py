@@ -283,7 +283,7 @@ class Deep(nn.Module):
 
 
 def advice_for(model: nn.Module, *args: torch.Tensor) -> dict[str, Advice]:
-    plan = ebbtide.plan(model, args, budget=2**40, planner="keep_all", machine="t4-16gb")
+    plan = ebbtide.plan(model, args, budget=2**40, machine="t4-16gb", options=ebbtide.Options(planner="keep_all"))
     return {advice.rule: advice for advice in find(plan).advice}
 
 
@@ -498,7 +498,7 @@ def test_what_is_resident_is_told_by_kind() -> None:
     model, x = Rows(), torch.randn(50, 8)
     adam = torch.optim.Adam(model.parameters())
     weights = sum(p.nbytes for p in model.parameters())
-    found = ebbtide.doctor(model, (x,), optimizer=adam, progress=None)
+    found = ebbtide.doctor(model, (x,), options=ebbtide.Options(optimizer=adam, progress=None))
     resident = {kind.name: kind.bytes for kind in found.kinds if kind.resident}
     steps = 4 * len(list(model.parameters()))
     assert resident == {
@@ -511,12 +511,14 @@ def test_what_is_resident_is_told_by_kind() -> None:
     assert sum(resident.values()) == found.resident_bytes
     assert sum(kind.bytes for kind in found.kinds) == found.baseline_peak_bytes
     model(x).backward()
-    kinds = {kind.name: kind.bytes for kind in ebbtide.doctor(model, (x,), progress=None).kinds}
+    kinds = {
+        kind.name: kind.bytes for kind in ebbtide.doctor(model, (x,), options=ebbtide.Options(progress=None)).kinds
+    }
     assert kinds["gradients of earlier steps"] == weights
 
 
 def test_layers_are_told_by_their_class() -> None:
-    found = ebbtide.doctor(Rows(), (torch.randn(50, 8),), machine="t4-16gb", progress=None)
+    found = ebbtide.doctor(Rows(), (torch.randn(50, 8),), machine="t4-16gb", options=ebbtide.Options(progress=None))
     layers = {layer.name: layer for layer in found.layers}
     assert {name: layer.layers for name, layer in layers.items()} == {"Rows": 1, "Linear": 2, "LayerNorm": 1}
     assert all(layer.forward_seconds > 0 and layer.backward_seconds > 0 for layer in layers.values())

@@ -46,10 +46,16 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 DOORS: dict[str, Callable[..., Any]] = {
-    "plan": lambda case, **asked: ebbtide.plan(case.model, case.args, budget="100%", optimizer=adamw, **asked),
-    "sweep": lambda case, **asked: ebbtide.sweep(case.model, case.args, budgets=["100%"], optimizer=adamw, **asked)[0],
+    "plan": lambda case, **asked: ebbtide.plan(
+        case.model, case.args, budget="100%", options=ebbtide.Options(optimizer=adamw, **asked)
+    ),
+    "sweep": lambda case, **asked: ebbtide.sweep(
+        case.model, case.args, budgets=["100%"], options=ebbtide.Options(optimizer=adamw, **asked)
+    )[0],
     "max_batch": lambda case, **asked: (
-        ebbtide.max_batch(functools.partial(mlp_chain, layers=2), budget=FEW, optimizer=adamw, **asked).plan
+        ebbtide.max_batch(
+            functools.partial(mlp_chain, layers=2), budget=FEW, options=ebbtide.Options(optimizer=adamw, **asked)
+        ).plan
     ),
 }
 
@@ -69,7 +75,8 @@ def test_findings_and_cases_take_them_too() -> None:
     scaler = torch.amp.GradScaler("cpu")
     asked: dict[str, Any] = {"step": "inside", "effort": 50, "progress": None}
     plain, scaled = (
-        ebbtide.doctor(case.model, case.args, optimizer=adamw, **asked, **more) for more in ({}, {"scaler": scaler})
+        ebbtide.doctor(case.model, case.args, options=ebbtide.Options(optimizer=adamw, **asked, **more))
+        for more in ({}, {"scaler": scaler})
     )
     assert scaled.floor_bytes >= plain.floor_bytes
 
@@ -77,7 +84,7 @@ def test_findings_and_cases_take_them_too() -> None:
         made = mlp_chain(batch, layers=2)
         return Case(made.model, made.args, optimizer=adamw(made.model), step="inside", scaler=scaler)
 
-    found = ebbtide.max_batch(make, budget=FEW, effort=50, progress=None)
+    found = ebbtide.max_batch(make, budget=FEW, options=ebbtide.Options(effort=50, progress=None))
     assert any("settle" in op.name for op in found.plan.program.ops)
 
 
@@ -112,6 +119,9 @@ def test_rewrites_come_through_every_door(tower: str) -> None:
     assert "guessed" in run("doctor", tower, *rewrites).stdout
     run("max-batch", tower, "--budget", "600KiB", *rewrites)
     plans = ebbtide.sweep(
-        FORMS["plain"](), arguments(), budgets=["40%", "70%"], rewrites="all", effort=50, progress=None
+        FORMS["plain"](),
+        arguments(),
+        budgets=["40%", "70%"],
+        options=ebbtide.Options(rewrites="all", effort=50, progress=None),
     )
     assert plans[0].overhead >= plans[1].overhead

@@ -81,7 +81,7 @@ def test_a_file_is_what_its_name_says(option: str, name: str, graph: Path, tmp_p
 def test_a_small_whole_number_may_be_meant_as_a_share() -> None:
     case = mlp_chain(2, layers=1)
     with pytest.raises(BudgetError, match="'60%'"):
-        ebbtide.plan(case.model, case.args, budget=60, progress=None)
+        ebbtide.plan(case.model, case.args, budget=60, options=ebbtide.Options(progress=None))
     with pytest.raises(UsageError, match=r"Plan\.load"):
         ebbtide.fit(case.model, "chain.json")
 
@@ -89,7 +89,7 @@ def test_a_small_whole_number_may_be_meant_as_a_share() -> None:
 def test_what_is_told_of_another_program_is_over_the_captured_step() -> None:
     said: list[Progress] = []
     tokens = torch.arange(512).remainder(2048)[None]
-    plan = ebbtide.plan(Tokens(), (tokens,), budget="45%", effort=20, progress=said.append)
+    plan = ebbtide.plan(Tokens(), (tokens,), budget="45%", options=ebbtide.Options(effort=20, progress=said.append))
     assert plan.rewritten is not None
     of_others = [each for each in said if "linear-cross-entropy" in each.stage and each.stage.startswith("planned")]
     assert any(each.best_overhead == pytest.approx(plan.overhead) for each in of_others)
@@ -187,7 +187,7 @@ def test_a_size_that_cannot_be_made_keeps_the_smaller_ones(limit: int) -> None:
             raise ValueError(f"no more than {limit} rows")
         return tiny(batch)
 
-    found = ebbtide.max_batch(make, budget="1MiB", effort=50, progress=None)
+    found = ebbtide.max_batch(make, budget="1MiB", options=ebbtide.Options(effort=50, progress=None))
     assert found.batch == limit
     assert found.unplanned_batch <= limit
     assert dict(found.captured)[limit]
@@ -201,7 +201,7 @@ def test_what_cannot_be_made_at_all_is_the_callers_error() -> None:
         raise ValueError("never")
 
     with pytest.raises(ValueError, match="never"):
-        ebbtide.max_batch(make, budget="1MiB", effort=50, progress=None)
+        ebbtide.max_batch(make, budget="1MiB", options=ebbtide.Options(effort=50, progress=None))
 
 
 def test_each_size_that_was_tried_is_told(tmp_path: Path) -> None:

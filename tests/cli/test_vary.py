@@ -27,7 +27,7 @@ def is_tight(make: Callable[[int], Case], found: ebbtide.BatchPlan, budget: int)
     assert found.plan.predicted_peak_bytes <= budget
     case = make(found.batch + 1)
     with pytest.raises(BudgetError):
-        ebbtide.plan(case.model, case.args, budget=budget, effort=100, progress=None)
+        ebbtide.plan(case.model, case.args, budget=budget, options=ebbtide.Options(effort=100, progress=None))
     return True
 
 
@@ -35,19 +35,26 @@ def test_the_most_layers_are_found_where_each_adds_ops() -> None:
     budget = 60_000
     told: list[str] = []
     found = ebbtide.max_batch(
-        chain, budget=budget, vary="layers", effort=100, progress=lambda each: told.append(each.stage)
+        chain,
+        budget=budget,
+        vary="layers",
+        options=ebbtide.Options(effort=100, progress=lambda each: told.append(each.stage)),
     )
     assert found.vary == "layers"
     assert 0 < found.unplanned_batch < found.batch
     assert is_tight(chain, found, budget)
     assert f"layers {found.batch} fits" in told
-    none = ebbtide.max_batch(chain, budget=budget, vary="layers", overhead=0.0, effort=100, progress=None)
+    none = ebbtide.max_batch(
+        chain, budget=budget, vary="layers", overhead=0.0, options=ebbtide.Options(effort=100, progress=None)
+    )
     assert found.unplanned_batch == none.unplanned_batch <= none.batch < found.batch
     assert not dict(none.captured)[none.batch + 1]
 
 
 def test_a_line_asks_for_few_captures() -> None:
-    found = ebbtide.max_batch(chain, budget=60_000, vary="layers", overhead=0.0, effort=100, progress=None)
+    found = ebbtide.max_batch(
+        chain, budget=60_000, vary="layers", overhead=0.0, options=ebbtide.Options(effort=100, progress=None)
+    )
     assert len(found.captured) <= 4
 
 
@@ -56,7 +63,7 @@ def test_the_greatest_length_is_found_where_ops_stay_and_bytes_do_not_grow_evenl
     def make(length: int) -> Case:
         return gpt(1, TINY, length=length)
 
-    found = ebbtide.max_batch(make, budget=200_000, vary="length", effort=100, progress=None)
+    found = ebbtide.max_batch(make, budget=200_000, vary="length", options=ebbtide.Options(effort=100, progress=None))
     assert found.batch > 16
     assert is_tight(make, found, 200_000)
 
@@ -67,16 +74,21 @@ def test_the_greatest_length_is_found_where_each_token_adds_ops() -> None:
     def make(length: int) -> Case:
         return lstm_lm(4, vocabulary=16, width=8, layers=1, dropout=0.0, length=length)
 
-    found = ebbtide.max_batch(make, budget=24_500, vary="length", effort=100, progress=None)
+    found = ebbtide.max_batch(make, budget=24_500, vary="length", options=ebbtide.Options(effort=100, progress=None))
     assert found.batch > 2
     assert is_tight(make, found, 24_500)
 
 
 def test_what_does_not_fit_once_is_refused_by_its_name() -> None:
     with pytest.raises(BudgetError, match="not even 1 layer fits"):
-        ebbtide.max_batch(chain, budget="1KiB", vary="layers", effort=50, progress=None)
+        ebbtide.max_batch(chain, budget="1KiB", vary="layers", options=ebbtide.Options(effort=50, progress=None))
     with pytest.raises(BudgetError, match="not even a length of 1 fits"):
-        ebbtide.max_batch(lambda n: gpt(1, TINY, length=n), budget="1KiB", vary="length", effort=50, progress=None)
+        ebbtide.max_batch(
+            lambda n: gpt(1, TINY, length=n),
+            budget="1KiB",
+            vary="length",
+            options=ebbtide.Options(effort=50, progress=None),
+        )
     for wrong in ("depth", ["batch"], None):
         with pytest.raises(UsageError, match=r"vary=.* is none of batch, layers, length"):
             ebbtide.max_batch(chain, budget="1GiB", vary=wrong)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import inspect
 import re
@@ -20,6 +21,8 @@ from typing import Any
 import ebbtide
 from ebbtide.engine.calls import Calls
 from ebbtide.engine.step import Step
+from ebbtide.entry_points import NOT_TAKEN
+from ebbtide.options import Options, texts
 
 ROOT = Path(__file__).parents[2]
 INDEX, PAGE = ROOT / "docs" / "api.md", ROOT / "build" / "pages" / "api.md"
@@ -30,7 +33,7 @@ TRAINING = (
     *("plan_of", "step_of", "calls_of", "measure", "repeatable"),
 )
 AHEAD = ("plan", "sweep", "max_batch", "plot_frontier", "doctor", "verify")
-RECORDS = ("Budget", "Case", "Clipping", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")
+RECORDS = ("Options", "Budget", "Case", "Clipping", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")
 RETURNED = {"Step": Step, "Calls": Calls}
 """What functions return and nobody makes."""
 ONLY = {
@@ -143,6 +146,9 @@ def class_lines(name: str, kind: type[Any]) -> Iterator[str]:
     yield f"### {name}\n\n{parts['']}\n"
     if parts["More"] and not only:
         yield f"{parts['More']}\n"
+    if kind is Options:
+        yield "\n".join(option_lines()) + "\n"
+        return
     if issubclass(kind, enum.Enum):
         yield "\n".join(f"- `{each.name}`: {each.value}" for each in kind) + "\n"
         return
@@ -158,6 +164,16 @@ def class_lines(name: str, kind: type[Any]) -> Iterator[str]:
             called = f"({', '.join(p for p in inspect.signature(inner).parameters if p not in ('self', 'cls'))})"
         lines.append(f"- `{each}{called}`: {sections(inner)['']}")
     yield "\n".join(lines) + "\n"
+
+
+def option_lines() -> Iterator[str]:
+    """Each option with its type, its default and its text, and which functions do not take it."""
+    said = texts()
+    for each in dataclasses.fields(Options):
+        refusing = [name for name, refused in NOT_TAKEN.items() if each.name in refused and name != "verify"]
+        meaning = marked(said[each.name].replace("\n\n", " "))
+        without = f" Not taken by {' and '.join(f'`{name}`' for name in refusing)}." if refusing else ""
+        yield f"- `{each.name}={default_of(each.default)}`{_type(each.type)}: {meaning}{without}"
 
 
 def _function_of(value: Any) -> Any:

@@ -50,7 +50,9 @@ def import_what_a_step_needs() -> None:
 
     def scout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        model = ebbtide.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1MiB", effort=10)
+        model = ebbtide.fit(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1MiB", options=ebbtide.Options(effort=10)
+        )
         for _ in range(2):
             model(torch.randn(3, 4)).sum().backward()
         told.write("\n".join(name for name in sys.modules if name.partition(".")[0] in _LOADED))
@@ -69,9 +71,7 @@ def script(name: str, output: str, errors: str, effort: int) -> None:
     for descriptor, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     if effort:
-        importlib.import_module("ebbtide._api.fit").DEFAULT_EFFORT = effort
-        for function in (ebbtide.plan, ebbtide.max_batch):
-            inspect.unwrap(function).__kwdefaults__["effort"] = effort
+        inspect.unwrap(ebbtide.Options.__init__).__kwdefaults__["effort"] = effort
         smallest = importlib.import_module("ebbtide.planners.search.smallest").smallest_of
         smallest.__defaults__ = (effort, *smallest.__defaults__[1:])
     sys.argv[:] = [name]

@@ -26,7 +26,7 @@ def fitted(**options: Any) -> Pair:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None, **options)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(**options))
     return model, optimizer
 
 

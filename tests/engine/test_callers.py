@@ -143,11 +143,11 @@ def test_every_call_is_planned(change: str, fit_first: bool) -> None:
     plain = copy.deepcopy(model)
     expected = _losses(plain, CHANGES[change](plain))
     if fit_first:
-        ebbtide.fit(model, "100%", effort=10)
+        ebbtide.fit(model, "100%", options=ebbtide.Options(effort=10))
         call = CHANGES[change](model)
     else:
         call = CHANGES[change](model)
-        ebbtide.fit(model, "100%", effort=10)
+        ebbtide.fit(model, "100%", options=ebbtide.Options(effort=10))
     assert all(torch.equal(a, b) for a, b in zip(_losses(model, call), expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert ebbtide.calls_of(model).planned == 3
@@ -155,7 +155,7 @@ def test_every_call_is_planned(change: str, fit_first: bool) -> None:
 
 
 def test_a_forward_that_is_put_on_later_or_taken_off_is_heeded() -> None:
-    model = ebbtide.fit(Net().eval(), "100%", effort=10)
+    model = ebbtide.fit(Net().eval(), "100%", options=ebbtide.Options(effort=10))
     first = model(X).detach()
     original = model.forward
     model.forward = types.MethodType(lambda self, x: original(x) * 2, model)
@@ -175,7 +175,7 @@ def test_a_forward_that_is_put_on_later_or_taken_off_is_heeded() -> None:
 
 
 def test_calls_that_train_nothing_are_counted_apart() -> None:
-    model = ebbtide.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10))
     with torch.no_grad():
         model(X)
     model(X).backward()
@@ -188,14 +188,14 @@ def test_calls_that_train_nothing_are_counted_apart() -> None:
 
 
 def test_a_compiled_function_in_one_graph_says_what_stands_in_the_way() -> None:
-    model = ebbtide.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10))
     with pytest.raises(Exception, match="Ebbtide plans this model's training calls"):
         torch.compile(lambda x: model(x) * 2, backend="aot_eager", fullgraph=True)(X)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_is_the_model_as_it_is_written(strict: bool) -> None:
-    model = ebbtide.fit(Net().eval(), "100%", effort=10)
+    model = ebbtide.fit(Net().eval(), "100%", options=ebbtide.Options(effort=10))
     exported = torch.export.export(model, (X,), strict=strict)
     torch.testing.assert_close(exported.module()(X), model(X))
 
@@ -208,20 +208,20 @@ def test_a_trainer_that_goes_past_the_model_is_refused_before_its_backward() -> 
         def other_step(self, batch: torch.Tensor) -> torch.Tensor:
             return self(batch)
 
-    model = ebbtide.fit(Module(), "100%", effort=10)
+    model = ebbtide.fit(Module(), "100%", options=ebbtide.Options(effort=10))
     with pytest.raises(UsageError, match="training_step has called parts of the model"):
         model.training_step(X)
     with torch.no_grad():
         model.training_step(X)
     ebbtide.unfit(model)
-    ebbtide.fit(model.rest, "100%", effort=10)
+    ebbtide.fit(model.rest, "100%", options=ebbtide.Options(effort=10))
     model.training_step(X).backward()
     assert ebbtide.calls_of(model.rest).planned == 1
 
 
 @pytest.mark.parametrize("by_closure", [False, True])
 def test_weights_are_not_changed_by_gradients_of_no_planned_call(by_closure: bool) -> None:
-    model = ebbtide.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10))
     before = [each.detach().clone() for each in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -257,7 +257,7 @@ def test_gradients_from_before_fit_are_the_users() -> None:
     model = Net()
     model(X).backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbtide.fit(model, "100%", effort=10)
+    ebbtide.fit(model, "100%", options=ebbtide.Options(effort=10))
     optimizer.step()
     optimizer.zero_grad()
     model.rest(model.first(X)).mean().backward()
@@ -283,7 +283,7 @@ def test_a_model_that_is_fitted_again_is_counted_anew(recwarn: pytest.WarningsRe
 
 
 def test_ordinary_optimizer_loops_are_left_alone(recwarn: pytest.WarningsRecorder) -> None:
-    first, second = (ebbtide.fit(Net(), "100%", effort=10) for _ in range(2))
+    first, second = (ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10)) for _ in range(2))
     other = nn.Linear(16, 1)
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     per_layer = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first.first, first.rest)]
@@ -314,7 +314,7 @@ def test_somebody_elses_compilations_are_theirs() -> None:
     """Another thread compiles while this one trains: neither disturbs the other."""
     import threading
 
-    model = ebbtide.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10))
     model(X).backward()
     failed: list[BaseException] = []
     done = threading.Event()
@@ -343,7 +343,7 @@ def test_somebody_elses_compilations_are_theirs() -> None:
 
 def test_a_users_stance_is_for_the_users_own() -> None:
     with torch.compiler.set_stance("force_eager"):
-        model = ebbtide.fit(Net(), "100%", effort=10)
+        model = ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10))
         for _ in range(2):
             model(X).backward()
     assert ebbtide.calls_of(model).planned == 2
@@ -357,7 +357,7 @@ def test_nothing_is_left_of_models_that_are_gone() -> None:
 
     before = None
     for _ in range(2):  # what is there for all fitted models, such as a look at batches, may stay until it next looks
-        model = ebbtide.fit(Net(), "100%", effort=10)
+        model = ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10))
         model(X).backward()
         del model
         gc.collect()

@@ -113,7 +113,7 @@ def gradients(budget: str | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(256, 16)
     if budget is not None:
-        ebbtide.fit(model, budget, effort=50)
+        ebbtide.fit(model, budget, options=ebbtide.Options(effort=50))
     model(x).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 

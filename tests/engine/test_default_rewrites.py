@@ -79,7 +79,7 @@ def data(seed: int = 1) -> torch.Tensor:
 
 def smallest(model: nn.Module, **settings: str) -> int:
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(model, (data(),), budget=1, progress=None, **settings)  # type: ignore[arg-type]
+        ebbtide.plan(model, (data(),), budget=1, options=ebbtide.Options(progress=None, **settings))  # type: ignore[arg-type]
     assert refused.value.smallest_bytes is not None
     return refused.value.smallest_bytes
 
@@ -101,7 +101,9 @@ def test_below_what_the_captured_step_needs_it_is_rewritten_unasked(rule: str) -
     model = MODELS[rule]()
     expected = history(copy.deepcopy(model))
     budget = int(SHARE[rule] * smallest(MODELS[rule](), rewrites="none"))
-    ebbtide.plan(MODELS[rule](), (data(),), budget=budget, progress=None)  # finds out where there is room
+    ebbtide.plan(
+        MODELS[rule](), (data(),), budget=budget, options=ebbtide.Options(progress=None)
+    )  # finds out where there is room
     ebbtide.fit(model, budget, progress=None)
     assert all(map(torch.equal, history(model), expected))
     plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
@@ -139,7 +141,9 @@ def test_nobody_looks_at_them_where_the_step_fits(budget: str, monkeypatch: pyte
 
 
 def smallest_that_fits() -> int:
-    return ebbtide.plan(Wide(), (data(),), budget="200%", rewrites="none", progress=None).baseline_peak_bytes
+    return ebbtide.plan(
+        Wide(), (data(),), budget="200%", options=ebbtide.Options(rewrites="none", progress=None)
+    ).baseline_peak_bytes
 
 
 # -- which are looked at ------------------------------------------------------------------------------------------

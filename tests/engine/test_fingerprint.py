@@ -223,10 +223,10 @@ def test_every_step_may_be_proven() -> None:
     """Memory of an input that NumPy rewrites behind torch's back is seen at any step, before a gradient leaves."""
     memory = torch.randn(256, 32).numpy()
     x = torch.from_numpy(memory)
-    plan = ebbtide.plan(Chain(), (x,), budget="1000%", effort=10)
+    plan = ebbtide.plan(Chain(), (x,), budget="1000%", options=ebbtide.Options(effort=10))
     seen = {}
     for verify in (True, "always"):
-        model = ebbtide.fit(Chain(), plan.smallest_bytes + 40_000, effort=100, verify=verify)
+        model = ebbtide.fit(Chain(), plan.smallest_bytes + 40_000, options=ebbtide.Options(effort=100, verify=verify))
         for _ in range(4):
             model.zero_grad()
             model(x).backward()

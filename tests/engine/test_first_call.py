@@ -85,7 +85,7 @@ def first_call(name: str) -> dict[str, int]:
     tensors = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in (*model.parameters(), x)}
     tensors.update({each.untyped_storage().data_ptr(): each.untyped_storage() for each in model.buffers()})
     before = counter.allocation_level() - sum(each.nbytes() for each in tensors.values())
-    ebbtide.fit(model, "100%", optimizer=optimizer, effort=100)
+    ebbtide.fit(model, "100%", optimizer=optimizer, options=ebbtide.Options(effort=100))
     counter.allocation_restart()
     model(x).backward()
     plan = ebbtide.plan_of(model)

@@ -65,9 +65,9 @@ def test_values_that_are_no_budget_list_the_accepted_forms(model: Tracked, budge
 
 def test_an_unknown_planner_lists_the_known_ones(model: Tracked) -> None:
     with pytest.raises(UsageError, match="keep_all"):
-        ebbtide.fit(model, "1MiB", planner="best")
+        ebbtide.fit(model, "1MiB", options=ebbtide.Options(planner="best"))
     with pytest.raises(UsageError, match="keep_all"):
-        ebbtide.plan(model, (X,), budget="1MiB", planner="best")
+        ebbtide.plan(model, (X,), budget="1MiB", options=ebbtide.Options(planner="best"))
 
 
 @pytest.mark.parametrize("machine", ["gpu", "", 3])
@@ -148,7 +148,7 @@ def test_smallest_is_that_of_these_costs() -> None:
 def test_a_planner_that_finds_nothing_says_so_and_names_one_that_does(model: Tracked) -> None:
     smallest = ebbtide.plan(model, (X,), budget="1MiB").smallest_bytes
     with pytest.raises(BudgetError, match="keep_all") as caught:
-        ebbtide.plan(model, (X,), budget=smallest, planner="keep_all")
+        ebbtide.plan(model, (X,), budget=smallest, options=ebbtide.Options(planner="keep_all"))
     assert caught.value.smallest_bytes <= smallest
 
 
@@ -186,7 +186,7 @@ def test_a_given_plan_is_what_runs(model: Tracked, tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_machine_is_a_start_and_never_run(model: Tracked) -> None:
-    here = ebbtide.plan(model, (X,), budget="70%", effort=200)
+    here = ebbtide.plan(model, (X,), budget="70%", options=ebbtide.Options(effort=200))
     elsewhere = replace(here, machine=machine_named("t4-16gb"), provenance=replace(here.provenance, machine="t4-16gb"))
     ebbtide.fit(model, elsewhere)
     with pytest.raises(PlanMismatch, match=r"machine: plan 't4-16gb', here 'cpu'.*start=plan") as caught:
@@ -198,7 +198,7 @@ def test_a_plan_for_another_machine_is_a_start_and_never_run(model: Tracked) -> 
     with pytest.raises(PlanMismatch, match="name: plan 'another kind of CPU'"):
         model(X)
     ebbtide.unfit(model)
-    ebbtide.fit(model, here.budget_bytes, start=elsewhere, effort=1, planner="greedy")
+    ebbtide.fit(model, here.budget_bytes, options=ebbtide.Options(start=elsewhere, effort=1, planner="greedy"))
     model(X).backward()
     ran = ebbtide.plan_of(model)
     assert ran is not None
@@ -217,9 +217,9 @@ def test_a_start_is_where_the_search_starts(model: Tracked, monkeypatch: pytest.
 
         return plan
 
-    start = ebbtide.plan(model, (X,), budget="80%", rewrites="none")
+    start = ebbtide.plan(model, (X,), budget="80%", options=ebbtide.Options(rewrites="none"))
     monkeypatch.setattr(pipeline, "planner_named", listening)
-    ebbtide.fit(model, "90%", start=start, rewrites="none")
+    ebbtide.fit(model, "90%", options=ebbtide.Options(start=start, rewrites="none"))
     model(X).backward()
     assert asked
     assert all(start.schedule in problem.seeds for problem in asked)
@@ -227,7 +227,9 @@ def test_a_start_is_where_the_search_starts(model: Tracked, monkeypatch: pytest.
 
 def test_a_start_of_another_step_is_said_not_to_be_used(model: Tracked) -> None:
     other = mlp_chain(32, layers=2, width=16)
-    ebbtide.fit(model, "80%", start=ebbtide.plan(other.model, other.args, budget="1MiB"), effort=50)
+    ebbtide.fit(
+        model, "80%", options=ebbtide.Options(start=ebbtide.plan(other.model, other.args, budget="1MiB"), effort=50)
+    )
     with pytest.warns(UserWarning, match="is of another step than the one captured here"):
         model(X).backward()
 
@@ -235,10 +237,10 @@ def test_a_start_of_another_step_is_said_not_to_be_used(model: Tracked) -> None:
 @pytest.mark.parametrize("start", ["plan.json", 3, True])
 def test_a_start_that_is_no_plan_is_refused(model: Tracked, start: object) -> None:
     with pytest.raises(UsageError, match="start takes"):
-        ebbtide.fit(model, "80%", start=start)  # type: ignore[arg-type]
+        ebbtide.fit(model, "80%", options=ebbtide.Options(start=start))  # type: ignore[arg-type]
     plan = ebbtide.plan(model, (X,), budget="1MiB")
     with pytest.raises(UsageError, match="not both"):
-        ebbtide.fit(model, plan, start=plan)
+        ebbtide.fit(model, plan, options=ebbtide.Options(start=plan))
 
 
 def test_a_plan_of_another_program_is_refused_with_the_difference(model: Tracked) -> None:
@@ -269,7 +271,9 @@ def test_a_plan_that_no_longer_fits_is_refused(model: Tracked) -> None:
     plan = ebbtide.plan(model, (X,), budget="1MiB")
     tight = ebbtide.plan(model, (X,), budget=plan.smallest_bytes)
     ebbtide.fit(
-        model, replace(tight, reserve_bytes=0, budget_bytes=tight.budget_bytes - tight.reserve_bytes), verify=False
+        model,
+        replace(tight, reserve_bytes=0, budget_bytes=tight.budget_bytes - tight.reserve_bytes),
+        options=ebbtide.Options(verify=False),
     )
     model(X).backward()
     with pytest.raises(BudgetError, match="more is resident"):  # the gradients

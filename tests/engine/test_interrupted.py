@@ -203,7 +203,7 @@ def test_what_was_captured_while_a_signal_waited_needs_no_second_capture(monkeyp
     monkeypatch.setattr(Capture, "partition", interrupted)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     plain, x = copy.deepcopy(model), torch.randn(4, 8)
-    fitted = ebbtide.fit(model, "1MiB", effort=10, progress=None)
+    fitted = ebbtide.fit(model, "1MiB", progress=None, options=ebbtide.Options(effort=10))
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,7 @@ def tiny() -> Machine:
 def step(tiny: Machine) -> AheadStep:
     with without_memory():
         case = gpt(2, GPTConfig(vocabulary=64, length=32, layers=1, width=32, heads=2))
-    return capture_ahead(case.model, case.args, case.kwargs, machine=tiny)
+    return capture_ahead(case.model, case.args, case.kwargs, options=ebbtide.Options(machine=tiny))
 
 
 def text_of(plan: Plan) -> str:
@@ -86,6 +86,6 @@ def test_cublas_is_resident_where_a_step_has_products(step: AheadStep, tiny: Mac
 
 def test_a_step_for_this_machine_holds_no_cublas() -> None:
     case = gpt(2, GPTConfig(vocabulary=64, length=32, layers=1, width=32, heads=2))
-    here = ebbtide.plan(case.model, case.args, budget="1GiB", effort=1)
+    here = ebbtide.plan(case.model, case.args, budget="1GiB", options=ebbtide.Options(effort=1))
     assert here.resident_bytes < 2**20
     assert not {"memory_bytes", "mapped", "workspace"} & set(here.provenance)

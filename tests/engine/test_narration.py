@@ -40,18 +40,18 @@ def model() -> nn.Module:
 
 
 def plan(**options: object) -> ebbtide.Plan:
-    return ebbtide.plan(model(), (torch.randn(4, 8),), budget="1MiB", effort=10, **options)  # type: ignore[arg-type]
+    return ebbtide.plan(model(), (torch.randn(4, 8),), budget="1MiB", options=ebbtide.Options(effort=10, **options))  # type: ignore[arg-type]
 
 
 def fit(**options: object) -> None:
     # Nothing is measured: what a busy machine makes of that is another matter.
-    fitted = ebbtide.fit(model(), "1MiB", effort=10, verify=False, **options)  # type: ignore[arg-type]
+    fitted = ebbtide.fit(model(), "1MiB", options=ebbtide.Options(effort=10, verify=False, **options))  # type: ignore[arg-type]
     for _ in range(3):
         fitted(torch.randn(4, 8)).sum().backward()
 
 
 def refused(**options: object) -> None:
-    fitted = ebbtide.fit(model(), "1KiB", effort=10, **options)  # type: ignore[arg-type]
+    fitted = ebbtide.fit(model(), "1KiB", options=ebbtide.Options(effort=10, **options))  # type: ignore[arg-type]
     with pytest.raises(BudgetError):
         fitted(torch.randn(4, 8))
 
@@ -153,7 +153,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tower(budget: str, *, inside: bool = True) -> Tower:
-    return ebbtide.fit(Tower(inside=inside), budget, effort=10, verify=False, progress=None)
+    return ebbtide.fit(Tower(inside=inside), budget, progress=None, options=ebbtide.Options(effort=10, verify=False))
 
 
 ROWS = torch.randn(32, 64)
@@ -275,7 +275,9 @@ def test_another_forward_in_flight(reasons: list[str]) -> None:
 
 def test_who_listens_hears_why(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[str] = []
-    made = ebbtide.fit(Tower(), "100%", effort=10, verify=False, progress=lambda each: heard.append(str(each)))
+    made = ebbtide.fit(
+        Tower(), "100%", progress=lambda each: heard.append(str(each)), options=ebbtide.Options(effort=10, verify=False)
+    )
     for _ in range(2):
         backward(made)
     assert any(each.startswith("the step of Tower is planned again, since ") for each in heard)

@@ -52,7 +52,7 @@ def captures(kind: type[Told], calls: int) -> int:
     torch.manual_seed(0)
     said: list[Progress] = []
     plain = kind()
-    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=5, progress=said.append)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", progress=said.append, options=ebbtide.Options(effort=5))
     for i in range(calls):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
         for each in (plain, model):

@@ -102,7 +102,13 @@ def test_one_that_is_declared_repeatable_runs_again() -> None:
     assert ebbtide.repeatable(declared) is declared
     model = Layers(declared)
     eager = trained(Layers(declared))
-    ebbtide.fit(model, ebbtide.plan(model, (torch.randn(256, 32),), budget="100%", progress=None).smallest_bytes + 9000)
+    ebbtide.fit(
+        model,
+        ebbtide.plan(
+            model, (torch.randn(256, 32),), budget="100%", options=ebbtide.Options(progress=None)
+        ).smallest_bytes
+        + 9000,
+    )
     assert all(map(torch.equal, trained(model), eager))
     assert max(runs_of(model)) > 1
 

@@ -109,7 +109,7 @@ BESIDES = [_after, _before, _penalty, _a_head_alone, _among_many, _other_thread_
 
 def _fitted() -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = ebbtide.fit(Net(), "100%", effort=10, progress=None)
+    model = ebbtide.fit(Net(), "100%", progress=None, options=ebbtide.Options(effort=10))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -297,7 +297,9 @@ def test_hooks_are_there_while_a_backward_was_not_planned_and_for_some_steps_mor
 def test_an_adversary_that_is_not_fitted_is_left_alone() -> None:
     """As in a GAN: the fitted generator's gradients come through the other, whose own backwards are not planned."""
     torch.manual_seed(0)
-    generator = ebbtide.fit(nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 16)), "100%", effort=10)
+    generator = ebbtide.fit(
+        nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 16)), "100%", options=ebbtide.Options(effort=10)
+    )
     critic = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 1))
     optimizers = [torch.optim.Adam(each.parameters()) for each in (generator, critic)]
     for _ in range(5):
@@ -344,7 +346,7 @@ class Adversaries(nn.Module):
 @pytest.mark.parametrize("toggled", [False, True])
 def test_sides_that_are_frozen_in_turns_are_looked_at_all_the_same(toggled: bool) -> None:
     """As Lightning's ``toggle_optimizer`` and pix2pix's ``set_requires_grad`` do."""
-    model = ebbtide.fit(Adversaries(), "100%", effort=10, progress=None)
+    model = ebbtide.fit(Adversaries(), "100%", progress=None, options=ebbtide.Options(effort=10))
     sides = model.one, model.other
     optimizers = [torch.optim.Adam(each.parameters()) for each in sides]
     for _ in range(3):
@@ -367,7 +369,7 @@ def test_sides_that_are_frozen_in_turns_are_looked_at_all_the_same(toggled: bool
 
 def test_parameters_that_an_optimizer_gets_later_are_looked_at() -> None:
     """As a callback that thaws layers does (``add_param_group``); what the optimizer keeps of them counts."""
-    model, other = ebbtide.fit(Net(), "100%", effort=10, progress=None), nn.Linear(2, 2)
+    model, other = ebbtide.fit(Net(), "100%", progress=None, options=ebbtide.Options(effort=10)), nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(other.parameters())
     other(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -391,7 +393,7 @@ def test_heads_of_a_shared_body_are_trained_in_turns(others: bool) -> None:
 
     torch.manual_seed(0)
     body, unrelated = nn.Sequential(nn.Linear(16, 32), nn.GELU()), nn.Linear(2, 2)
-    heads = [ebbtide.fit(Head(body), "100%", effort=10, progress=None) for _ in range(2)]
+    heads = [ebbtide.fit(Head(body), "100%", progress=None, options=ebbtide.Options(effort=10)) for _ in range(2)]
     optimizer = torch.optim.Adam({each for head in heads for each in head.parameters()})
     for _ in range(6):
         for head in heads:
@@ -405,8 +407,10 @@ def test_heads_of_a_shared_body_are_trained_in_turns(others: bool) -> None:
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_part_in_the_planned_backward_of_another_model_is_loss_outside(others: bool) -> None:
-    encoder = ebbtide.fit(nn.Sequential(nn.Linear(16, 16), nn.GELU()), "100%", effort=10, progress=None)
-    decoder, unrelated = ebbtide.fit(Net(), "100%", effort=10, progress=None), nn.Linear(2, 2)
+    encoder = ebbtide.fit(
+        nn.Sequential(nn.Linear(16, 16), nn.GELU()), "100%", progress=None, options=ebbtide.Options(effort=10)
+    )
+    decoder, unrelated = ebbtide.fit(Net(), "100%", progress=None, options=ebbtide.Options(effort=10)), nn.Linear(2, 2)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
     for _ in range(3):
         optimizer.zero_grad()
@@ -480,7 +484,7 @@ def test_no_graph_and_no_parameter_is_kept_by_hooks() -> None:
 
 def test_an_optimizer_that_steps_in_the_backward_is_judged_by_its_whole() -> None:
     """What comes before the planned step begins is in its backward all the same; past the model the next is refused."""
-    model = ebbtide.fit(Net(), "100%", effort=10, progress=None)
+    model = ebbtide.fit(Net(), "100%", progress=None, options=ebbtide.Options(effort=10))
     optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
@@ -498,11 +502,13 @@ def test_an_optimizer_that_steps_in_the_backward_is_judged_by_its_whole() -> Non
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_models_that_share_weights_are_not_refused_when_hooks_were_gone(nested: bool) -> None:
-    first = ebbtide.fit(Net(), "100%", effort=10, progress=None)
+    first = ebbtide.fit(Net(), "100%", progress=None, options=ebbtide.Options(effort=10))
     second = Net()
-    second.body = ebbtide.fit(first.body, "100%", effort=10, progress=None) if nested else first.body
+    second.body = (
+        ebbtide.fit(first.body, "100%", progress=None, options=ebbtide.Options(effort=10)) if nested else first.body
+    )
     if not nested:
-        ebbtide.fit(second, "100%", effort=10, progress=None)
+        ebbtide.fit(second, "100%", progress=None, options=ebbtide.Options(effort=10))
     pair = first, first.body if nested else second
     optimizer = torch.optim.SGD([*first.parameters(), *second.head.parameters()], lr=0.1)
     for step in range(30):
@@ -554,5 +560,5 @@ def test_parameters_that_are_changed_by_their_data_take_gradients_of_their_new_s
 def test_a_model_may_be_fitted_where_no_gradients_are(context: Callable[[], Any]) -> None:
     model = nn.Sequential(nn.Linear(16, 4))
     with context():
-        ebbtide.fit(model, "100%", effort=10, progress=None)
+        ebbtide.fit(model, "100%", progress=None, options=ebbtide.Options(effort=10))
     assert FITTED[model].arrivals.watches

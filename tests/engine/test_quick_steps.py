@@ -76,7 +76,7 @@ def test_training_in_a_budget_is_training(make: Callable[[], ebbtide.Case]) -> N
     expected, unplanned_peaks = train(eager, case.args)
     parameters = sum(p.nbytes for p in fitted.parameters())
     budget = int(0.75 * max(unplanned_peaks)) + 2 * parameters  # gradients accumulate; some is held in reserve
-    ebbtide.fit(fitted, budget, effort=EFFORT, verify=False)
+    ebbtide.fit(fitted, budget, options=ebbtide.Options(effort=EFFORT, verify=False))
     found, peaks = train(fitted, case.args)
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -88,8 +88,12 @@ def test_training_in_a_budget_is_training(make: Callable[[], ebbtide.Case]) -> N
 
 def test_the_proof_and_the_measurement_of_first_steps_find_nothing() -> None:
     case = transformer()
-    plan = ebbtide.plan(case.model, case.args, budget="70%", effort=EFFORT)
-    ebbtide.fit(case.model, plan.budget_bytes + 2 * sum(p.nbytes for p in case.model.parameters()), effort=EFFORT)
+    plan = ebbtide.plan(case.model, case.args, budget="70%", options=ebbtide.Options(effort=EFFORT))
+    ebbtide.fit(
+        case.model,
+        plan.budget_bytes + 2 * sum(p.nbytes for p in case.model.parameters()),
+        options=ebbtide.Options(effort=EFFORT),
+    )
     for _ in range(3):
         case.model.zero_grad()
         case.model(*case.args).backward()

@@ -95,7 +95,9 @@ def test_nobody_elses_profiler_is_waited_for() -> None:
 
 def test_threads_that_meet_new_shapes_at_once_have_eagers_gradients() -> None:
     plain = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(48, 48), nn.GELU())), nn.Linear(48, 1))
-    models = [ebbtide.fit(copy.deepcopy(plain), "100%", progress=None, effort=50) for _ in range(3)]
+    models = [
+        ebbtide.fit(copy.deepcopy(plain), "100%", progress=None, options=ebbtide.Options(effort=50)) for _ in range(3)
+    ]
 
     def train(number: int) -> None:
         for turn in range(2):

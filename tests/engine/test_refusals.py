@@ -140,7 +140,7 @@ def test_another_device_is_refused_by_name(kind: str) -> None:
 def test_harmless_hooks_and_one_device_maps_are_fine() -> None:
     for made in (hooked(LoggingHook()), mapped(a="cpu", b="cpu"), model()):
         kind = type(made)
-        made = ebbtide.fit(made, "1GiB", effort=10)
+        made = ebbtide.fit(made, "1GiB", options=ebbtide.Options(effort=10))
         assert type(made) is not kind
         made(X[0]).mean().backward()
         assert ebbtide.calls_of(made).planned == 1
@@ -194,7 +194,7 @@ class Ending(nn.Linear, metaclass=Final):
 
 
 def test_classes_that_look_at_their_subclasses() -> None:
-    model = ebbtide.fit(Registering(4, 4), "1MiB", effort=20)
+    model = ebbtide.fit(Registering(4, 4), "1MiB", options=ebbtide.Options(effort=20))
     model(torch.randn(2, 4)).sum().backward()
     assert Registering.known == []
     with pytest.raises(UsageError, match="lets no class be derived"):
@@ -206,4 +206,4 @@ def test_a_lazy_model_is_refused_before_its_first_batch() -> None:
     with pytest.raises(UsageError, match="before the first batch"):
         ebbtide.fit(lazy, "1MiB")
     lazy(torch.randn(2, 3))
-    ebbtide.fit(lazy, "1MiB", effort=20)(torch.randn(2, 3)).sum().backward()
+    ebbtide.fit(lazy, "1MiB", options=ebbtide.Options(effort=20))(torch.randn(2, 3)).sum().backward()

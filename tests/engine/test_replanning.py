@@ -63,13 +63,13 @@ def rows(seed: int = 0) -> torch.Tensor:
 
 def twins(budget: str | int = "100%", model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, nn.Module]:
     plain = model or Tower()
-    return ebbtide.fit(copy.deepcopy(plain), budget, effort=500, **options), plain
+    return ebbtide.fit(copy.deepcopy(plain), budget, options=ebbtide.Options(effort=500, **options)), plain
 
 
 @functools.cache
 def smallest() -> int:
     """Of a tower."""
-    return ebbtide.plan(Tower(), (rows(),), budget="1000%", effort=100).smallest_bytes
+    return ebbtide.plan(Tower(), (rows(),), budget="1000%", options=ebbtide.Options(effort=100)).smallest_bytes
 
 
 def assert_same(pair: tuple[nn.Module, nn.Module]) -> None:

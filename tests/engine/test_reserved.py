@@ -82,7 +82,7 @@ def test_a_step_on_a_card_is_gauged_once_over_both_graphs(monkeypatch: pytest.Mo
 
 
 def test_on_a_cpu_a_step_reserves_nothing() -> None:
-    model = ebbtide.fit(torch.nn.Linear(64, 64), "100%", effort=10)
+    model = ebbtide.fit(torch.nn.Linear(64, 64), "100%", options=ebbtide.Options(effort=10))
     for _ in range(2):
         model(torch.randn(32, 64)).sum().backward()
     step = ebbtide.step_of(model)
@@ -99,7 +99,7 @@ def executable() -> Executable:
     """Of a step whose first layers make tensors of 2 MiB, as on a card with room in its budget for some of that."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(128, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU()]
-    model = ebbtide.fit(torch.nn.Sequential(*layers), "100%", effort=10, progress=None)
+    model = ebbtide.fit(torch.nn.Sequential(*layers), "100%", progress=None, options=ebbtide.Options(effort=10))
     model(torch.randn(1024, 128)).sum().backward()
     step = ebbtide.step_of(model)
     assert step is not None

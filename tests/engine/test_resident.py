@@ -96,7 +96,7 @@ class Holding(nn.Module):
 
 
 def test_outputs_without_gradients_and_constants_count() -> None:
-    model = ebbtide.fit(Holding(), "1GiB", effort=100)
+    model = ebbtide.fit(Holding(), "1GiB", options=ebbtide.Options(effort=100))
     x = torch.randn(32, 64)
     with torch.no_grad():
         kept = [model(x) for _ in range(3)]

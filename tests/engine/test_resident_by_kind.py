@@ -182,7 +182,7 @@ def test_of_a_step_that_has_much_to_gain_it_says_nothing_of_it() -> None:
     case = mlp_chain(512, layers=12, width=32)
     found = ebbtide.doctor(case.model, case.args)
     assert not found.is_small
-    by_plans = ebbtide.doctor(case.model, case.args, rewrites="none")
+    by_plans = ebbtide.doctor(case.model, case.args, options=ebbtide.Options(rewrites="none"))
     assert by_plans.gain_bytes == by_plans.baseline_peak_bytes - by_plans.smallest_bytes
     assert by_plans.gain_bytes <= found.gain_bytes < found.baseline_peak_bytes, "rewrites go below what plans reach"
     assert "\n  gain " not in _written(found)

@@ -18,8 +18,8 @@ def needs(plan: Plan) -> int:
 
 def test_a_plan_that_leaves_much_free_does_not_come_again_and_again() -> None:
     case = mlp_chain(layers=6)
-    loose = ebbtide.plan(case.model, case.args, budget="100%", effort=50)
-    tight = ebbtide.plan(case.model, case.args, budget=loose.smallest_bytes, effort=50)
+    loose = ebbtide.plan(case.model, case.args, budget="100%", options=ebbtide.Options(effort=50))
+    tight = ebbtide.plan(case.model, case.args, budget=loose.smallest_bytes, options=ebbtide.Options(effort=50))
     budget = needs(loose) - 1
     assert needs(tight) <= budget
     asked: list[int] = []

@@ -20,7 +20,7 @@ from head_models import FORMS, LEFT, Tower, arguments
 
 
 def findings(model: Tower, **options: object) -> tuple[ebbtide.Findings, str]:
-    found = ebbtide.doctor(model, arguments(), progress=None, **options)  # type: ignore[arg-type]
+    found = ebbtide.doctor(model, arguments(), options=ebbtide.Options(progress=None, **options))  # type: ignore[arg-type]
     stream = io.StringIO()
     write_findings(found, stream)
     return found, stream.getvalue()
@@ -71,7 +71,7 @@ def test_the_doctor_tells_which_fact_is_missing(held: bool | None, word: str, mo
 
 
 def test_compare_and_explain_name_what_was_rewritten() -> None:
-    plan = ebbtide.plan(FORMS["plain"](), arguments(), budget="60%", progress=None)
+    plan = ebbtide.plan(FORMS["plain"](), arguments(), budget="60%", options=ebbtide.Options(progress=None))
     assert plan.rewritten is not None
     named = str(plan.rewritten.rewrites[0])
     row = row_of("tower", plan)

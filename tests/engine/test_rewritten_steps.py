@@ -61,7 +61,7 @@ def once(loss: torch.Tensor, i: int) -> None:
 @functools.cache
 def least(form: str) -> int:
     """The smallest budget of the captured step: bytes alone, so that it is looked for once."""
-    model = ebbtide.fit(FORMS[form](), 1, rewrites="none", progress=None)
+    model = ebbtide.fit(FORMS[form](), 1, progress=None, options=ebbtide.Options(rewrites="none"))
     with pytest.raises(BudgetError) as refused:
         model(*arguments())
     assert refused.value.smallest_bytes is not None
@@ -121,7 +121,9 @@ def test_nothing_larger_than_the_budget_is_tried_out_while_the_step_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The numbers of smoothed labels are added as an expanded column, whose layout torch is not trusted with."""
-    roomy = ebbtide.plan(FORMS["smoothed"](), arguments(), budget=below("smoothed"), progress=None)
+    roomy = ebbtide.plan(
+        FORMS["smoothed"](), arguments(), budget=below("smoothed"), options=ebbtide.Options(progress=None)
+    )
     budget = int(1.02 * roomy.smallest_bytes)
     largest: list[int] = []
     honest = layouts.run_alone
@@ -151,7 +153,9 @@ def test_graphs_that_are_retained(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("rows", "kept"):  # which finds out what they take, and that facts hold
         with monkeypatch.context() as patch:
             only_of(patch, kind)
-            plans[kind] = ebbtide.plan(FORMS["plain"](), arguments(), budget=below("plain"), progress=None)
+            plans[kind] = ebbtide.plan(
+                FORMS["plain"](), arguments(), budget=below("plain"), options=ebbtide.Options(progress=None)
+            )
     only_of(monkeypatch, "kept", "rows")  # the former is the cheaper one, and writes over what it has kept
     model = FORMS["plain"]()
     expected = history(copy.deepcopy(model), twice)
@@ -168,7 +172,7 @@ def test_graphs_that_are_retained(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_rewritten_where_that_is_switched_off_or_facts_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = below("plain")
     with pytest.raises(BudgetError):
-        ebbtide.fit(FORMS["plain"](), budget, rewrites="none", progress=None)(*arguments())
+        ebbtide.fit(FORMS["plain"](), budget, progress=None, options=ebbtide.Options(rewrites="none"))(*arguments())
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), False))
     with pytest.raises(BudgetError):
         ebbtide.fit(FORMS["plain"](), budget, progress=None)(*arguments())
@@ -211,7 +215,7 @@ def test_a_refusal_tells_the_least_budget_of_all_programs() -> None:
 
 
 def plan_below(model: Tower, **settings: Any) -> ebbtide.Plan:
-    return ebbtide.plan(model, arguments(), budget=below("plain"), progress=None, **settings)
+    return ebbtide.plan(model, arguments(), budget=below("plain"), options=ebbtide.Options(progress=None, **settings))
 
 
 @pytest.mark.usefixtures("heads_alone")
@@ -233,7 +237,9 @@ def test_a_plan_says_what_it_rewrites_and_keeps_it_in_its_file(tmp_path: Path) -
 
 
 def test_percent_overhead_and_bound_are_of_the_captured_step() -> None:
-    captured = ebbtide.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
+    captured = ebbtide.plan(
+        FORMS["plain"](), arguments(), budget="200%", options=ebbtide.Options(rewrites="none", progress=None)
+    )
     plan = plan_below(FORMS["plain"]())
     assert plan.baseline_peak_bytes == captured.baseline_peak_bytes
     assert plan.baseline_seconds == pytest.approx(captured.baseline_seconds)
@@ -248,7 +254,7 @@ def test_a_given_plan_runs_rewritten() -> None:
     expected = history(copy.deepcopy(model), once)
     plan = plan_below(FORMS["plain"]())
     # In the loop gradients are accumulated once, which takes more than a step that clears them.
-    roomy = ebbtide.plan(FORMS["plain"](), arguments(), budget="90%", progress=None)
+    roomy = ebbtide.plan(FORMS["plain"](), arguments(), budget="90%", options=ebbtide.Options(progress=None))
     assert roomy.rewritten is not None or plan.rewritten is not None
     ebbtide.fit(model, plan if roomy.rewritten is None else roomy, progress=None)
     assert all(map(torch.equal, history(model, once), expected))
@@ -267,7 +273,7 @@ def test_a_given_plan_of_another_step_or_on_other_kernels_is_refused(monkeypatch
 def test_a_plan_for_another_machine_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_measured", lambda *_: pytest.fail("measured for a machine that is not here"))
     large = Tower(FORMS["plain"]().loss, classes=20_000)
-    plan = ebbtide.plan(large, arguments(), budget="80%", machine="h100-80gb", progress=None)
+    plan = ebbtide.plan(large, arguments(), budget="80%", machine="h100-80gb", options=ebbtide.Options(progress=None))
     assert plan.rewritten is not None
     assert "takes for granted, until fit measures it" in str(plan)
 
@@ -275,7 +281,7 @@ def test_a_plan_for_another_machine_lists_what_it_assumes(monkeypatch: pytest.Mo
 def test_a_sweep_never_pays_more_for_more() -> None:
     smallest = below("plain")
     budgets = [smallest, int(1.1 * smallest), int(1.3 * smallest), int(1.6 * smallest), int(2.5 * smallest)]
-    plans = ebbtide.sweep(FORMS["plain"](), arguments(), budgets=budgets, progress=None)
+    plans = ebbtide.sweep(FORMS["plain"](), arguments(), budgets=budgets, options=ebbtide.Options(progress=None))
     assert len(plans) == len(budgets)
     seconds = [plan.step_seconds for plan in plans]
     assert all(b <= a * (1 + 1e-9) for a, b in pairwise(seconds))
@@ -284,14 +290,16 @@ def test_a_sweep_never_pays_more_for_more() -> None:
 
 @pytest.mark.parametrize("planner", ["chen_sqrt", "echo", "keep_all"])
 def test_planners_that_stand_for_papers_plan_what_they_are_given(planner: str) -> None:
-    plan = ebbtide.plan(FORMS["plain"](), arguments(), budget="200%", planner=planner, progress=None)
+    plan = ebbtide.plan(
+        FORMS["plain"](), arguments(), budget="200%", options=ebbtide.Options(planner=planner, progress=None)
+    )
     assert plan.rewritten is None
 
 
 @pytest.mark.parametrize("value", ["fast", True, 1, ["exact"]])
 def test_other_rewrites_are_refused(value: Any) -> None:
     with pytest.raises(UsageError, match='rewrites takes "exact" or "in-place" or "all" or "none"'):
-        ebbtide.fit(FORMS["plain"](), "90%", rewrites=value)
+        ebbtide.fit(FORMS["plain"](), "90%", options=ebbtide.Options(rewrites=value))
 
 
 @pytest.mark.parametrize("label", [-1, CLASSES])
@@ -359,7 +367,7 @@ def test_another_precision_of_products_is_another_step() -> None:
 def test_asking_for_the_default_changes_nothing(rewrites: Any) -> None:
     budget = below("plain")
     plans = [
-        ebbtide.plan(FORMS["plain"](), arguments(), budget=budget, progress=None, **options)
+        ebbtide.plan(FORMS["plain"](), arguments(), budget=budget, options=ebbtide.Options(progress=None, **options))
         for options in ({}, {"rewrites": rewrites})
     ]
     assert plans[0].rewritten == plans[1].rewritten is not None
@@ -383,7 +391,7 @@ def test_a_head_that_holds_little_leaves_the_plan_as_it_was() -> None:
 
     values = torch.randn(512, 64), torch.randint(2, (512,))
     plans = [
-        ebbtide.plan(classifier(), values, budget="60%", rewrites=rewrites, progress=None)
+        ebbtide.plan(classifier(), values, budget="60%", options=ebbtide.Options(rewrites=rewrites, progress=None))
         for rewrites in ("exact", "none")
     ]
     assert plans[0].rewritten is None
@@ -398,7 +406,9 @@ def test_verify_holds_a_rewritten_plan_against_the_captured_step_and_eager() -> 
     assert seen.equal
     assert not seen.eager_differences
     assert seen.within_budget
-    captured = ebbtide.plan(FORMS["plain"](), arguments(), budget="200%", rewrites="none", progress=None)
+    captured = ebbtide.plan(
+        FORMS["plain"](), arguments(), budget="200%", options=ebbtide.Options(rewrites="none", progress=None)
+    )
     assert seen.baseline_above_bytes == captured.timeline.above_bytes
     with pytest.raises(PlanMismatch, match="no linear layer with a cross-entropy"):
         ebbtide.verify(LEFT["bent otherwise"][0](), arguments(), plan=plan)
@@ -413,7 +423,9 @@ def test_rewrites_and_tiers(tmp_path: Path) -> None:
     expected = history(copy.deepcopy(model), once)
     tier = f"disk:{tmp_path}"
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(FORMS["plain"](), arguments(), budget=1, tiers=tier, rewrites="none", progress=None)
+        ebbtide.plan(
+            FORMS["plain"](), arguments(), budget=1, options=ebbtide.Options(tiers=tier, rewrites="none", progress=None)
+        )
     assert refused.value.smallest_bytes is not None
     budget = int(0.8 * refused.value.smallest_bytes)
     ebbtide.fit(model, budget, tiers=tier, progress=None)
@@ -463,7 +475,7 @@ def test_autocast() -> None:
     model = FORMS["plain"]()
     expected = trained(copy.deepcopy(model))
     with torch.autocast("cpu", torch.bfloat16):
-        plan = ebbtide.plan(FORMS["plain"](), arguments(), budget="80%", progress=None)
+        plan = ebbtide.plan(FORMS["plain"](), arguments(), budget="80%", options=ebbtide.Options(progress=None))
     assert plan.rewritten is not None
     ebbtide.fit(model, plan.budget_bytes, progress=None)
     assert all(map(torch.equal, trained(model), expected))

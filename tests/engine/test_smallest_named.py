@@ -180,7 +180,7 @@ def test_what_a_process_with_room_names_holds_in_one_that_knows_nothing(
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / directory))
         if directory == "room":
             with pytest.raises(BudgetError) as refused:
-                ebbtide.plan(copy.deepcopy(plain), (x,), budget=1, progress=None)
+                ebbtide.plan(copy.deepcopy(plain), (x,), budget=1, options=ebbtide.Options(progress=None))
     assert refused.value.smallest_bytes is not None
     model = ebbtide.fit(copy.deepcopy(plain), int(1.05 * refused.value.smallest_bytes), progress=None)
     for _ in range(2):

@@ -82,9 +82,9 @@ def test_only_what_a_step_changes_is_held_in_reserve() -> None:
             return (self.norm(self.layer(x)) * self.table).square().mean()
 
     model, x = Masked(), torch.randn(512, 64)
-    plan = ebbtide.plan(model, (x,), budget="100%", effort=10)
+    plan = ebbtide.plan(model, (x,), budget="100%", options=ebbtide.Options(effort=10))
     assert 2 * 64 * 4 <= plan.reserve_bytes <= 512 * 64 * 4 // 2
-    ebbtide.fit(model, "100%", effort=10)
+    ebbtide.fit(model, "100%", options=ebbtide.Options(effort=10))
     model(x).backward()
     fitted = ebbtide.plan_of(model)
     assert fitted is not None

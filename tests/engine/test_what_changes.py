@@ -65,7 +65,7 @@ def test_a_function_put_on_a_class_is_what_runs(
     patch: tuple[type, str, Callable[..., Any]], before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Net()
-    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=20)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=20))
     x = torch.randn(8, 16)
     for _ in range(before):
         _steps_agree(plain, model, x)
@@ -81,7 +81,7 @@ def test_a_function_put_on_a_class_is_what_runs(
 
 def test_what_is_put_on_the_class_of_a_fitted_model_is_put_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Net()
-    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=20)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=20))
     x = torch.randn(8, 16)
     _steps_agree(plain, model, x)
     monkeypatch.setattr(type(model), "made", 3)
@@ -93,7 +93,7 @@ def test_what_is_put_on_the_class_of_a_fitted_model_is_put_on_its_own(monkeypatc
 
 
 def test_a_class_derived_from_a_fitted_models_is_its_makers() -> None:
-    model = ebbtide.fit(nn.Linear(4, 4), "1MiB", effort=20)
+    model = ebbtide.fit(nn.Linear(4, 4), "1MiB", options=ebbtide.Options(effort=20))
     derived = type("Derived", (type(model),), {})
     derived.weight_of = property(lambda self: 3)  # type: ignore[attr-defined]
     assert not hasattr(nn.Linear, "weight_of")
@@ -128,7 +128,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_settings_that_choose_kernels_make_another_step(setting: Callable[[], Any]) -> None:
     plain = Attending()
-    model = ebbtide.fit(copy.deepcopy(plain), "10MiB", effort=20)
+    model = ebbtide.fit(copy.deepcopy(plain), "10MiB", options=ebbtide.Options(effort=20))
     x = torch.randn(64, 16)
     _steps_agree(plain, model, x)
     first = ebbtide.plan_of(model)
@@ -158,8 +158,10 @@ def test_what_is_added_to_a_loss_inside_is_planned_for() -> None:
         (loss + penalty).backward()
 
     x = torch.randn(512, 64)
-    case = ebbtide.plan(Loss(), (x,), budget="1000%", effort=20)
-    model = ebbtide.fit(Loss(), case.resident_bytes + case.baseline.above_bytes + 300_000, effort=50)
+    case = ebbtide.plan(Loss(), (x,), budget="1000%", options=ebbtide.Options(effort=20))
+    model = ebbtide.fit(
+        Loss(), case.resident_bytes + case.baseline.above_bytes + 300_000, options=ebbtide.Options(effort=50)
+    )
     with pytest.warns(UserWarning, match="outside the model took"):
         step(model)
     for _ in range(3):
@@ -175,7 +177,9 @@ def test_what_is_added_to_a_loss_inside_is_planned_for() -> None:
 @pytest.mark.filterwarnings("ignore:code outside the model took")
 def test_a_smaller_shape_may_take_what_a_share_came_to_before() -> None:
     model = ebbtide.fit(
-        nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))), "80%", effort=20
+        nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))),
+        "80%",
+        options=ebbtide.Options(effort=20),
     )
     model(torch.randn(1024, 64)).square().mean().backward()
     granted = ebbtide.plan_of(model)
@@ -185,7 +189,7 @@ def test_a_smaller_shape_may_take_what_a_share_came_to_before() -> None:
     assert granted is not None
     assert small is not None
     assert small.predicted_peak_bytes < small.budget_bytes <= granted.budget_bytes
-    alone = ebbtide.fit(copy.deepcopy(model), "80%", effort=20)
+    alone = ebbtide.fit(copy.deepcopy(model), "80%", options=ebbtide.Options(effort=20))
     with pytest.raises(BudgetError):
         alone(torch.randn(16, 64))
 
@@ -194,7 +198,7 @@ def test_a_dispatch_mode_is_refused_by_name_and_the_next_step_is_right() -> None
     from torch.utils.flop_counter import FlopCounterMode
 
     plain = Net()
-    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=20)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=20))
     x = torch.randn(8, 16)
     for _ in range(2):
         with FlopCounterMode(display=False), pytest.raises(CaptureError, match="dispatch mode"):

@@ -111,7 +111,9 @@ def both(
     whole = options.get("step") == "inside" or options.get("offload_optimizer", False)
     if scaler is not None and options.get("step") == "inside":
         options["scaler"] = scaler
-    ebbtide.fit(case.model, budget, optimizer=optimizer, effort=EFFORT, progress=None, **options)
+    ebbtide.fit(
+        case.model, budget, optimizer=optimizer, progress=None, options=ebbtide.Options(effort=EFFORT, **options)
+    )
     found = train(case, optimizer, scaler=scaler, whole=whole, **how)
     assert_same(expected, found)
     plan = ebbtide.plan_of(case.model)
@@ -182,7 +184,7 @@ def test_images_in_channels_last() -> None:
     expected = train(plain, adamw(plain.model))
     del plain
     optimizer = adamw(case.model)
-    ebbtide.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, "75%", optimizer=optimizer, progress=None, options=ebbtide.Options(effort=EFFORT))
     found = train(case, optimizer)
     assert_same(expected, found)
     plan = ebbtide.plan_of(case.model)
@@ -222,7 +224,7 @@ def test_batch_norm_is_that_of_eager(way: str, layout: torch.memory_format) -> N
     expected = train(plain, adamw(plain.model), autocast=dtype)
     del plain
     optimizer = adamw(model)
-    ebbtide.fit(model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(model, "75%", optimizer=optimizer, progress=None, options=ebbtide.Options(effort=EFFORT))
     found = train(case, optimizer, autocast=dtype)
     assert_same(expected, found)
     plan = ebbtide.plan_of(model)
@@ -243,7 +245,7 @@ def test_heads_that_share_keys(dtype: torch.dtype) -> None:
     expected = train(plain, adamw(plain.model))
     del plain
     optimizer = adamw(case.model)
-    ebbtide.fit(case.model, "70%", optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, "70%", optimizer=optimizer, progress=None, options=ebbtide.Options(effort=EFFORT))
     found = train(case, optimizer)
     assert_same(expected, found)
     plan = ebbtide.plan_of(case.model)
@@ -254,7 +256,7 @@ def test_heads_that_share_keys(dtype: torch.dtype) -> None:
 def test_the_first_step_counts_what_cublas_takes_in_it() -> None:
     """On the caller's thread and on autograd's, as in a process that has multiplied nothing yet."""
     case = case_of("chain", "cuda", large=True)
-    plan = ebbtide.plan(copy.deepcopy(case.model), case.args, budget="1000%", effort=EFFORT)
+    plan = ebbtide.plan(copy.deepcopy(case.model), case.args, budget="1000%", options=ebbtide.Options(effort=EFFORT))
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -262,7 +264,7 @@ def test_the_first_step_counts_what_cublas_takes_in_it() -> None:
     smallest = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
     above = int(smallest + 0.3 * (plan.baseline.above_bytes - smallest))
     budget = before + 2 * 33 * MIB + plan.reserve_bytes + above
-    ebbtide.fit(case.model, budget, effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, budget, progress=None, options=ebbtide.Options(effort=EFFORT))
     found = train(case, torch.optim.SGD(case.model.parameters(), lr=0.01))
     assert max(found.peaks) <= budget
     fitted = ebbtide.plan_of(case.model)
@@ -279,7 +281,7 @@ def test_attention_as_eager_chooses_it_by_default() -> None:
     first, second = (train(plain, adamw(plain.model)) for plain in plains)
     del plains
     optimizer = adamw(case.model)
-    ebbtide.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, "75%", optimizer=optimizer, progress=None, options=ebbtide.Options(effort=EFFORT))
     found = train(case, optimizer)
     plan = ebbtide.plan_of(case.model)
     assert plan is not None
@@ -291,7 +293,9 @@ def test_attention_as_eager_chooses_it_by_default() -> None:
 def test_steady_steps_do_not_wait_for_the_card() -> None:
     case = case_of("gpt", "cuda", large=True)
     optimizer = torch.optim.SGD(case.model.parameters(), lr=0.01)
-    ebbtide.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, tiers="host", progress=None)
+    ebbtide.fit(
+        case.model, "75%", optimizer=optimizer, tiers="host", progress=None, options=ebbtide.Options(effort=EFFORT)
+    )
 
     def step() -> None:
         case.model(*case.args).backward()
@@ -320,7 +324,9 @@ def test_a_step_fits_in_a_card_of_its_budget(tiers: str | None) -> None:
     wide = ebbtide.Case(case.model, tuple(torch.cat([a] * 16) for a in case.args))
     (wide.args[0] @ wide.args[0].T[:, :8]).sum().item()
     torch.cuda.empty_cache()
-    ebbtide.fit(case.model, "45%", optimizer=optimizer, effort=EFFORT, tiers=tiers, progress=None)
+    ebbtide.fit(
+        case.model, "45%", optimizer=optimizer, tiers=tiers, progress=None, options=ebbtide.Options(effort=EFFORT)
+    )
     train(wide, optimizer, steps=2)
     plan = ebbtide.plan_of(case.model)
     assert plan is not None
@@ -345,7 +351,7 @@ def test_a_steady_step_is_captured_in_a_graph() -> None:
     plain(*case.args).backward()
     expected = [each.grad.clone() for each in plain.parameters() if each.grad is not None]
     del plain
-    ebbtide.fit(case.model, "75%", effort=EFFORT, progress=None)
+    ebbtide.fit(case.model, "75%", progress=None, options=ebbtide.Options(effort=EFFORT))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -372,7 +378,9 @@ def test_a_steady_step_is_captured_in_a_graph() -> None:
 def test_a_failed_backward_leaves_nothing() -> None:
     case = case_of("gpt", "cuda", large=True)
     optimizer = adamw(case.model)
-    ebbtide.fit(case.model, "75%", optimizer=optimizer, effort=EFFORT, tiers="host", progress=None)
+    ebbtide.fit(
+        case.model, "75%", optimizer=optimizer, tiers="host", progress=None, options=ebbtide.Options(effort=EFFORT)
+    )
     train(case, optimizer, steps=3)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -402,14 +410,16 @@ def test_the_largest_batch_of_a_budget_fits() -> None:
 
     weights = sum(p.nbytes for p in narrow.model.parameters())
     budget = 4 * weights + 300 * MIB
-    found = ebbtide.max_batch(make, budget=budget, optimizer=adamw, effort=EFFORT, progress=None)
+    found = ebbtide.max_batch(
+        make, budget=budget, options=ebbtide.Options(optimizer=adamw, effort=EFFORT, progress=None)
+    )
     assert found.batch >= 1
     wide, optimizer = make(found.batch), adamw(narrow.model)
     counted = weights + sum(each.nbytes for each in wide.args)
     gc.collect()
     libraries = cublas_bytes_here()  # in the batch's budget; here they are there already
     budget += torch.cuda.memory_allocated() - counted - libraries
-    ebbtide.fit(wide.model, budget, optimizer=optimizer, effort=EFFORT, progress=None)
+    ebbtide.fit(wide.model, budget, optimizer=optimizer, progress=None, options=ebbtide.Options(effort=EFFORT))
     assert max(train(wide, optimizer, steps=3).peaks) <= budget
 
 
@@ -480,7 +490,7 @@ def test_transformers_trainer(way: str, tmp_path: Path) -> None:
 
     expected, _ = run()
     torch.cuda.empty_cache()
-    budget = MemoryBudget("80%", progress=None)
+    budget = MemoryBudget("80%", options=ebbtide.Options(progress=None))
     found, peaks = run(budget)
     assert budget.plan is not None
     assert max(peaks) <= budget.plan.budget_bytes
@@ -517,7 +527,7 @@ def test_lightning_and_its_precision(tmp_path: Path) -> None:
         return {key: value.cpu() for key, value in module.state_dict().items()}
 
     expected = run()
-    budget = MemoryBudget("80%", progress=None)
+    budget = MemoryBudget("80%", options=ebbtide.Options(progress=None))
     found = run(budget)
     assert budget.plan is not None
     for key, value in expected.items():
@@ -535,11 +545,11 @@ def test_accelerate_in_both_orders(first: str) -> None:
         model = case_of("gpt", "cpu", large=True).model
         args = case_of("gpt", "cuda", large=True).args
         if fitted and first == "fit":
-            ebbtide.fit(model.cuda(), "80%", effort=EFFORT, progress=None)
+            ebbtide.fit(model.cuda(), "80%", progress=None, options=ebbtide.Options(effort=EFFORT))
         optimizer = adamw(model)
         model, optimizer = accelerator.prepare(model, optimizer)
         if fitted and first == "prepare":
-            ebbtide.fit(model, "80%", effort=EFFORT, progress=None)
+            ebbtide.fit(model, "80%", progress=None, options=ebbtide.Options(effort=EFFORT))
         torch.manual_seed(2)
         for _ in range(4):
             loss = model(*args)

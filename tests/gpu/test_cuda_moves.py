@@ -59,11 +59,11 @@ def moving(unplanned: Plan, seed: int, drop: float, tier: str, room: int = 0) ->
 @pytest.mark.parametrize("name", ["chain", "gpt"])
 def test_a_schedule_that_moves_is_the_same_step(name: str, tier: str, tmp_path: Path) -> None:
     case = case_of(name, "cuda", large=True)
-    unplanned = ebbtide.plan(case.model, case.args, budget="1000%", effort=EFFORT)
+    unplanned = ebbtide.plan(case.model, case.args, budget="1000%", options=ebbtide.Options(effort=EFFORT))
     for seed in range(4):
         plan = moving(unplanned, seed, 0.02 + 0.02 * seed, tier)
         named = "host" if tier == "host" else f"disk:{tmp_path}"
-        result = ebbtide.verify(case.model, case.args, {}, plan, tiers=named)
+        result = ebbtide.verify(case.model, case.args, {}, plan, options=ebbtide.Options(tiers=named))
         assert result.differences == ()
         assert abs(result.prediction_error) <= PREDICTION
     assert list(tmp_path.iterdir()) == []
@@ -72,7 +72,7 @@ def test_a_schedule_that_moves_is_the_same_step(name: str, tier: str, tmp_path: 
 def test_fitted_steps_prove_measure_and_keep_their_budget() -> None:
     case = case_of("gpt", "cuda", large=True)
     eager = copy.deepcopy(case.model)
-    unplanned = ebbtide.plan(case.model, case.args, budget="1000%", effort=EFFORT)
+    unplanned = ebbtide.plan(case.model, case.args, budget="1000%", options=ebbtide.Options(effort=EFFORT))
     plan = moving(unplanned, 3, 0.05, "host", room=2 * sum(p.nbytes for p in case.model.parameters()))
     model = ebbtide.fit(case.model, plan, tiers="host", progress=None)
     for _ in range(4):
@@ -118,7 +118,7 @@ def test_training_with_the_host_is_training(around: Callable[[], contextlib.Abst
     expected = train(plain, way)
     del plain
     budget = workable(case, way, 0.2)
-    ebbtide.fit(case.model, budget, effort=EFFORT, tiers="host")
+    ebbtide.fit(case.model, budget, tiers="host", options=ebbtide.Options(effort=EFFORT))
     found = train(case, way)
     assert found.same_as(expected)
     assert max(found.peaks) <= budget

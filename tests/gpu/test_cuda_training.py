@@ -66,7 +66,7 @@ def test_two_fitted_models_in_turns() -> None:
     budgets = [workable(case, Way(), 0.5) for case in cases]
     for case, budget in zip(cases, budgets, strict=True):
         gradients = sum(p.nbytes for other in cases for p in other.model.parameters())
-        ebbtide.fit(case.model, budget + gradients, effort=EFFORT)
+        ebbtide.fit(case.model, budget + gradients, options=ebbtide.Options(effort=EFFORT))
     found = [train(case, Way()) for case in cases]
     for one, other in zip(found, expected, strict=True):
         assert one.same_as(other)
@@ -97,7 +97,7 @@ def test_it_fits_where_eager_does_not() -> None:
             train(ebbtide.Case(plain, case.args), Way(), steps=1)
         plain.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        ebbtide.fit(case.model, budget, effort=EFFORT)
+        ebbtide.fit(case.model, budget, options=ebbtide.Options(effort=EFFORT))
         found = train(case, Way())
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -90,7 +90,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_the_same_within_the_budget(way: str, tmp_path: Path) -> None:
     _, alone = trained(tmp_path, **WAYS[way])
-    budget = MemoryBudget("90%", progress=None)
+    budget = MemoryBudget("90%", options=ebbtide.Options(progress=None))
     trainer, left = trained(tmp_path, budget, **WAYS[way])
     assert_same(alone, left)
     assert budget.calls is not None
@@ -107,12 +107,12 @@ def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     constant = {"lr_scheduler_type": "constant"}
     saving = constant | {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     _, alone = trained(tmp_path / "all", max_steps=4, **constant)
-    trained(tmp_path / "part", MemoryBudget("90%", progress=None), **saving)
+    trained(tmp_path / "part", MemoryBudget("90%", options=ebbtide.Options(progress=None)), **saving)
     arguments = hf.TrainingArguments(
         output_dir=str(tmp_path / "part"), report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=0,
         per_device_train_batch_size=4, max_steps=4, save_strategy="no", **constant,
     )  # fmt: skip
-    budget = MemoryBudget("90%", progress=None)
+    budget = MemoryBudget("90%", options=ebbtide.Options(progress=None))
     resumed = hf.Trainer(model=tiny(), args=arguments, train_dataset=Tokens(), callbacks=[budget])
     resumed.train(resume_from_checkpoint=True)
     for key, value in resumed.model.state_dict().items():
@@ -122,7 +122,7 @@ def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_the_optimizer_of_the_trainer_counts(tmp_path: Path) -> None:
-    first = MemoryBudget("90%", progress=None)
+    first = MemoryBudget("90%", options=ebbtide.Options(progress=None))
     trainer, _ = trained(tmp_path, first, max_steps=1)
     weights = sum(each.nbytes for each in trainer.model.parameters())
     assert first.plan is not None
@@ -131,7 +131,7 @@ def test_the_optimizer_of_the_trainer_counts(tmp_path: Path) -> None:
 
 def test_a_model_that_was_fitted_before_stays_fitted(tmp_path: Path) -> None:
     model = ebbtide.fit(tiny(), "90%", progress=None)
-    budget = MemoryBudget("50%", progress=None)
+    budget = MemoryBudget("50%", options=ebbtide.Options(progress=None))
     trained(tmp_path, budget, model=model)
     plan = ebbtide.plan_of(model)
     assert plan is not None
@@ -142,7 +142,11 @@ def test_a_model_that_was_fitted_before_stays_fitted(tmp_path: Path) -> None:
 
 def test_a_second_budget_on_one_trainer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="two MemoryBudgets"):
-        trained(tmp_path, MemoryBudget("90%", progress=None), MemoryBudget("80%", progress=None))
+        trained(
+            tmp_path,
+            MemoryBudget("90%", options=ebbtide.Options(progress=None)),
+            MemoryBudget("80%", options=ebbtide.Options(progress=None)),
+        )
 
 
 class Failing(hf.TrainerCallback):
@@ -155,14 +159,14 @@ class Failing(hf.TrainerCallback):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_training_after_one_that_failed_has_its_own_budget(kept: bool, tmp_path: Path) -> None:
-    model, first = tiny(), MemoryBudget("90%", progress=None)
+    model, first = tiny(), MemoryBudget("90%", options=ebbtide.Options(progress=None))
     with pytest.raises(RuntimeError, match="a fault"):
         trained(tmp_path, first, Failing(), model=model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     if not kept:
         del first
         gc.collect()
-    second = MemoryBudget("80%", progress=None)
+    second = MemoryBudget("80%", options=ebbtide.Options(progress=None))
     _, left = trained(tmp_path, second, model=model)
     plain = tiny()
     plain.load_state_dict(state)
@@ -189,19 +193,21 @@ REFUSED = {
 def test_what_runs_past_the_plan_is_refused_by_name(way: str, tmp_path: Path) -> None:
     settings, message = REFUSED[way]
     with pytest.raises(UsageError, match=message):
-        trained(tmp_path, MemoryBudget("90%", progress=None), **settings)
+        trained(tmp_path, MemoryBudget("90%", options=ebbtide.Options(progress=None)), **settings)
 
 
 def test_a_step_inside_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match='takes no step="inside"'):
-        trained(tmp_path, MemoryBudget("90%", step="inside", progress=None))
+        trained(tmp_path, MemoryBudget("90%", options=ebbtide.Options(step="inside", progress=None)))
 
 
 def test_bad_input_is_refused_where_it_is_given() -> None:
     with pytest.raises(UsageError, match="12GiB"):
         MemoryBudget("lots")
     with pytest.raises(UsageError, match="asks the trainer for its own"):
-        MemoryBudget("1GiB", optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
+        MemoryBudget(
+            "1GiB", options=ebbtide.Options(optimizer=torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
+        )
     with pytest.raises(UsageError, match="bugdet"):
         MemoryBudget("1GiB", bugdet=3)
 
@@ -239,7 +245,7 @@ AHEAD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", AHEAD)
 def test_the_batches_that_a_trainer_holds_are_resident(way: str, tmp_path: Path) -> None:
-    model, budget = tiny(), MemoryBudget("100%", progress=None, effort=100)
+    model, budget = tiny(), MemoryBudget("100%", options=ebbtide.Options(progress=None, effort=100))
     seen = Seen(model)
     trained(tmp_path, budget, seen, model=model, data=Tokens(48), max_steps=1, **AHEAD[way])
     assert budget.plan is not None

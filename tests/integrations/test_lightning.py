@@ -111,7 +111,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_the_same_within_the_budget(way: str) -> None:
-    budget = MemoryBudget("97%", progress=None)
+    budget = MemoryBudget("97%", options=ebbtide.Options(progress=None))
     ours = trained(budget, **WAYS[way])
     assert_same(trained(**WAYS[way]), ours)
     assert budget.calls is not None
@@ -125,7 +125,7 @@ def test_training_is_the_same_within_the_budget(way: str) -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_the_optimizer_steps_inside_of_the_step(max_norm: float | None) -> None:
     options = {} if max_norm is None else {"max_norm": max_norm}
-    budget = MemoryBudget("97%", step="inside", progress=None, **options)
+    budget = MemoryBudget("97%", options=ebbtide.Options(step="inside", progress=None, **options))
     ours = trained(budget)
     assert_same(trained(**({} if max_norm is None else {"gradient_clip_val": max_norm})), ours)
     assert budget.calls is not None
@@ -138,23 +138,23 @@ def test_what_finds_no_gradients_is_refused_before_the_first_step_inside() -> No
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
     ):
         with pytest.raises(UsageError, match=said):
-            trained(MemoryBudget("97%", step="inside", progress=None), **settings)
+            trained(MemoryBudget("97%", options=ebbtide.Options(step="inside", progress=None)), **settings)
     scheduler = pl.callbacks.GradientAccumulationScheduler({0: 2})
     with pytest.raises(UsageError, match="accumulate_grad_batches"):
-        trained(MemoryBudget("97%", step="inside", progress=None), scheduler)
+        trained(MemoryBudget("97%", options=ebbtide.Options(step="inside", progress=None)), scheduler)
 
     class Logs(Module):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.log("norm", sum(each.grad.norm() for each in self.parameters() if each.grad is not None))
 
     with pytest.raises(UsageError, match="is read before"):
-        trained(MemoryBudget("97%", step="inside", progress=None), kind=Logs)
+        trained(MemoryBudget("97%", options=ebbtide.Options(step="inside", progress=None)), kind=Logs)
 
 
 def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     saved = tmp_path / "saved.ckpt"
-    trained(MemoryBudget("97%", progress=None))[0].save_checkpoint(saved)
-    budget = MemoryBudget("97%", progress=None)
+    trained(MemoryBudget("97%", options=ebbtide.Options(progress=None)))[0].save_checkpoint(saved)
+    budget = MemoryBudget("97%", options=ebbtide.Options(progress=None))
     ours = trained(budget, ckpt_path=saved, max_epochs=2)
     trained()[0].save_checkpoint(saved)
     assert_same(trained(ckpt_path=saved, max_epochs=2), ours)
@@ -189,7 +189,7 @@ def test_averaged_weights_get_their_statistics() -> None:
     def averaging() -> Any:
         return pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
 
-    budget = MemoryBudget("97%", progress=None)
+    budget = MemoryBudget("97%", options=ebbtide.Options(progress=None))
     ours = trained(budget, averaging(), kind=Normed, max_epochs=2)
     assert_same(trained(averaging(), kind=Normed, max_epochs=2), ours)
     assert budget.calls is not None
@@ -197,7 +197,7 @@ def test_averaged_weights_get_their_statistics() -> None:
 
 
 def test_what_is_logged_is_never_stale() -> None:
-    budget = MemoryBudget("97%", progress=None)
+    budget = MemoryBudget("97%", options=ebbtide.Options(progress=None))
     ours = trained(budget, kind=Numbers, max_epochs=2)
     assert_same(trained(kind=Numbers, max_epochs=2), ours)
     first, last = ours[2][0][0], ours[2][-1][0]
@@ -215,7 +215,7 @@ class Skips(Module):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
 def test_a_step_that_is_skipped_has_nothing_to_plan() -> None:
-    budget = MemoryBudget("97%", progress=None)
+    budget = MemoryBudget("97%", options=ebbtide.Options(progress=None))
     ours = trained(budget, kind=Skips, max_epochs=2)
     assert_same(trained(kind=Skips, max_epochs=2), ours)
     assert budget.calls is not None
@@ -232,7 +232,7 @@ class UsesAMetric(Module):
 
 def test_computing_with_a_metric_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="uses what a metric returned"):
-        trained(MemoryBudget("97%", progress=None), kind=UsesAMetric)
+        trained(MemoryBudget("97%", options=ebbtide.Options(progress=None)), kind=UsesAMetric)
 
 
 class Writes(Module):
@@ -249,7 +249,7 @@ def test_what_is_no_graph_is_refused_with_its_line_and_leaves_the_module_as_it_w
             kept.append(self)
 
     with pytest.raises(CaptureError, match=r'print\("a step"\)'):
-        trained(MemoryBudget("97%", progress=None), kind=Kept)
+        trained(MemoryBudget("97%", options=ebbtide.Options(progress=None)), kind=Kept)
     assert {"training_step", "log"}.isdisjoint(vars(kept[0]))
 
 
@@ -263,7 +263,7 @@ class Counts(Module):
 
 def test_a_number_of_a_batch_that_chooses_what_is_logged_makes_a_step_for_each_choice() -> None:
     captured: list[Any] = []
-    budget = MemoryBudget("1MiB", progress=captured.append)
+    budget = MemoryBudget("1MiB", options=ebbtide.Options(progress=captured.append))
     _, module, seen = trained(budget, kind=Counts, batch=12)
     _, plain, theirs = trained(kind=Counts, batch=12)
     assert seen == theirs
@@ -281,7 +281,7 @@ class Weighs(Module):
 
 def test_a_step_for_each_number_of_a_batch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "_MOST_IN_A_ROW", 2)
-    budget = MemoryBudget("1MiB", progress=None)
+    budget = MemoryBudget("1MiB", options=ebbtide.Options(progress=None))
     with pytest.raises(CaptureError, match=r"self\.batch_idx == 1 .*on_train_batch_end"):
         trained(budget, kind=Weighs, batch=16)
     assert budget.calls is not None
@@ -298,7 +298,7 @@ class Copies(Module):
 
 
 def test_copies_made_in_training_are_plain_modules() -> None:
-    trained(MemoryBudget("97%", progress=None), kind=Copies, max_steps=1)
+    trained(MemoryBudget("97%", options=ebbtide.Options(progress=None)), kind=Copies, max_steps=1)
     copied = Copies.copied
     assert vars(copied)["training_step"].__self__ is copied
     assert vars(copied)["training_step"].__func__ is Module.training_step
@@ -336,7 +336,7 @@ class Manual(pl.LightningModule):
 
 
 def test_manual_optimization_plans_the_losses_that_are_named() -> None:
-    budget = MemoryBudget("99%", losses=["first_loss", "second_loss"], progress=None)
+    budget = MemoryBudget("99%", losses=["first_loss", "second_loss"], options=ebbtide.Options(progress=None))
     ours = trained(budget, kind=Manual)
     assert_same(trained(kind=Manual), ours)
     assert budget.calls is not None
@@ -396,14 +396,14 @@ def test_fit_refuses_a_lightning_module_with_the_line_that_works() -> None:
 
 
 def test_the_largest_batch_trains_and_the_next_does_not() -> None:
-    budget = MemoryBudget("256KiB", progress=None)
+    budget = MemoryBudget("256KiB", options=ebbtide.Options(progress=None))
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     module = Module()
 
     def batch_of(count: int) -> Any:
         return torch.zeros(count, 4, WIDTH), torch.zeros(count, dtype=torch.long)
 
-    found = budget.max_batch(trainer, module, batch_of, progress=None, effort=500)
+    found = budget.max_batch(trainer, module, batch_of, options=ebbtide.Options(progress=None, effort=500))
     assert "training_step" not in vars(module)
     assert all(each.grad is None for each in module.parameters())
     assert 1 < found.unplanned_batch < found.batch < 90
@@ -411,14 +411,16 @@ def test_the_largest_batch_trains_and_the_next_does_not() -> None:
     assert budget.calls is not None
     assert budget.calls.planned == 2
     with pytest.raises(BudgetError):
-        trained(MemoryBudget("256KiB", progress=None), batch=found.batch + 6, limit_train_batches=1)
+        trained(
+            MemoryBudget("256KiB", options=ebbtide.Options(progress=None)), batch=found.batch + 6, limit_train_batches=1
+        )
 
 
 def test_bad_input_is_refused_where_it_is_given() -> None:
     with pytest.raises(UsageError, match="12GiB"):
         MemoryBudget("lots")
     with pytest.raises(UsageError, match="asks the trainer for its own"):
-        MemoryBudget("1GiB", optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+        MemoryBudget("1GiB", options=ebbtide.Options(optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)))
     with pytest.raises(UsageError, match="bugdet"):
         MemoryBudget("1GiB", bugdet=3)
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)

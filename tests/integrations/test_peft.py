@@ -49,7 +49,7 @@ def adapted(kind: str = "lora", base: Any = None) -> Any:
 
 
 def fitted(model: Any) -> Any:
-    return ebbtide.fit(model, "90%", effort=300, progress=None)
+    return ebbtide.fit(model, "90%", progress=None, options=ebbtide.Options(effort=300))
 
 
 def step(model: Any, i: int = 0) -> torch.Tensor:
@@ -237,7 +237,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_adapters_in_trainer(way: str, tmp_path: Path) -> None:
     calls, settings = WAYS[way]
     alone = trained_by_trainer(tmp_path, **settings)
-    budget = MemoryBudget("95%", progress=None)
+    budget = MemoryBudget("95%", options=ebbtide.Options(progress=None))
     assert_left_alike(alone, trained_by_trainer(tmp_path, budget, **settings))
     assert budget.calls is not None
     assert budget.calls.planned == calls
@@ -248,8 +248,8 @@ def test_training_of_adapters_goes_on_from_what_was_saved(tmp_path: Path) -> Non
     constant = {"lr_scheduler_type": "constant"}
     alone = trained_by_trainer(tmp_path / "all", max_steps=2, **constant)
     saving = constant | {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    trained_by_trainer(tmp_path / "part", MemoryBudget("95%", progress=None), **saving)
-    budget = MemoryBudget("95%", progress=None)
+    trained_by_trainer(tmp_path / "part", MemoryBudget("95%", options=ebbtide.Options(progress=None)), **saving)
+    budget = MemoryBudget("95%", options=ebbtide.Options(progress=None))
     resumed = trained_by_trainer(tmp_path / "part", budget, resume=True, max_steps=2, **constant)
     assert_left_alike(alone, resumed)
     assert budget.calls is not None

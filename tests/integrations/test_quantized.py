@@ -89,7 +89,9 @@ def assert_planned(model: Any, calls: int) -> None:
 )
 def test_adapters_on_quantized_layers_train_alike(bits: str, dtype: torch.dtype, prepared: bool, saved: Path) -> None:
     alone, theirs = trained(quantized(saved, bits, dtype, prepared))
-    model = ebbtide.fit(quantized(saved, bits, dtype, prepared), "85%", effort=200, progress=None)
+    model = ebbtide.fit(
+        quantized(saved, bits, dtype, prepared), "85%", progress=None, options=ebbtide.Options(effort=200)
+    )
     left, ours = trained(model, fitted=True)
     assert_left_alike(alone, left)
     assert theirs
@@ -100,7 +102,7 @@ def test_adapters_on_quantized_layers_train_alike(bits: str, dtype: torch.dtype,
 def test_their_kernels_run_once(saved: Path) -> None:
     arguments = {"input_ids": drawn(0, 4, 24), "labels": drawn(0, 4, 24)}
     model = quantized(saved, "4", FLOAT, True)
-    plan = ebbtide.plan(model, kwargs=arguments, budget="85%", effort=200, progress=None)
+    plan = ebbtide.plan(model, kwargs=arguments, budget="85%", options=ebbtide.Options(effort=200, progress=None))
     runs = list(zip(plan.program.ops, map(int, plan.timeline.runs), strict=True))
     assert {n for op, n in runs if op.target.startswith("bitsandbytes.")} == {1}
     assert max(n for _, n in runs) > 1
@@ -133,14 +135,14 @@ def four() -> Any:
 @pytest.mark.parametrize("make", [eight, four])
 def test_a_bias_that_is_cast_at_the_first_call_is_refused_until_it_is_cast(make: Any) -> None:
     x = torch.randn(4, 16, 64, dtype=HALF)
-    model = ebbtide.fit(Layers(make).to("cpu").train(), "100%", effort=200, progress=None)
+    model = ebbtide.fit(Layers(make).to("cpu").train(), "100%", progress=None, options=ebbtide.Options(effort=200))
     with pytest.raises(CaptureError, match=r"cast their bias once: call the model once before"):
         model(x)
     assert ebbtide.calls_of(model).planned == 0
     model = Layers(make).to("cpu").train()
     with torch.no_grad():
         model(x)
-    ebbtide.fit(model, "100%", effort=200, progress=None)
+    ebbtide.fit(model, "100%", progress=None, options=ebbtide.Options(effort=200))
     model(x).backward()
     assert_planned(model, 1)
 
@@ -150,7 +152,7 @@ def test_four_bit_layers_in_eval_mode_are_refused_where_they_pack_their_weights(
         pytest.skip("this machine has no AVX512-BF16, for which they pack")
     model = Layers(lambda: bnb.nn.Linear4bit(64, 64, quant_type="nf4")).to("cpu").train()
     model.bytes_.eval()
-    ebbtide.fit(model, "100%", effort=200, progress=None)
+    ebbtide.fit(model, "100%", progress=None, options=ebbtide.Options(effort=200))
     with pytest.raises(CaptureError, match=r"have them in training mode"):
         model(torch.randn(4, 16, 64))
 
@@ -171,7 +173,7 @@ def test_in_trainer(bits: str, saved: Path, tmp_path: Path) -> None:
         losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
         return left_by(model, losses), losses
 
-    budget = MemoryBudget("90%", effort=200, progress=None)
+    budget = MemoryBudget("90%", options=ebbtide.Options(effort=200, progress=None))
     alone, _ = run()
     fitted, losses = run(budget)
     assert losses

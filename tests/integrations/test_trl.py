@@ -92,7 +92,7 @@ def trained(kind: Any, data: Any, folder: Path, *callbacks: Any, lora: bool = Fa
 
 def assert_alike(kind: Any, data: Any, folder: Path, calls: int, share: str = "97%", **settings: Any) -> MemoryBudget:
     alone = trained(kind, data, folder, **settings)
-    budget = MemoryBudget(share, progress=None)
+    budget = MemoryBudget(share, options=ebbtide.Options(progress=None))
     assert_left_alike(alone, trained(kind, data, folder, budget, **settings))
     assert budget.calls is not None
     assert budget.calls.planned == calls
@@ -156,7 +156,7 @@ def test_a_model_that_was_fitted_by_hand_is_pointed_to_the_callback(tmp_path: Pa
 
 def test_a_model_that_was_fitted_by_hand_trains_with_the_callback(tmp_path: Path) -> None:
     alone = trained(trl.SFTTrainer, supervised(), tmp_path, max_steps=1)
-    model = ebbtide.fit(tiny_gpt2(n_layer=1), "1GiB", gradients="all", progress=None)
+    model = ebbtide.fit(tiny_gpt2(n_layer=1), "1GiB", progress=None, options=ebbtide.Options(gradients="all"))
     left = trained(trl.SFTTrainer, supervised(), tmp_path, MemoryBudget("1GiB"), model=model, max_steps=1)
     assert_left_alike(alone, left)
     assert ebbtide.calls_of(model).planned == 1

@@ -143,14 +143,14 @@ def runs(plan: Any) -> list[int]:
 
 def main(kind: str, machine: str | None = None) -> None:
     make = made(kind, fakes=machine is None)
-    settings: dict[str, Any] = {"effort": 100, "progress": None}
+    options = ebbtide.Options(effort=100, progress=None)
     if machine is not None:
         tokens = torch.zeros(1, 8, dtype=torch.long)
         given: Any = {"kwargs": {"input_ids": tokens, "labels": tokens}}
         given = given if kind == "liger_llama" else {"args": (torch.randn(128, 32),)}
-        print(f"planned, runs: {runs(ebbtide.plan(make(), **given, budget='100%', machine=machine, **settings))}")
+        print(f"planned, runs: {runs(ebbtide.plan(make(), **given, budget='100%', machine=machine, options=options))}")
         return
-    fitted = ebbtide.fit(make(), "90%", **settings)
+    fitted = ebbtide.fit(make(), "90%", options=options)
     ours, theirs = trained(fitted), trained(make())
     equal = len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
     print(f"equal: {equal}, planned: {ebbtide.calls_of(fitted).planned}, runs: {runs(ebbtide.plan_of(fitted))}")

@@ -86,7 +86,8 @@ def study() -> Callable[[str, int], Study]:
             torch.set_num_threads(threads)
             case = BUILDERS[name]()
             known[name, threads] = Study(
-                case, ebbtide.plan(case.model, case.args, budget="1000%", effort=EFFORT, name=name)
+                case,
+                ebbtide.plan(case.model, case.args, budget="1000%", name=name, options=ebbtide.Options(effort=EFFORT)),
             )
         return known[name, threads]
 

@@ -53,7 +53,7 @@ def step(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
 def test_a_share_is_of_the_step_with_its_hooks(kind: str) -> None:
-    model = ebbtide.fit(Table(), "100%", effort=100)
+    model = ebbtide.fit(Table(), "100%", options=ebbtide.Options(effort=100))
     step(model)
     step(model)
     if kind == "gradient":  # hooks that come late are learned of like others
@@ -70,7 +70,7 @@ def test_a_share_is_of_the_step_with_its_hooks(kind: str) -> None:
 def test_a_budget_without_room_for_hooks_is_refused_and_the_smallest_works() -> None:
     model = Table()
     model.table.weight.register_hook(masked)
-    ebbtide.fit(model, 1_200_000, effort=100)
+    ebbtide.fit(model, 1_200_000, options=ebbtide.Options(effort=100))
     with pytest.warns(UserWarning, match="hooks on parameters"):
         step(model)
     with pytest.raises(ebbtide.errors.BudgetError, match="after the planned backward") as refused:
@@ -91,7 +91,7 @@ def test_an_optimizer_in_the_backward_makes_its_state_once() -> None:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(update)
-    ebbtide.fit(model, 7 * TABLE_BYTES, effort=100)
+    ebbtide.fit(model, 7 * TABLE_BYTES, options=ebbtide.Options(effort=100))
     for _ in range(4):
         step(model)
     calls = ebbtide.calls_of(model)

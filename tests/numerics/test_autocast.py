@@ -87,7 +87,7 @@ def results(model: nn.Module, outside: bool, kind: str) -> list[Tensor]:
 )
 def test_a_weight_is_cast_as_in_eager(body: Callable[[Two, Tensor], Tensor], outside: bool) -> None:
     plain = Two(body)
-    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=50)
+    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=50))
     for ours, theirs in zip(results(fitted, outside, "data"), results(plain, outside, "data"), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -96,6 +96,6 @@ def test_a_weight_is_cast_as_in_eager(body: Callable[[Two, Tensor], Tensor], out
 @pytest.mark.parametrize("kind", ["leaf", "result"])
 def test_an_input_is_cast_once_where_it_is_a_leaf(kind: str) -> None:
     plain = Two(inputs_of_several)
-    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=50)
+    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=50))
     for ours, theirs in zip(results(fitted, False, kind), results(plain, False, kind), strict=True):
         assert torch.equal(ours, theirs)

@@ -54,7 +54,7 @@ def trained(model: nn.Module, steps: int = 2) -> list[torch.Tensor | None]:
 
 def assert_planned(body: Body) -> None:
     alone, model = trained(Net(body)), Net(body)
-    ebbtide.fit(model, "75%", progress=None, effort=50)
+    ebbtide.fit(model, "75%", progress=None, options=ebbtide.Options(effort=50))
     try:
         planned = trained(model)
     except BudgetError as error:

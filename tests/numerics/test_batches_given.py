@@ -33,7 +33,7 @@ class Tower(nn.Module):
 
 
 def fitted() -> nn.Module:
-    return ebbtide.fit(Tower(), "1GiB", effort=50, progress=None)
+    return ebbtide.fit(Tower(), "1GiB", progress=None, options=ebbtide.Options(effort=50))
 
 
 def own(model: nn.Module) -> int:

@@ -73,7 +73,7 @@ class Text:
 @functools.cache
 def unplanned(chain: bool, length: int) -> ebbtide.Plan:
     text = Text(chain)
-    return ebbtide.plan(text.model, text.arguments(length), budget="1000%", planner="keep_all")
+    return ebbtide.plan(text.model, text.arguments(length), budget="1000%", options=ebbtide.Options(planner="keep_all"))
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
     plain, model = text.model, copy.deepcopy(text.model)
     limit = budget_for(text, 0.4) if budget == "bytes" else budget
     searched.clear()
-    ebbtide.fit(model, limit, effort=EFFORT)
+    ebbtide.fit(model, limit, options=ebbtide.Options(effort=EFFORT))
     order = [length for length in lengths for _ in range(3)]
     random.Random(3).shuffle(order)
     recomputed = 0
@@ -161,7 +161,7 @@ def test_many_lengths_in_any_order_have_eagers_bits_within_the_budget(
 
 def test_a_larger_shape_is_planned_before_it_runs(short: Text) -> None:
     limit = budget_for(short, 0.5)
-    model = ebbtide.fit(short.model, limit, effort=EFFORT)
+    model = ebbtide.fit(short.model, limit, options=ebbtide.Options(effort=EFFORT))
     for length in (24, 36):
         short.gradients(model, length)
     arguments = short.arguments(LONGEST)
@@ -183,7 +183,7 @@ def test_a_shape_that_no_bucket_serves_is_searched_for(
     short: Text, searched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, limit = copy.deepcopy(short.model), budget_for(short, 0.5)
-    model = ebbtide.fit(short.model, limit, effort=EFFORT)
+    model = ebbtide.fit(short.model, limit, options=ebbtide.Options(effort=EFFORT))
     short.gradients(model, 40)
     monkeypatch.setattr("ebbtide.planning.shape_plans.WASTE", -1.0)  # nothing is good enough
     searched.clear()
@@ -195,7 +195,7 @@ def test_a_shape_that_no_bucket_serves_is_searched_for(
 def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(text: Text) -> None:
     plain = copy.deepcopy(text.model)
     least = text.unplanned(24).smallest_bytes
-    model = ebbtide.fit(text.model, least + 20_000, effort=EFFORT)
+    model = ebbtide.fit(text.model, least + 20_000, options=ebbtide.Options(effort=EFFORT))
     for length in (24,):
         assert equal(text.gradients(model, length), text.gradients(plain, length))
     before = copy.deepcopy(model.state_dict())
@@ -213,7 +213,7 @@ def test_a_shape_that_cannot_fit_is_refused_and_the_others_go_on(text: Text) -> 
 
 def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(short: Text, searched: list[str]) -> None:
     plain, limit = copy.deepcopy(short.model), budget_for(short, 0.6)
-    model = ebbtide.fit(short.model, limit, effort=EFFORT)
+    model = ebbtide.fit(short.model, limit, options=ebbtide.Options(effort=EFFORT))
     searched.clear()
     for batch in (8, 8, 5, 8, 5):
         assert equal(short.gradients(model, LONGEST, batch), short.gradients(plain, LONGEST, batch))
@@ -224,7 +224,7 @@ def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(short: Text, se
 def test_of_many_shapes_the_one_used_longest_ago_is_forgotten(short: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = copy.deepcopy(short.model)
     monkeypatch.setattr(fitted, "_MOST_STEPS", 2)
-    model = ebbtide.fit(short.model, budget_for(short, 0.3), effort=EFFORT)
+    model = ebbtide.fit(short.model, budget_for(short, 0.3), options=ebbtide.Options(effort=EFFORT))
     steps: list[weakref.ref[object]] = []
     for length in (16, 20):
         short.gradients(model, length)

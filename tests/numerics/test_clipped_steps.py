@@ -84,9 +84,8 @@ def assert_as_outside(
         budget,
         optimizer=optimizer,
         step="inside",
-        max_norm=ebbtide.Clipping(**how),
-        rewrites=rewrites,
         progress=None,
+        options=ebbtide.Options(max_norm=ebbtide.Clipping(**how), rewrites=rewrites),
     )
     same(trained(model, optimizer, arguments, lambda: ebbtide.total_norm(model), steps), expected)
     assert not ebbtide.calls_of(model).unplanned
@@ -164,7 +163,9 @@ def test_gradients_that_are_there_and_those_the_step_does_not_reach() -> None:
     def run(model: nn.Module, fit: bool) -> list[Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if fit:
-            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=0.02, progress=None)
+            ebbtide.fit(
+                model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(max_norm=0.02)
+            )
         torch.manual_seed(3)
         norms: list[Any] = []
         for _ in range(3):
@@ -186,7 +187,9 @@ def test_gradients_that_are_there_and_those_the_step_does_not_reach() -> None:
 
 def fitted(model: nn.Module, max_norm: Any, budget: str | int = "100%") -> torch.optim.Optimizer:
     optimizer = adamw(model)
-    ebbtide.fit(model, budget, optimizer=optimizer, step="inside", max_norm=max_norm, progress=None)
+    ebbtide.fit(
+        model, budget, optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(max_norm=max_norm)
+    )
     return optimizer
 
 
@@ -252,15 +255,15 @@ def test_who_clips_besides_is_told_what_to_do() -> None:
 def test_what_is_no_norm_is_refused(max_norm: Any) -> None:
     model = Lora()
     with pytest.raises(UsageError, match="max_norm"):
-        ebbtide.fit(model, "100%", optimizer=adamw(model), step="inside", max_norm=max_norm)
+        ebbtide.fit(model, "100%", optimizer=adamw(model), step="inside", options=ebbtide.Options(max_norm=max_norm))
 
 
 def test_max_norm_needs_the_optimizer_in_the_step_and_all_that_is_trained() -> None:
     model = Lora()
     with pytest.raises(UsageError, match=r'give step="inside"'):
-        ebbtide.fit(model, "100%", optimizer=adamw(model), max_norm=1.0)
+        ebbtide.fit(model, "100%", optimizer=adamw(model), options=ebbtide.Options(max_norm=1.0))
     optimizer = torch.optim.SGD([model.up.weight], lr=0.1)
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=1.0, progress=None)
+    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(max_norm=1.0))
     with pytest.raises(CaptureError, match=r"max_norm is of the gradients of all parameters, and down.weight gets one"):
         model(torch.randn(12, 16))
 
@@ -323,7 +326,10 @@ def test_second_passes_have_the_bits_of_the_loop_outside(name: str, optimizer: A
     torch.manual_seed(0)
     with pytest.raises(BudgetError) as refused:
         ebbtide.plan(
-            make(), arguments(), budget=1, optimizer=optimizer, step="inside", max_norm=1.0, effort=100, progress=None
+            make(),
+            arguments(),
+            budget=1,
+            options=ebbtide.Options(optimizer=optimizer, step="inside", max_norm=1.0, effort=100, progress=None),
         )
     assert refused.value.smallest_bytes is not None
     budget = refused.value.smallest_bytes + 256
@@ -365,7 +371,14 @@ def test_a_scaler_unscales_skips_and_grows_as_in_the_loop_outside(of: Any, max_n
     scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=4) for _ in range(2)]
     expected = scaled(plain, of(plain), scalers[0], max_norm, False)
     optimizer = of(model)
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=max_norm, scaler=scalers[1], progress=None)
+    ebbtide.fit(
+        model,
+        "100%",
+        optimizer=optimizer,
+        step="inside",
+        progress=None,
+        options=ebbtide.Options(max_norm=max_norm, scaler=scalers[1]),
+    )
     found = scaled(model, optimizer, scalers[1], max_norm, True)
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
@@ -379,7 +392,9 @@ def test_a_scaler_unscales_skips_and_grows_as_in_the_loop_outside(of: Any, max_n
 def test_a_scaler_is_to_be_used_and_steps_the_optimizer() -> None:
     model = Lora()
     optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu")
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", scaler=scaler, progress=None)
+    ebbtide.fit(
+        model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(scaler=scaler)
+    )
     with pytest.raises(UsageError, match=r"scaler.scale\(loss\).backward\(\)"):
         model(torch.randn(12, 16)).backward()
     scaler.scale(model(torch.full((12, 16), float("inf")))).backward()
@@ -392,6 +407,6 @@ def test_a_scaler_is_to_be_used_and_steps_the_optimizer() -> None:
     other = Lora()
     fused = torch.optim.AdamW(other.parameters(), fused=True)
     with pytest.raises(UsageError, match="fused=True, whose kernel unscales"):
-        ebbtide.fit(other, "100%", optimizer=fused, step="inside", scaler=scaler)
+        ebbtide.fit(other, "100%", optimizer=fused, step="inside", options=ebbtide.Options(scaler=scaler))
     with pytest.raises(UsageError, match="leave the scaler to the loop"):
-        ebbtide.fit(other, "100%", optimizer=adamw(other), scaler=scaler)
+        ebbtide.fit(other, "100%", optimizer=adamw(other), options=ebbtide.Options(scaler=scaler))

@@ -76,7 +76,7 @@ CALLS: dict[str, list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]]] = {
 def test_what_eager_calls_is_what_is_captured(name: str) -> None:
     fitted = Each(CALLS[name])
     plain = copy.deepcopy(fitted)
-    ebbtide.fit(fitted, "1GiB", effort=50)
+    ebbtide.fit(fitted, "1GiB", options=ebbtide.Options(effort=50))
     factor = torch.ones(())
     losses = [model(factor) for model in (fitted, plain)]
     for loss in losses:
@@ -117,7 +117,7 @@ def test_bits_do_not_depend_on_how_many_shapes_a_capture_serves() -> None:
             return F.interpolate(mixed, scale_factor=2, mode="bilinear").square().sum()
 
     fitted, plain = Resizing(), Resizing()
-    ebbtide.fit(fitted, "1GiB", effort=50)
+    ebbtide.fit(fitted, "1GiB", options=ebbtide.Options(effort=50))
     for size in (5, 6, 7, 8, 9):
         x = torch.randn(2, size, size, 3)
         for model in (fitted, plain):

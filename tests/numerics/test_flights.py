@@ -33,7 +33,7 @@ class Tower(nn.Module):
 @functools.cache
 def unplanned() -> ebbtide.Plan:
     """The plan that keeps everything, of one tower."""
-    return ebbtide.plan(Tower(), (rows(0),), budget="1000%", effort=100)
+    return ebbtide.plan(Tower(), (rows(0),), budget="1000%", options=ebbtide.Options(effort=100))
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_rounds_of_several_forwards_settle_within_the_budget(
     count = 3 if step is triplet else 2
     above = one.baseline.above_bytes
     budget = int(one.resident_bytes * count + room * count * above) + 40_000
-    model = ebbtide.fit(copy.deepcopy(plain), budget, effort=500)
+    model = ebbtide.fit(copy.deepcopy(plain), budget, options=ebbtide.Options(effort=500))
     made.update(captures=0, plans=0)
     settled = 0
     for seed in range(6):
@@ -127,7 +127,7 @@ def test_two_models_leave_room_for_each_other(room: float, made: dict[str, int])
     plain = [Tower(), Tower()]  # on CPU a budget counts the weights of its own model
     one = unplanned()
     budget = int(one.resident_bytes * 2 + room * 2 * one.baseline.above_bytes) + 40_000
-    models = [ebbtide.fit(copy.deepcopy(each), budget, effort=500) for each in plain]
+    models = [ebbtide.fit(copy.deepcopy(each), budget, options=ebbtide.Options(effort=500)) for each in plain]
     made.update(captures=0, plans=0)
     settled = 0
     for seed in range(7):

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[int, Callable[..., torch.Tensor], str]] = {
 def test_the_peak_up_to_the_return_of_backward_is_the_predicted_one(name: str) -> None:
     torch.manual_seed(2)
     plain = Shaped(*CASES[name])
-    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", options=ebbtide.Options(effort=100))
     for each in (model, plain):
         for _ in range(3):  # with gradients that exist as well
             each(X).backward()
@@ -101,7 +101,7 @@ def test_gradients_that_are_inputs_or_results_are_copied() -> None:
             return _Handed.apply(x, self.w0, self.w1)
 
     plain = Handed(2, lambda: X)
-    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", options=ebbtide.Options(effort=100))
     x = torch.randn(N, N)
     before = x.clone()
     for each in (model, plain):
@@ -123,7 +123,7 @@ def test_gradients_that_are_inputs_or_results_are_copied() -> None:
 def test_frozen_parameters_and_inputs_need_none(layout: str) -> None:
     plain = Shaped(2, lambda x, a, b: (x @ a.t() @ b).square().sum(), layout)
     plain.w0.requires_grad_(False)  # type: ignore[union-attr]
-    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), "1GiB", options=ebbtide.Options(effort=100))
     inputs = [X.clone().requires_grad_() for _ in range(2)]
     for each, x in zip((model, plain), inputs, strict=True):
         each(x).backward()
@@ -140,7 +140,7 @@ def test_a_tangent_of_the_user_is_not_taken_for_a_gradient() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.w + x
 
-    model = ebbtide.fit(Identity(), "1MiB", effort=100)
+    model = ebbtide.fit(Identity(), "1MiB", options=ebbtide.Options(effort=100))
     tangent = torch.ones(8, 8)
     for _ in range(2):
         model(torch.zeros(8, 8)).backward(tangent)
@@ -157,9 +157,11 @@ def test_nothing_is_copied_where_gradients_are_accumulated(name: str) -> None:
     for _ in range(2):
         with ebbtide.measure(plain, X) as eager:
             plain(X).backward()
-    resident = ebbtide.plan(copy.deepcopy(plain), (X,), budget="1GiB", effort=10).resident_bytes
+    resident = ebbtide.plan(
+        copy.deepcopy(plain), (X,), budget="1GiB", options=ebbtide.Options(effort=10)
+    ).resident_bytes
     weights = sum(4 * each.numel() for each in plain.parameters())
-    ebbtide.fit(model, resident + weights + eager.above_bytes + 32768, effort=10)
+    ebbtide.fit(model, resident + weights + eager.above_bytes + 32768, options=ebbtide.Options(effort=10))
     for _ in range(2):
         model(X).backward()
     with ebbtide.measure(model, X) as gauge:

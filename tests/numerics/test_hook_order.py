@@ -62,7 +62,7 @@ def test_hooks_on_parameters_fire_in_eagers_order(make: Callable[[], nn.Module],
         for name, parameter in each.named_parameters():
             nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
             KINDS[kind](parameter, lambda where=where, name=name: fired[where].append(name))
-    ebbtide.fit(model, "100%", effort=100)
+    ebbtide.fit(model, "100%", options=ebbtide.Options(effort=100))
     for each in (plain, model):
         torch.manual_seed(3)
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_two_forwards_before_one_backward_keep_the_order() -> None:
         fired[number] = []
         for name, parameter in each.named_parameters():
             parameter.register_hook(lambda g, number=number, name=name: fired[number].append(name))
-    ebbtide.fit(model, "1GiB", effort=100)
+    ebbtide.fit(model, "1GiB", options=ebbtide.Options(effort=100))
     for each in (plain, model):
         (each(X) + each(X * 2)).mean().backward()
     assert fired[0] == fired[1]

@@ -74,12 +74,14 @@ def test_a_budget_that_recomputing_cannot_keep_is_kept_by_moving(tmp_path: Path)
     case = subject()
     disk = tmp_path / "disk"
     disk.mkdir()
-    alone = ebbtide.plan(case.model, case.args, budget="100%", effort=100)
-    moving = ebbtide.plan(case.model, case.args, budget="100%", effort=100, tiers=f"disk:{disk}")
+    alone = ebbtide.plan(case.model, case.args, budget="100%", options=ebbtide.Options(effort=100))
+    moving = ebbtide.plan(
+        case.model, case.args, budget="100%", options=ebbtide.Options(effort=100, tiers=f"disk:{disk}")
+    )
     assert moving.smallest_bytes < alone.smallest_bytes
     budget = moving.smallest_bytes + (alone.smallest_bytes - moving.smallest_bytes) // 2
     with pytest.raises(BudgetError):
-        ebbtide.plan(case.model, case.args, budget=budget, effort=100, rewrites="none")
+        ebbtide.plan(case.model, case.args, budget=budget, options=ebbtide.Options(effort=100, rewrites="none"))
     eager = copy.deepcopy(case.model)
     model = ebbtide.fit(case.model, budget, tiers=[f"disk:{disk}"])
     assert_trains(model, eager, case.args)
@@ -99,8 +101,10 @@ def test_a_budget_that_recomputing_cannot_keep_is_kept_by_moving(tmp_path: Path)
 def test_a_plan_that_moves_is_no_slower_than_one_that_recomputes(tmp_path: Path) -> None:
     case = subject()
     budget = "60%"
-    alone = ebbtide.plan(case.model, case.args, budget=budget, effort=300)
-    moving = ebbtide.plan(case.model, case.args, budget=budget, effort=300, tiers=f"disk:{tmp_path}")
+    alone = ebbtide.plan(case.model, case.args, budget=budget, options=ebbtide.Options(effort=300))
+    moving = ebbtide.plan(
+        case.model, case.args, budget=budget, options=ebbtide.Options(effort=300, tiers=f"disk:{tmp_path}")
+    )
     assert moving.overhead <= alone.overhead
     assert "tiers: disk" in moving.bound_class
 
@@ -146,7 +150,7 @@ def test_a_forward_under_hooks_beside_one_that_moves(tmp_path: Path, order: str)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
     eager, x = copy.deepcopy(model), torch.randn(256, 64, requires_grad=True)
-    ebbtide.fit(model, "70%", tiers=f"disk:{tmp_path}", effort=200)
+    ebbtide.fit(model, "70%", tiers=f"disk:{tmp_path}", options=ebbtide.Options(effort=200))
     assert_trains(model, eager, (x,), steps=1)
     plan = ebbtide.plan_of(model)
     assert plan is not None
@@ -170,7 +174,7 @@ def test_losses_that_no_walk_finds(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Boxed(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
     model.depth, x = 5, torch.randn(256, 64)
-    ebbtide.fit(model, "60%", tiers=f"disk:{tmp_path}", effort=100)
+    ebbtide.fit(model, "60%", tiers=f"disk:{tmp_path}", options=ebbtide.Options(effort=100))
     flights = FITTED[model].flights
     flights.unseen = deque(maxlen=1)
     first, second = model(x), model(x)
@@ -192,8 +196,8 @@ def test_a_budget_after_a_given_plan_moves_to_the_tiers_of_the_plan(tmp_path: Pa
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
     eager, x = copy.deepcopy(model), torch.randn(256, 64)
     disk = f"disk:{tmp_path}"
-    plan = ebbtide.plan(model, (x,), budget="60%", effort=100, tiers=disk)
-    ebbtide.fit(model, plan, tiers=disk, effort=100)
+    plan = ebbtide.plan(model, (x,), budget="60%", options=ebbtide.Options(effort=100, tiers=disk))
+    ebbtide.fit(model, plan, tiers=disk, options=ebbtide.Options(effort=100))
     for budget in ("55%", plan):
         ebbtide.set_budget(model, budget)
         assert_trains(model, eager, (x,), steps=1)
@@ -204,7 +208,9 @@ def test_a_budget_after_a_given_plan_moves_to_the_tiers_of_the_plan(tmp_path: Pa
 
 def test_a_plan_that_moves_is_refused_where_its_tier_is_not(tmp_path: Path) -> None:
     case = subject()
-    plan = ebbtide.plan(case.model, case.args, budget="60%", effort=100, tiers=f"disk:{tmp_path}")
+    plan = ebbtide.plan(
+        case.model, case.args, budget="60%", options=ebbtide.Options(effort=100, tiers=f"disk:{tmp_path}")
+    )
     assert plan.schedule.moves
     model = ebbtide.fit(case.model, "100%")
     with pytest.raises(PlanMismatch, match="moves tensors to disk, and the model was fitted without tiers"):
@@ -224,6 +230,8 @@ def test_the_hosts_memory_is_refused_before_anything_is_fitted() -> None:
 def test_a_machine_without_the_tier_is_refused_by_name() -> None:
     case = subject()
     with pytest.raises(UsageError, match=r"a100-80gb' has no link to tier disk; it has: host"):
-        ebbtide.plan(case.model, case.args, budget="60%", machine="a100-80gb", tiers="disk")
-    plan = ebbtide.plan(case.model, case.args, budget="64MiB", machine="a100-80gb", tiers="host", effort=100)
+        ebbtide.plan(case.model, case.args, budget="60%", machine="a100-80gb", options=ebbtide.Options(tiers="disk"))
+    plan = ebbtide.plan(
+        case.model, case.args, budget="64MiB", machine="a100-80gb", options=ebbtide.Options(tiers="host", effort=100)
+    )
     assert plan.tiers == ("host",)

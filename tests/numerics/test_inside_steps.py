@@ -106,7 +106,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 def fitted(model: nn.Module, of: OptimizerOf, budget: str | int = "100%", **options: Any) -> torch.optim.Optimizer:
     optimizer = of(model)
-    ebbtide.fit(model, budget, optimizer=optimizer, step="inside", progress=None, **options)
+    ebbtide.fit(model, budget, optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(**options))
     return optimizer
 
 
@@ -218,7 +218,10 @@ def test_models_train_as_with_the_optimizer_outside(
     within: str | int = budget
     if budget == "smallest":
         within = int(
-            1.01 * ebbtide.plan(make(), arguments(), budget="100%", optimizer=of, step="inside").smallest_bytes
+            1.01
+            * ebbtide.plan(
+                make(), arguments(), budget="100%", options=ebbtide.Options(optimizer=of, step="inside")
+            ).smallest_bytes
         )
     model = assert_as_outside(make, of, arguments, within)
     assert updates_of(model) > 0
@@ -290,7 +293,9 @@ def test_the_first_step_stays_within_the_budget_too() -> None:
     """Its rehearsal and its updates, with all that the optimizer makes."""
     torch.manual_seed(0)
     model, x = Deep(), torch.randn(256, 96)
-    smallest = ebbtide.plan(model, (x,), budget="100%", optimizer=adamw, step="inside", progress=None).smallest_bytes
+    smallest = ebbtide.plan(
+        model, (x,), budget="100%", options=ebbtide.Options(optimizer=adamw, step="inside", progress=None)
+    ).smallest_bytes
     optimizer = fitted(model, adamw, int(1.05 * smallest))
     model(x)  # captured and planned, and rehearsed; its graph goes
     start = resident_bytes([model, optimizer, x])

@@ -51,7 +51,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 def test_factorisations_have_the_bits_of_eager() -> None:
     plain = Factored(every)
-    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=50)
+    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=50))
     for _ in range(2):
         for ours, theirs in zip(step(fitted, 3 * torch.eye(5)), step(plain, 3 * torch.eye(5)), strict=True):
             assert torch.equal(ours, theirs)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_a_matrix_that_cannot_be_factored_raises_as_in_eager_and_the_next_step_i
     function: Callable[[Tensor], Tensor],
 ) -> None:
     plain = Factored(function)
-    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=50)
+    fitted = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=50))
     step(fitted, 3 * torch.eye(5))
     worst = -(plain.weight @ plain.weight.mT)[:1].detach()
     messages = []

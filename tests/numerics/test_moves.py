@@ -43,7 +43,7 @@ def test_a_schedule_that_moves_is_the_same_step(study: Any, model: str, seed: in
     subject = study(model)
     plan = moving(subject, seed, drop=0.02 + 0.02 * seed)
     case = subject.case
-    result = ebbtide.verify(case.model, case.args, case.kwargs, plan, tiers=f"disk:{tmp_path}")
+    result = ebbtide.verify(case.model, case.args, case.kwargs, plan, options=ebbtide.Options(tiers=f"disk:{tmp_path}"))
     assert result.differences == ()
     assert result.eager_differences == ()
     assert as_predicted(result), (result.predicted_above_bytes, result.measured_above_bytes)

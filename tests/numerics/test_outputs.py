@@ -49,7 +49,7 @@ TARGET = torch.randint(CLASSES, (256,), generator=torch.Generator().manual_seed(
 
 @functools.cache
 def peak_of(returned: str, **options: Any) -> ebbtide.Plan:
-    return ebbtide.plan(Classifier(returned), (X, TARGET), budget="1000%", **options)
+    return ebbtide.plan(Classifier(returned), (X, TARGET), budget="1000%", options=ebbtide.Options(**options))
 
 
 def trained(model: nn.Module, loss_of: Loss, steps: int = 3) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ def trained(model: nn.Module, loss_of: Loss, steps: int = 3) -> list[torch.Tenso
 def assert_trains_as_eager(returned: str, budget: int, loss_of: Loss, **options: Any) -> nn.Module:
     model = Classifier(returned)
     expected = trained(copy.deepcopy(model), loss_of)
-    found = trained(ebbtide.fit(model, budget, **options), loss_of)
+    found = trained(ebbtide.fit(model, budget, options=ebbtide.Options(**options)), loss_of)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     return model
 
@@ -115,7 +115,7 @@ def test_with_gradients_for_all_every_output_can_be_used() -> None:
 
 def test_gradients_takes_two_values() -> None:
     with pytest.raises(UsageError, match="'some'"):
-        ebbtide.fit(Classifier("pair"), "1GiB", gradients="some")  # type: ignore[arg-type]
+        ebbtide.fit(Classifier("pair"), "1GiB", options=ebbtide.Options(gradients="some"))  # type: ignore[arg-type]
 
 
 def outside(outputs: Any) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_a_process_may_end_while_a_loss_outside_is_awaited() -> None:
         "import os, torch, torch._dynamo, ebbtide",
         "other = os.fork()",
         "model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))",
-        "output = ebbtide.fit(model, '150%', effort=100)(torch.randn(16, 64))",
+        "output = ebbtide.fit(model, '150%', options=ebbtide.Options(effort=100))(torch.randn(16, 64))",
         "if other:",
         "    print(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]), flush=True)",
         "    raise ValueError('in the loss')",
@@ -248,7 +248,7 @@ def test_a_view_of_a_result_may_be_returned(returned: str) -> None:
             ]
 
     plain = Model()
-    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=100))
     for _ in range(3):
         x = torch.randn(4, 8)
         for each in (model, plain):
@@ -277,7 +277,7 @@ class HandsThrough(nn.Module):
 def test_what_is_handed_through_is_what_it_was(gradients: Any, takes: bool) -> None:
     model = HandsThrough()
     plain = copy.deepcopy(model)
-    ebbtide.fit(model, "1GiB", gradients=gradients)
+    ebbtide.fit(model, "1GiB", options=ebbtide.Options(gradients=gradients))
     for _ in range(2):
         rows = torch.randn(3, 4, requires_grad=takes)
         other = rows.detach().clone().requires_grad_(takes)

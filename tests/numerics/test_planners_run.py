@@ -20,7 +20,7 @@ PLANNERS = ("chain", "revolve", "min_cut", "linearized_greedy")
 
 def budgets(case: ebbtide.Case) -> list[int]:
     """From tight to ample."""
-    top = ebbtide.plan(case.model, case.args, budget="1000%", planner="keep_all", effort=50)
+    top = ebbtide.plan(case.model, case.args, budget="1000%", options=ebbtide.Options(planner="keep_all", effort=50))
     return [int(share * top.predicted_peak_bytes) for share in (0.6, 0.7, 0.8, 0.9, 1.1)]
 
 
@@ -39,7 +39,9 @@ def verifier(case: ebbtide.Case) -> Verifier:
 def test_plans_run(planner: str, case: ebbtide.Case, verifier: Verifier) -> None:
     for budget in budgets(case):
         with contextlib.suppress(ebbtide.errors.BudgetError):
-            plan = ebbtide.plan(case.model, case.args, budget=budget, planner=planner, effort=500)
+            plan = ebbtide.plan(
+                case.model, case.args, budget=budget, options=ebbtide.Options(planner=planner, effort=500)
+            )
             break
     assert len(plan.schedule.computes) > len(plan.program.ops) + 1, "nothing runs again: nothing is tested"
     found = verifier.check(plan)
@@ -49,7 +51,7 @@ def test_plans_run(planner: str, case: ebbtide.Case, verifier: Verifier) -> None
 
 
 def test_first_runs_in_another_order_run_too(case: ebbtide.Case, verifier: Verifier) -> None:
-    plan = ebbtide.plan(case.model, case.args, budget="1000%", planner="keep_all", effort=50)
+    plan = ebbtide.plan(case.model, case.args, budget="1000%", options=ebbtide.Options(planner="keep_all", effort=50))
     program = plan.program
     order = list(plan.schedule.computes)
     swapped: list[int] = []

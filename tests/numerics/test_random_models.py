@@ -23,7 +23,9 @@ SLACK_BYTES = 64  # scalars that autograd itself makes
 def seen(seed: int) -> tuple[ebbtide.Case, ebbtide.Plan, ebbtide.Verification]:
     """The case, its plan 2 % above the smallest peak and what verifying it gave."""
     case = random_case(seed)
-    top = ebbtide.plan(case.model, case.args, case.kwargs, budget="1000%", planner="keep_all", effort=EFFORT)
+    top = ebbtide.plan(
+        case.model, case.args, case.kwargs, budget="1000%", options=ebbtide.Options(planner="keep_all", effort=EFFORT)
+    )
     smallest, _ = smallest_of(top.program)
     resident = top.resident_bytes
     budget = Budget(bytes=resident + int(1.02 * smallest))

@@ -76,7 +76,7 @@ def unplanned() -> Callable[[str], ebbtide.Plan]:
     @functools.cache
     def of(kind: str) -> ebbtide.Plan:
         model, args = language_model(kind)
-        return ebbtide.plan(model, args, budget="1000%", effort=EFFORT)
+        return ebbtide.plan(model, args, budget="1000%", options=ebbtide.Options(effort=EFFORT))
 
     return of
 
@@ -134,7 +134,7 @@ def test_fitted_step_is_eagers_with_its_dropout(unplanned: Any, kind: str) -> No
     model, args = language_model(kind)
     eager = gradients_of(model, *args)
     # What fit holds in reserve goes on top, or the budget would be below what works.
-    fitted = ebbtide.fit(model, unplanned(kind).smallest_bytes + 2**14, effort=EFFORT)
+    fitted = ebbtide.fit(model, unplanned(kind).smallest_bytes + 2**14, options=ebbtide.Options(effort=EFFORT))
     ours = gradients_of(fitted, *args)
     for name in ours:
         # nn.LSTM goes to oneDNN, which rounds otherwise; a lost or other dropout is off by far more.
@@ -149,7 +149,7 @@ def test_fitted_step_is_eagers_with_its_dropout(unplanned: Any, kind: str) -> No
 def test_float64() -> None:
     model, args = language_model("lstm")
     plain = model.double()
-    assert_same(ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=EFFORT), plain, *args)
+    assert_same(ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=EFFORT)), plain, *args)
 
 
 def states(*shape: int) -> torch.Tensor:
@@ -240,7 +240,7 @@ class Cells(nn.Module):
 def test_call_is_eagers(case: str) -> None:
     module, args = CALLS[case]()
     plain = Loss(module)
-    assert_same(ebbtide.fit(copy.deepcopy(plain), "1MiB", effort=EFFORT), plain, *args)
+    assert_same(ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=EFFORT)), plain, *args)
 
 
 class Packs(nn.Module):
@@ -271,26 +271,31 @@ def test_packed_sequence_is_refused_with_what_works(kind: str, where: str) -> No
         model, args = TakesPacked(module), (pack_sequence([torch.zeros(3, 4), torch.zeros(2, 4)]),)
     else:
         model, args = Packs(module), (torch.zeros(3, 2, 4), torch.tensor([3, 2]))
-    fitted = ebbtide.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)
-    for attempt in (lambda: fitted(*args), lambda: ebbtide.plan(model, args, budget="1MiB", effort=EFFORT)):
+    fitted = ebbtide.fit(copy.deepcopy(model), "1MiB", options=ebbtide.Options(effort=EFFORT))
+    for attempt in (
+        lambda: fitted(*args),
+        lambda: ebbtide.plan(model, args, budget="1MiB", options=ebbtide.Options(effort=EFFORT)),
+    ):
         with pytest.raises(CaptureError, match=r"test_recurrent_steps\.py.* PackedSequence .* the padded tensor"):
             attempt()
 
 
 def test_plans_of_meta_and_fake_models_are_the_plan() -> None:
     model, args = language_model("lstm")
-    plans = [ebbtide.plan(model, args, budget="1MiB", effort=EFFORT)]
+    plans = [ebbtide.plan(model, args, budget="1MiB", options=ebbtide.Options(effort=EFFORT))]
     for mode in (torch.device("meta"), FakeTensorMode()):
         with mode:
             twin = LanguageModel(nn.LSTM)
             tokens = torch.zeros(STEPS + 1, BATCH, dtype=torch.int64)
-        plans.append(ebbtide.plan(twin, (tokens[:-1], tokens[1:]), budget="1MiB", effort=EFFORT))
+        plans.append(
+            ebbtide.plan(twin, (tokens[:-1], tokens[1:]), budget="1MiB", options=ebbtide.Options(effort=EFFORT))
+        )
     assert len({plan.program.fingerprint for plan in plans}) == 1
 
 
 def test_weights_set_anew_are_planned_anew() -> None:
     model, args = language_model("gru")
-    fitted = ebbtide.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)
+    fitted = ebbtide.fit(copy.deepcopy(model), "1MiB", options=ebbtide.Options(effort=EFFORT))
     assert_same(fitted, model, *args)
     for each in (fitted, model):
         each.recurrent.weight_hh_l1 = nn.Parameter(torch.ones(3 * WIDTH, WIDTH))  # type: ignore[union-attr]
@@ -299,7 +304,7 @@ def test_weights_set_anew_are_planned_anew() -> None:
 
 def test_users_own_compile_treats_recurrent_modules_as_before() -> None:
     model, args = language_model("gru")
-    ebbtide.fit(copy.deepcopy(model), "1MiB", effort=EFFORT)(*args)
+    ebbtide.fit(copy.deepcopy(model), "1MiB", options=ebbtide.Options(effort=EFFORT))(*args)
     assert dynamo_config.allow_rnn is False
     seen: list[Any] = []
 

@@ -67,7 +67,7 @@ def test_a_batch_in_an_object_counts(kind: str) -> None:
         def rows(self, x: Any) -> torch.Tensor:
             return x.x if isinstance(x, Fields) else x["x"]
 
-    model = ebbtide.fit(Model(), "1GiB", effort=100)
+    model = ebbtide.fit(Model(), "1GiB", options=ebbtide.Options(effort=100))
     model(Fields(rows()) if kind == "dataclass" else UserDict(x=rows()))[0].backward()
     assert resident(model) == parameters(model) + BATCH
 
@@ -82,7 +82,7 @@ def test_a_tensor_that_is_a_plain_attribute_and_a_teacher_in_a_list_count() -> N
         def rows(self, x: Any) -> torch.Tensor:
             return self.teacher[0](x @ self.plain[0])
 
-    model = ebbtide.fit(Model(), "1GiB", effort=100)
+    model = ebbtide.fit(Model(), "1GiB", options=ebbtide.Options(effort=100))
     model(rows())[0].backward()
     teacher = parameters(model.teacher[0])  # type: ignore[index, arg-type]
     assert resident(model) == parameters(model) + BATCH + WIDTH * WIDTH * 4 + teacher
@@ -91,7 +91,7 @@ def test_a_tensor_that_is_a_plain_attribute_and_a_teacher_in_a_list_count() -> N
 def test_outputs_of_the_last_call_are_resident_while_somebody_has_them() -> None:
     model = Tower()
     tight = ebbtide.plan(Tower(), (rows(),), budget="1000%").smallest_bytes + parameters(model) + BATCH + 10_000
-    ebbtide.fit(model, tight, effort=500)
+    ebbtide.fit(model, tight, options=ebbtide.Options(effort=500))
     out: Any = None
     for seed in range(4):
         x = rows(seed)
@@ -109,7 +109,7 @@ def test_outputs_of_the_last_call_are_resident_while_somebody_has_them() -> None
 
 
 def test_an_output_that_is_dropped_is_not() -> None:
-    model = ebbtide.fit(Tower(), "1GiB", effort=100)
+    model = ebbtide.fit(Tower(), "1GiB", options=ebbtide.Options(effort=100))
     for seed in range(3):
         model.zero_grad()
         model(rows(seed))[0].backward()
@@ -121,7 +121,10 @@ def test_an_output_that_is_dropped_is_not() -> None:
 
 @pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
 def test_what_another_models_step_in_flight_keeps_counts() -> None:
-    first, second = ebbtide.fit(Tower(), "1GiB", effort=100), ebbtide.fit(Tower(), "1GiB", effort=100)
+    first, second = (
+        ebbtide.fit(Tower(), "1GiB", options=ebbtide.Options(effort=100)),
+        ebbtide.fit(Tower(), "1GiB", options=ebbtide.Options(effort=100)),
+    )
     loss, _ = first(rows())
     second(rows())[0].backward()
     plan = ebbtide.plan_of(first)
@@ -140,7 +143,7 @@ def test_collected_losses_count_and_do_not_slow_the_next_call(monkeypatch: pytes
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).square().mean()
 
-    model, losses, x = ebbtide.fit(Small(), "1GiB", effort=10), [], torch.randn(2, 4)
+    model, losses, x = ebbtide.fit(Small(), "1GiB", options=ebbtide.Options(effort=10)), [], torch.randn(2, 4)
     looked: list[int] = []
     honest = StorageWatch.alive.fget
     assert honest is not None
@@ -170,7 +173,7 @@ def test_gradients_of_a_module_in_a_list_count() -> None:
         def rows(self, x: Any) -> torch.Tensor:
             return self.hidden[0](x)
 
-    model = ebbtide.fit(Model(), "1GiB", effort=100)
+    model = ebbtide.fit(Model(), "1GiB", options=ebbtide.Options(effort=100))
     hidden = parameters(model.hidden[0])  # type: ignore[index, arg-type]
     for _ in range(2):
         model(rows())[0].backward()
@@ -180,7 +183,7 @@ def test_gradients_of_a_module_in_a_list_count() -> None:
 
 
 def test_what_a_retained_graph_keeps_counts() -> None:
-    model = ebbtide.fit(Tower(), "1GiB", effort=100)
+    model = ebbtide.fit(Tower(), "1GiB", options=ebbtide.Options(effort=100))
     kept = model(rows())[0]
     kept.backward(retain_graph=True)
     plan = ebbtide.plan_of(model)
@@ -197,7 +200,10 @@ def test_what_a_retained_graph_keeps_counts() -> None:
 
 
 def test_a_decoder_that_reads_an_encoders_output_counts_it_once() -> None:
-    encoder, decoder = ebbtide.fit(Tower(), "1GiB", effort=100), ebbtide.fit(Tower(), "1GiB", effort=100)
+    encoder, decoder = (
+        ebbtide.fit(Tower(), "1GiB", options=ebbtide.Options(effort=100)),
+        ebbtide.fit(Tower(), "1GiB", options=ebbtide.Options(effort=100)),
+    )
     _, hidden = encoder(rows())
     hidden = hidden.detach()
     del _

@@ -57,7 +57,7 @@ def three_times(one: torch.Tensor, other: torch.Tensor) -> None:
 
 @functools.cache
 def _unplanned() -> ebbtide.Plan:
-    return ebbtide.plan(Tower(), (torch.randn(ROWS, WIDTH),), budget="1000%", effort=100)
+    return ebbtide.plan(Tower(), (torch.randn(ROWS, WIDTH),), budget="1000%", options=ebbtide.Options(effort=100))
 
 
 def _plain() -> tuple[nn.Module, int, int]:
@@ -81,7 +81,7 @@ def test_from_the_second_step_on_there_is_room(
         return honest(*args, **kwargs)
 
     monkeypatch.setattr(plans_of_steps, "make_plan", counted)
-    model = ebbtide.fit(copy.deepcopy(plain), budget, effort=50)
+    model = ebbtide.fit(copy.deepcopy(plain), budget, options=ebbtide.Options(effort=50))
     settled = 0
     for step in range(first + 4):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -109,7 +109,7 @@ def test_from_the_second_step_on_there_is_room(
 
 def test_where_there_is_no_room_that_is_said_once() -> None:
     plain, _, _ = _plain()
-    model = ebbtide.fit(copy.deepcopy(plain), _unplanned().smallest_bytes + 20_000, effort=100)
+    model = ebbtide.fit(copy.deepcopy(plain), _unplanned().smallest_bytes + 20_000, options=ebbtide.Options(effort=100))
     x = torch.randn(ROWS, WIDTH)
     with pytest.warns(UserWarning, match="retains its graph"):
         twice(*model(x))

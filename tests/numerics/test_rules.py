@@ -512,7 +512,7 @@ def _() -> Case:
 def verified(name: str) -> tuple[list[Verification], ebbtide.Plan]:
     """The case at its smallest budget and half-way up."""
     model, args = CASES[name]()
-    top = ebbtide.plan(model, args, budget="1000%", planner="keep_all")
+    top = ebbtide.plan(model, args, budget="1000%", options=ebbtide.Options(planner="keep_all"))
     above = top.predicted_peak_bytes - top.resident_bytes
     smallest = top.smallest_bytes - top.resident_bytes - top.reserve_bytes
     options = PlanningOptions(effort=200, provenance=top.provenance)
@@ -559,7 +559,7 @@ def test_random_ops_run_again() -> None:
 def test_a_fitted_model_proves_its_first_step_and_measures_the_second(name: str) -> None:
     model, args = CASES[name]()
     _, plan = verified(name)
-    ebbtide.fit(model, plan.smallest_bytes + 1_000, effort=200)
+    ebbtide.fit(model, plan.smallest_bytes + 1_000, options=ebbtide.Options(effort=200))
     for _ in range(2):
         model(*args).backward()
         model.zero_grad()

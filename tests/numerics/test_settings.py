@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 def twins(model: nn.Module, budget: str = "1MiB") -> tuple[nn.Module, nn.Module]:
-    return ebbtide.fit(copy.deepcopy(model), budget, effort=100), model
+    return ebbtide.fit(copy.deepcopy(model), budget, options=ebbtide.Options(effort=100)), model
 
 
 def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:

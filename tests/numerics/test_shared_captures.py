@@ -92,7 +92,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def twins(kind: type[nn.Module] = Model, budget: str | int = "85%") -> tuple[nn.Module, nn.Module]:
     model = kind()
-    return ebbtide.fit(copy.deepcopy(model), budget, effort=500), model
+    return ebbtide.fit(copy.deepcopy(model), budget, options=ebbtide.Options(effort=500)), model
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_what_is_written_out_is_the_program_of_a_capture_of_its_own(
 ) -> None:
     case = gpt(4, GPTConfig(vocabulary=64, length=40, layers=1, width=32, heads=2, dropout=0.1))
     inputs, targets = case.args
-    model = ebbtide.fit(case.model, "90%", effort=200, rewrites="none")
+    model = ebbtide.fit(case.model, "90%", options=ebbtide.Options(effort=200, rewrites="none"))
     for length in lengths:
         args = inputs[:batch, :length].contiguous(), targets[:batch, :length].contiguous()
         model(*args).backward()

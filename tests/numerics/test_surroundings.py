@@ -280,7 +280,7 @@ def test_a_gradient_scaler_scales_and_skips_as_in_eager(pair: Pair) -> None:
 
 def test_hooks_that_change_saved_values_are_blamed_by_name() -> None:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU()))).double()
-    ebbtide.fit(model, "60%", effort=100)
+    ebbtide.fit(model, "60%", options=ebbtide.Options(effort=100))
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: t if t.dtype != torch.float64 or isinstance(t, nn.Parameter) else t.float(),
         lambda t: t if t.dtype != torch.float32 else t.double(),

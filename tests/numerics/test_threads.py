@@ -33,7 +33,7 @@ def trained(models, warm):
     loss = (lambda output: output.square().mean()) if OUTSIDE else (lambda output: output)
     expected = [torch.autograd.grad(loss(plain(x)), list(plain.parameters())) for x in batches]
     budget = "300%" if OUTSIDE else smallest + 2_000_000
-    fitted = [ebbtide.fit(copy.deepcopy(plain), budget, effort=100) for _ in range(models)]
+    fitted = [ebbtide.fit(copy.deepcopy(plain), budget, options=ebbtide.Options(effort=100)) for _ in range(models)]
     for model in fitted * warm:
         loss(model(batches[0])).backward()
     right = []
@@ -53,7 +53,8 @@ def trained(models, warm):
 
 torch.set_num_threads(1)
 OUTSIDE = False
-smallest = ebbtide.plan(Net(), (torch.randn(256, 64),), budget="1000%", effort=10).smallest_bytes
+quick = ebbtide.Options(effort=10)
+smallest = ebbtide.plan(Net(), (torch.randn(256, 64),), budget="1000%", options=quick).smallest_bytes
 for OUTSIDE, models, warm in ((False, 1, 0), (False, 1, 1), (False, 3, 1), (True, 1, 1)):
     print(OUTSIDE, models, warm, *trained(models, warm), flush=True)
 """
@@ -127,7 +128,7 @@ batches = [torch.randn(32, 96) for _ in range(4)]
 def trained(model, step):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if step is not None:
-        ebbtide.fit(model, "1GiB", optimizer=optimizer, step=step, effort=1, progress=None)
+        ebbtide.fit(model, "1GiB", optimizer=optimizer, step=step, progress=None, options=ebbtide.Options(effort=1))
     for x in batches * 4:
         model(x).backward()
         optimizer.step()
@@ -168,7 +169,7 @@ def test_a_budget_that_is_set_while_another_thread_plans_is_not_lost() -> None:
             told.wait(60)
 
     body = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
-    model = ebbtide.fit(nn.Sequential(*body, _Mean()), "1GiB", progress=progress, effort=1)
+    model = ebbtide.fit(nn.Sequential(*body, _Mean()), "1GiB", progress=progress, options=ebbtide.Options(effort=1))
     x = torch.randn(512, 64)
     thread = threading.Thread(target=lambda: model(x).backward())
     thread.start()
@@ -188,7 +189,11 @@ class _Mean(nn.Module):
 
 
 def test_a_flight_that_is_being_proven_is_left_alone_until_it_came_to_nothing() -> None:
-    model = ebbtide.fit(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)), "1GiB", effort=10)
+    model = ebbtide.fit(
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)),
+        "1GiB",
+        options=ebbtide.Options(effort=10),
+    )
     x = torch.randn(1, 4)
     model(x).backward()
     step = ebbtide.step_of(model)

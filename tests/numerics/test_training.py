@@ -89,7 +89,9 @@ def test_state_that_appears_is_planned_around() -> None:
     unplanned = ebbtide.plan(case.model, case.args, budget="1000%")
     optimizer = adamw(case.model)
     # Room for the unplanned step now, not once moments and gradients are there.
-    ebbtide.fit(case.model, unplanned.baseline_peak_bytes + 20_000, optimizer=optimizer, verify=False)
+    ebbtide.fit(
+        case.model, unplanned.baseline_peak_bytes + 20_000, optimizer=optimizer, options=ebbtide.Options(verify=False)
+    )
     case.model(*case.args).backward()
     before = ebbtide.plan_of(case.model)
     optimizer.step()

@@ -41,7 +41,7 @@ USES: dict[str, Callable[[dict[str, Any]], torch.Tensor]] = {
 def test_an_optimizer_sees_what_it_sees_in_eager(budget: str) -> None:
     torch.manual_seed(0)
     plain = Heads()
-    model = ebbtide.fit(copy.deepcopy(plain), budget, gradients="all", effort=10)
+    model = ebbtide.fit(copy.deepcopy(plain), budget, options=ebbtide.Options(gradients="all", effort=10))
     pair = [(each, torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.1)) for each in (plain, model)]
     for turn, use in enumerate([*USES.values()] * 2):
         for each, optimizer in pair:
@@ -58,7 +58,7 @@ def test_an_optimizer_sees_what_it_sees_in_eager(budget: str) -> None:
 
 def test_gradients_that_are_asked_for() -> None:
     plain = Heads()
-    model = ebbtide.fit(copy.deepcopy(plain), "100%", gradients="all", effort=10)
+    model = ebbtide.fit(copy.deepcopy(plain), "100%", options=ebbtide.Options(gradients="all", effort=10))
     x = torch.randn(1024, 8)
     for _ in range(3):
         found = [

@@ -305,7 +305,13 @@ def test_options_that_do_not_go_together_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="not accepted together"):
         ebbtide.fit(
-            model, "100%", optimizer=optimizer, step="inside", offload_optimizer=True, tiers="disk", progress=None
+            model,
+            "100%",
+            optimizer=optimizer,
+            step="inside",
+            tiers="disk",
+            progress=None,
+            options=ebbtide.Options(offload_optimizer=True),
         )
     with pytest.raises(UsageError, match="did you mean 'inside'"):
         ebbtide.fit(model, "100%", optimizer=optimizer, step="insid")  # type: ignore[arg-type]
@@ -382,7 +388,9 @@ def test_verification_comes_before_the_first_update(monkeypatch: pytest.MonkeyPa
 
     loss, x = Loss(), torch.randn(256, 32)
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
-    smallest = ebbtide.plan(loss, (x,), budget="100%", optimizer=optimizer, step="inside", progress=None).smallest_bytes
+    smallest = ebbtide.plan(
+        loss, (x,), budget="100%", options=ebbtide.Options(optimizer=optimizer, step="inside", progress=None)
+    ).smallest_bytes
     ebbtide.fit(loss, int(1.02 * smallest), optimizer=optimizer, step="inside", progress=None)
     before, random = weights(loss), torch.get_rng_state()
 
@@ -400,7 +408,9 @@ def test_a_plan_is_saved_read_and_run(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    plan = ebbtide.plan(model, (batch(),), budget="100%", optimizer=optimizer, step="inside", progress=None)
+    plan = ebbtide.plan(
+        model, (batch(),), budget="100%", options=ebbtide.Options(optimizer=optimizer, step="inside", progress=None)
+    )
     plan.save(tmp_path / "plan.json")
     again = ebbtide.Plan.load(tmp_path / "plan.json")
     assert again.program == plan.program
@@ -462,7 +472,9 @@ def test_a_rehearsal_frees_what_the_forward_has_saved_after_its_last_reader(monk
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, width), nn.Sigmoid(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", gradients="all", progress=None)
+    ebbtide.fit(
+        model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(gradients="all")
+    )
     model(batch())
     assert len(alive) == 6
     assert alive[0] > 0
@@ -477,7 +489,9 @@ def test_gradients_of_a_round_that_only_sums_are_clipped(kind: float) -> None:
     twin = copy.deepcopy(model)
     optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin))
     clipping = ebbtide.Clipping(0.01, norm_type=kind)
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=clipping, progress=None)
+    ebbtide.fit(
+        model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(max_norm=clipping)
+    )
     for rounds in ((True, False), (True, True), (False,)):
         for seed, only_sums in enumerate(rounds):
             with ebbtide.no_update(model) if only_sums else contextlib.nullcontext():
@@ -498,7 +512,9 @@ def test_a_closure_makes_its_gradients_before_they_are_clipped(sums_all: bool) -
     model = Net()
     twin = copy.deepcopy(model)
     optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", max_norm=0.01, progress=None)
+    ebbtide.fit(
+        model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(max_norm=0.01)
+    )
 
     def closure() -> Tensor:
         with ebbtide.no_update(model) if sums_all else contextlib.nullcontext():

@@ -138,7 +138,9 @@ def test_an_optimizer_that_is_not_of_single_parameters_is_refused(make: Callable
         ebbtide.fit(model, "100%", optimizer=make(model.parameters()), step="inside")
     assert "fit(model, budget, optimizer=optimizer)" in str(caught.value)
     with pytest.raises(UsageError, match=why):
-        ebbtide.plan(model, (batch(),), budget="100%", optimizer=make(model.parameters()), step="inside")
+        ebbtide.plan(
+            model, (batch(),), budget="100%", options=ebbtide.Options(optimizer=make(model.parameters()), step="inside")
+        )
 
 
 def test_options_in_attributes_are_those_of_the_updates() -> None:
@@ -331,7 +333,9 @@ def test_what_writes_to_gradients_writes_to_nobody_elses(kind: Any, make: Any, m
     twin = copy.deepcopy(model)
     optimizers = [make(each.parameters()) for each in (model, twin)]
     options = {} if max_norm is None else {"max_norm": max_norm}
-    ebbtide.fit(model, "100%", optimizer=optimizers[0], step="inside", progress=None, **options)
+    ebbtide.fit(
+        model, "100%", optimizer=optimizers[0], step="inside", progress=None, options=ebbtide.Options(**options)
+    )
     for seed in range(5):
         for each, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()
@@ -356,7 +360,9 @@ def test_norms_of_complex_and_real_gradients_are_added_up_in_torchs_order() -> N
     model = Mixed()
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
-    ebbtide.fit(model, "100%", optimizer=optimizers[0], step="inside", max_norm=0.01, progress=None)
+    ebbtide.fit(
+        model, "100%", optimizer=optimizers[0], step="inside", progress=None, options=ebbtide.Options(max_norm=0.01)
+    )
     for seed in range(6):
         for each, optimizer in zip((model, twin), optimizers, strict=True):
             optimizer.zero_grad()

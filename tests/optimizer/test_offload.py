@@ -114,7 +114,11 @@ def test_the_whole_iteration_is_within_the_budget_and_its_numbers_are_eagers(nam
     (model, optimizer), (plain, reference), x = next(source), next(source), batch()
     losses = train(plain, reference, x, steps=4)
     ebbtide.fit(
-        model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200, verify=False
+        model,
+        "60%",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        options=ebbtide.Options(offload_optimizer=True, effort=200, verify=False),
     )
     peaks: list[int] = []
     torch.manual_seed(2)
@@ -146,7 +150,7 @@ def test_the_state_is_not_resident_and_the_plan_says_what_is_counted(tmp_path: P
     plans: list[ebbtide.Plan] = []
     for options in ({}, {"tiers": f"disk:{tmp_path}", "offload_optimizer": True}):
         model, optimizer = next(source)
-        ebbtide.fit(model, "12MiB", optimizer=optimizer, effort=200, **options)  # type: ignore[arg-type]
+        ebbtide.fit(model, "12MiB", optimizer=optimizer, options=ebbtide.Options(effort=200, **options))  # type: ignore[arg-type]
         train(model, optimizer, x, steps=2)
         plan = ebbtide.plan_of(model)
         assert plan is not None
@@ -163,7 +167,7 @@ def test_a_budget_that_cannot_hold_at_the_optimizers_step_is_refused_with_the_le
     source, x = twins(), batch(64)
     model, optimizer = next(source)
     options: dict[str, Any] = {"tiers": f"disk:{tmp_path}", "offload_optimizer": True, "effort": 200}
-    ebbtide.fit(model, "1MiB", optimizer=optimizer, **options)
+    ebbtide.fit(model, "1MiB", optimizer=optimizer, options=ebbtide.Options(**options))
     with pytest.raises(BudgetError, match=r"the state of AdamW, back from its tier, and what .* take") as refused:
         model(x)
     assert refused.value.smallest_bytes is not None
@@ -187,7 +191,13 @@ def test_accumulation_keeps_it_away_until_the_step(tmp_path: Path) -> None:
     source, x = twins(), batch(512)
     (model, optimizer), (plain, reference) = next(source), next(source)
     losses = train(plain, reference, x, micro=3)
-    ebbtide.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(
+        model,
+        "80%",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        options=ebbtide.Options(offload_optimizer=True, effort=200),
+    )
     assert train(model, optimizer, x, micro=3) == losses
     assert same(reference, optimizer)
     model(x).backward()
@@ -206,7 +216,13 @@ def test_accumulation_keeps_it_away_until_the_step(tmp_path: Path) -> None:
 def test_steps_with_a_closure_and_a_state_that_is_loaded(tmp_path: Path) -> None:
     source, x = twins(), batch(512)
     (model, optimizer), (plain, reference) = next(source), next(source)
-    ebbtide.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(
+        model,
+        "80%",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        options=ebbtide.Options(offload_optimizer=True, effort=200),
+    )
     for own, stepping in ((plain, reference), (model, optimizer)):
         torch.manual_seed(2)
 
@@ -241,7 +257,13 @@ def test_state_from_a_file_leaves_too(load_first: bool, tmp_path: Path) -> None:
         return kept
 
     kept = load() if load_first else None
-    ebbtide.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(
+        model,
+        "80%",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        options=ebbtide.Options(offload_optimizer=True, effort=200),
+    )
     kept = kept or load()
     assert train(model, optimizer, x, steps=1) == losses[:1]
     seen = ebbtide.step_of(model)
@@ -258,7 +280,13 @@ def test_state_that_numpy_holds_stays(tmp_path: Path) -> None:
     train(model, optimizer, x, steps=1)
     first = next(iter(optimizer.state.values()))["exp_avg"]
     array = first.numpy()
-    ebbtide.fit(model, "80%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(
+        model,
+        "80%",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        options=ebbtide.Options(offload_optimizer=True, effort=200),
+    )
     model(x).backward()
     assert not is_offloaded(first)
     assert array.ctypes.data == first.data_ptr()
@@ -269,7 +297,14 @@ def test_a_signal_handler_reads_it_while_a_call_looks_at_its_guards(
 ) -> None:
     """Torch would ask for nothing then: a handler had empty memory."""
     model, optimizer = next(twins())
-    ebbtide.fit(model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    ebbtide.fit(
+        model,
+        "60%",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        progress=None,
+        options=ebbtide.Options(offload_optimizer=True),
+    )
     x, looked = batch(), _Watched.are_as_they_were
     train(model, optimizer, x, 2)
     kept = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
@@ -296,7 +331,14 @@ def test_another_optimizer_is_set_whole_where_the_state_of_the_first_is_lost(
 ) -> None:
     source = twins()
     model, first = next(source)
-    ebbtide.fit(model, "100%", optimizer=first, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    ebbtide.fit(
+        model,
+        "100%",
+        optimizer=first,
+        tiers=f"disk:{tmp_path}",
+        progress=None,
+        options=ebbtide.Options(offload_optimizer=True),
+    )
     train(model, first, batch(), 1)
     model(batch()).backward()
     second = MADE["momentum"](model.parameters())
@@ -334,7 +376,14 @@ def test_a_forward_that_reads_it_is_refused_by_name(read: Callable[[torch.Tensor
     model = Reads()
     optimizer = MADE["adamw"](model.parameters())
     reads.weight = model.layers[0].weight
-    ebbtide.fit(model, "60%", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, progress=None)
+    ebbtide.fit(
+        model,
+        "60%",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        progress=None,
+        options=ebbtide.Options(offload_optimizer=True),
+    )
     train(model, optimizer, batch(), 1)
     reads.now = True
     before = {name: value.clone() for name, value in optimizer.state[reads.weight].items()}
@@ -362,12 +411,14 @@ def test_what_it_needs_is_said(tmp_path: Path) -> None:
         ({"offload_optimizer": "disk", "optimizer": optimizer, **disk}, "takes True or False"),
     ):
         with pytest.raises(UsageError, match=what) as refused:
-            ebbtide.fit(model, "1GiB", **options)  # type: ignore[arg-type]
+            ebbtide.fit(model, "1GiB", options=ebbtide.Options(**options))  # type: ignore[arg-type]
         assert refused.value.argument == "offload_optimizer"
     recorded = torch.optim.AdamW(model.parameters(), capturable=True)
     with pytest.raises(UsageError, match="capturable=True"):
-        ebbtide.fit(model, "1GiB", optimizer=recorded, offload_optimizer=True, **disk)
-    ebbtide.fit(model, "1GiB", optimizer=optimizer, offload_optimizer=True, **disk)  # nothing was half done
+        ebbtide.fit(model, "1GiB", optimizer=recorded, options=ebbtide.Options(offload_optimizer=True, **disk))
+    ebbtide.fit(
+        model, "1GiB", optimizer=optimizer, options=ebbtide.Options(offload_optimizer=True, **disk)
+    )  # nothing was half done
 
 
 def test_a_full_disk_is_an_error_before_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +430,13 @@ def test_a_full_disk_is_an_error_before_the_step(tmp_path: Path, monkeypatch: py
     source, x = twins(), batch(64)
     (model, optimizer), (plain, reference) = next(source), next(source)
     losses = train(plain, reference, x)
-    ebbtide.fit(model, "1GiB", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(
+        model,
+        "1GiB",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        options=ebbtide.Options(offload_optimizer=True, effort=200),
+    )
     mine = train(model, optimizer, x, steps=1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
@@ -417,8 +474,8 @@ def test_ahead_of_time_a_plan_says_what_fit_will(stepped: bool, tmp_path: Path) 
     if stepped:
         train(model, optimizer, batch(8), steps=1)
     given: dict[str, Any] = {"tiers": f"disk:{tmp_path}", "optimizer": optimizer, "offload_optimizer": True}
-    ahead = ebbtide.plan(model, (batch(),), budget="60%", effort=200, progress=None, **given)
-    ebbtide.fit(model, "60%", effort=200, progress=None, **given)
+    ahead = ebbtide.plan(model, (batch(),), budget="60%", options=ebbtide.Options(effort=200, progress=None, **given))
+    ebbtide.fit(model, "60%", progress=None, options=ebbtide.Options(effort=200, **given))
     train(model, optimizer, batch(), steps=1)
     mine = ebbtide.plan_of(model)
     assert mine is not None
@@ -449,12 +506,14 @@ def test_the_largest_batch_is_larger_without_the_state() -> None:
             case,
             budget="32MiB",
             machine="v100-16gb",
-            tiers="host",
-            optimizer=lambda model: torch.optim.AdamW(model.parameters(), foreach=False),
-            offload_optimizer=offload,
-            planner="keep_all",
-            effort=50,
-            progress=None,
+            options=ebbtide.Options(
+                tiers="host",
+                optimizer=lambda model: torch.optim.AdamW(model.parameters(), foreach=False),
+                offload_optimizer=offload,
+                planner="keep_all",
+                effort=50,
+                progress=None,
+            ),
         ).batch
         for offload in (False, True)
     ]
@@ -465,9 +524,9 @@ def test_ahead_of_time_it_needs_the_same(tmp_path: Path) -> None:
     model, optimizer = next(twins())
     for given in ({"optimizer": optimizer}, {"tiers": f"disk:{tmp_path}"}):
         with pytest.raises(UsageError, match="offload_optimizer=True is not accepted"):
-            ebbtide.plan(model, (batch(8),), budget="1GiB", offload_optimizer=True, **given)  # type: ignore[arg-type]
+            ebbtide.plan(model, (batch(8),), budget="1GiB", options=ebbtide.Options(offload_optimizer=True, **given))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="offload_optimizer='yes'"):
-        ebbtide.plan(model, (batch(8),), budget="1GiB", offload_optimizer="yes")  # type: ignore[arg-type]
+        ebbtide.plan(model, (batch(8),), budget="1GiB", options=ebbtide.Options(offload_optimizer="yes"))  # type: ignore[arg-type]
 
 
 CHANGES: dict[str, Callable[[Net, torch.optim.Optimizer], object]] = {
@@ -535,7 +594,13 @@ def test_summed_gradients_are_not_counted_twice_at_the_optimizers_step(tmp_path:
     source, x = twins(), batch(64)
     (model, optimizer), (plain, reference) = next(source), next(source)
     losses = train(plain, reference, x, steps=3, micro=3)
-    ebbtide.fit(model, "1MiB", optimizer=optimizer, tiers=f"disk:{tmp_path}", offload_optimizer=True, effort=200)
+    ebbtide.fit(
+        model,
+        "1MiB",
+        optimizer=optimizer,
+        tiers=f"disk:{tmp_path}",
+        options=ebbtide.Options(offload_optimizer=True, effort=200),
+    )
     with pytest.raises(BudgetError) as refused:
         model(x)
     assert refused.value.smallest_bytes is not None
@@ -553,7 +618,7 @@ def test_summed_gradients_are_not_counted_twice_at_the_optimizers_step(tmp_path:
 @pytest.mark.parametrize("rows", [8, 2048])
 def test_a_budget_that_is_too_small_for_the_state_says_how_to_move_it(rows: int) -> None:
     model, optimizer = next(twins())
-    ebbtide.fit(model, "1MiB", optimizer=optimizer, effort=20)
+    ebbtide.fit(model, "1MiB", optimizer=optimizer, options=ebbtide.Options(effort=20))
     with pytest.raises(BudgetError) as refused:
         model(batch(rows))
     notes = [each for each in getattr(refused.value, "__notes__", []) if "offload_optimizer=True" in each]
@@ -566,10 +631,12 @@ def test_the_step_s_end_is_what_takes_most_whatever_that_is(tmp_path: Path) -> N
     model, optimizer = next(twins())
     x = batch(64)
     given: dict[str, Any] = {"optimizer": optimizer, "tiers": f"disk:{tmp_path}", "offload_optimizer": True}
-    smallest = ebbtide.plan(model, (x,), budget="100%", effort=20, progress=None, **given).smallest_bytes
+    smallest = ebbtide.plan(
+        model, (x,), budget="100%", options=ebbtide.Options(effort=20, progress=None, **given)
+    ).smallest_bytes
     state = sum(each.nbytes for each in model.parameters()) * 2
     model.layers[2].weight.register_hook(lambda grad: grad + torch.zeros(int(state * 1.05) // 4)[0])  # type: ignore[operator]
-    ebbtide.fit(model, smallest, effort=20, progress=None, **given)
+    ebbtide.fit(model, smallest, progress=None, options=ebbtide.Options(effort=20, **given))
     with pytest.raises(BudgetError, match="hooks on parameters"):
         train(model, optimizer, x, steps=4, micro=2)
 
@@ -578,10 +645,10 @@ def test_where_a_plan_needs_more_than_the_optimizers_step_the_floor_is_the_plans
     model, optimizer = next(twins())
     given: dict[str, Any] = {"optimizer": optimizer, "tiers": f"disk:{tmp_path}", "offload_optimizer": True}
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(model, (batch(8192),), budget="1MiB", effort=20, progress=None, **given)
+        ebbtide.plan(model, (batch(8192),), budget="1MiB", options=ebbtide.Options(effort=20, progress=None, **given))
     assert "state of AdamW" not in refused.value.pinned_by
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(model, (batch(8),), budget="1MiB", effort=20, progress=None, **given)
+        ebbtide.plan(model, (batch(8),), budget="1MiB", options=ebbtide.Options(effort=20, progress=None, **given))
     assert "state of AdamW" in refused.value.pinned_by
 
 
@@ -589,9 +656,11 @@ def test_doctors_smallest_is_that_of_plans_that_move(tmp_path: Path) -> None:
     model, optimizer = next(twins())
     given: dict[str, Any] = {"optimizer": optimizer, "tiers": f"disk:{tmp_path}", "offload_optimizer": True}
     given["rewrites"] = "none"  # which a refusal looks at, and a plan that has no need of them does not
-    plan = ebbtide.plan(model, (batch(),), budget="100%", effort=20, progress=None, **given)
-    found = ebbtide.doctor(model, (batch(),), progress=None, effort=20, **given)
+    plan = ebbtide.plan(model, (batch(),), budget="100%", options=ebbtide.Options(effort=20, progress=None, **given))
+    found = ebbtide.doctor(model, (batch(),), options=ebbtide.Options(progress=None, effort=20, **given))
     assert found.smallest_bytes == plan.smallest_bytes
     assert not any("offload_optimizer" in each.text for each in found.advice)
-    refused = ebbtide.doctor(model, (batch(),), budget="1MiB", progress=None, effort=20, **given)
+    refused = ebbtide.doctor(
+        model, (batch(),), budget="1MiB", options=ebbtide.Options(progress=None, effort=20, **given)
+    )
     assert refused.smallest_bytes == plan.smallest_bytes

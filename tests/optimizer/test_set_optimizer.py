@@ -69,7 +69,9 @@ def test_the_training_is_that_of_a_model_that_was_told_at_once() -> None:
 def test_the_state_that_moves_is_the_new_ones() -> None:
     model, args = chain()
     first, second = (torch.optim.Adam(model.parameters()) for _ in range(2))
-    ebbtide.fit(model, "1GiB", optimizer=first, tiers="disk", offload_optimizer=True, progress=None)
+    ebbtide.fit(
+        model, "1GiB", optimizer=first, tiers="disk", progress=None, options=ebbtide.Options(offload_optimizer=True)
+    )
     for _ in range(2):
         train(model, args, first)
     ebbtide.set_optimizer(model, second)

@@ -244,7 +244,7 @@ def test_an_optimizer_that_cannot_be_foreseen_is_refused_by_name() -> None:
 def test_plan_and_fit_reserve_the_same() -> None:
     case = mlp_chain(32, layers=2, width=8)
     optimizer = torch.optim.AdamW(case.model.parameters())
-    plan = ebbtide.plan(case.model, case.args, budget="1MiB", optimizer=optimizer)
+    plan = ebbtide.plan(case.model, case.args, budget="1MiB", options=ebbtide.Options(optimizer=optimizer))
     ebbtide.fit(case.model, "1MiB", optimizer=optimizer)
     case.model(*case.args).backward()
     fitted = ebbtide.plan_of(case.model)
@@ -271,7 +271,9 @@ def test_an_optimizer_that_keeps_all_with_one_parameter_is_known_once_it_has_ste
 
 
 def test_a_second_step_on_the_same_gradients_is_no_training_past_the_model() -> None:
-    model = ebbtide.fit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1GiB", effort=50)
+    model = ebbtide.fit(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), "1GiB", options=ebbtide.Options(effort=50)
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

@@ -81,14 +81,14 @@ def test_what_pins_such_a_budget_is_named_with_what_would_help() -> None:
     for foreach in (True, False):
         optimizer.param_groups[0]["foreach"] = foreach
         with pytest.raises(BudgetError, match="the tensors that AdamW makes while it steps") as refused:
-            ebbtide.plan(model, (x,), budget="1MiB", optimizer=optimizer, progress=None)
+            ebbtide.plan(model, (x,), budget="1MiB", options=ebbtide.Options(optimizer=optimizer, progress=None))
         assert ("foreach=False" in str(refused.value)) == foreach
         assert "fused=True" in str(refused.value)
         assert refused.value.smallest_bytes is not None
         needed.append(refused.value.smallest_bytes)
     weights = sum(each.nbytes for each in model.parameters())
     assert needed[0] - needed[1] > weights / 2
-    plan = ebbtide.plan(model, (x,), budget=needed[1], optimizer=optimizer, progress=None)
+    plan = ebbtide.plan(model, (x,), budget=needed[1], options=ebbtide.Options(optimizer=optimizer, progress=None))
     assert "what optimizer.step() takes while it runs" in str(plan)
     assert "not what optimizer.step()" not in str(plan)
 
@@ -96,7 +96,7 @@ def test_what_pins_such_a_budget_is_named_with_what_would_help() -> None:
 def test_a_share_is_of_the_larger_of_both_peaks() -> None:
     model, x = wide()
     optimizer = MAKE["adamw at once"](model.parameters())
-    plan = ebbtide.plan(model, (x,), budget="100%", optimizer=optimizer, progress=None)
+    plan = ebbtide.plan(model, (x,), budget="100%", options=ebbtide.Options(optimizer=optimizer, progress=None))
     assert plan.budget_bytes >= plan.smallest_bytes > plan.predicted_peak_bytes
     ebbtide.fit(model, "100%", optimizer=optimizer, progress=None)
     with ebbtide.measure(model, optimizer, x) as gauge:
@@ -110,7 +110,7 @@ def test_options_that_make_it_take_more_are_seen_at_the_next_call() -> None:
     model, x = wide()
     optimizer = MAKE["adamw"](model.parameters())
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(model, (x,), budget="1MiB", optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget="1MiB", options=ebbtide.Options(optimizer=optimizer, progress=None))
     assert refused.value.smallest_bytes is not None
     ebbtide.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
     whole_step(model, optimizer, x)
@@ -146,7 +146,7 @@ def test_options_in_whatever_form_are_seen(option: str, at_once: bool) -> None:
     kind = torch.optim.SGD if option == "momentum" else _Options
     optimizer: Any = kind(model.parameters(), lr=0.1)
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget="1KiB", options=ebbtide.Options(optimizer=optimizer, progress=None))
     assert refused.value.smallest_bytes is not None
 
     def change() -> None:
@@ -174,7 +174,7 @@ def test_options_that_are_changed_before_the_step_are_held_against_the_budget(ch
     kind = torch.optim.SGD if change == "momentum" else torch.optim.AdamW
     optimizer: Any = kind(model.parameters(), lr=1e-3, foreach=False)
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget="1KiB", options=ebbtide.Options(optimizer=optimizer, progress=None))
     assert refused.value.smallest_bytes is not None
     ebbtide.fit(model, refused.value.smallest_bytes + 2**16, optimizer=optimizer, progress=None)
     whole_step(model, optimizer, x)
@@ -202,7 +202,7 @@ def test_what_a_call_had_room_for_is_asked_of_its_own_step_alone() -> None:
     model, x = wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(model, (x,), budget="1KiB", optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget="1KiB", options=ebbtide.Options(optimizer=optimizer, progress=None))
     assert refused.value.smallest_bytes is not None
     small = refused.value.smallest_bytes + 2**16
     group = optimizer.param_groups[0]
@@ -301,7 +301,7 @@ def test_sums_of_several_types_take_what_they_cast() -> None:
     model, x = Wide().bfloat16(), torch.randn(4, 128).bfloat16()
     optimizer = Mixed(model.parameters())
     with pytest.raises(BudgetError) as refused:
-        ebbtide.plan(model, (x,), budget=10_000, optimizer=optimizer, progress=None)
+        ebbtide.plan(model, (x,), budget=10_000, options=ebbtide.Options(optimizer=optimizer, progress=None))
     assert refused.value.smallest_bytes is not None
     ebbtide.fit(model, refused.value.smallest_bytes, optimizer=optimizer, progress=None)
     for _ in range(2):
@@ -315,7 +315,7 @@ def test_sums_of_several_types_take_what_they_cast() -> None:
 def test_forwards_in_the_air_are_gone_when_the_optimizer_steps() -> None:
     model, x = wide()
     optimizer = MAKE["adamw at once"](model.parameters())
-    plain = ebbtide.plan(model, (x,), budget="1GiB", optimizer=optimizer, progress=None)
+    plain = ebbtide.plan(model, (x,), budget="1GiB", options=ebbtide.Options(optimizer=optimizer, progress=None))
     needed = plain.resident_bytes + plain.smallest_bytes
     ebbtide.fit(model, needed, optimizer=optimizer, progress=None)
     large = torch.randn(256, 128)

@@ -285,7 +285,9 @@ def test_rounds_that_update_and_rounds_that_only_sum_are_clipped_by_turns(where:
     model = Net()
     twin = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-    ebbtide.fit(model, "100%", optimizer=optimizers[0], step="inside", max_norm=0.01, progress=None)
+    ebbtide.fit(
+        model, "100%", optimizer=optimizers[0], step="inside", progress=None, options=ebbtide.Options(max_norm=0.01)
+    )
     for number in range(6):
         for each, optimizer in zip((model, twin), optimizers, strict=True):
 

@@ -21,6 +21,7 @@ from torch import nn
 from ebbtide import Budget, Case, Plan
 from ebbtide._api.estimate import capture_ahead
 from ebbtide.capture.without_memory import without_memory
+from ebbtide.options import Options
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.step.schedule import Compute
@@ -62,7 +63,9 @@ def planned(make: Callable[[], Case], share: float) -> Plan:
     """The plan of a case at ``share`` of the way from the floor to the peak of its unplanned step."""
     with without_memory():
         case = make()
-        step = capture_ahead(case.model, case.args, case.kwargs, machine="titanxp-12gb", name=case.name)
+        step = capture_ahead(
+            case.model, case.args, case.kwargs, name=case.name, options=Options(machine="titanxp-12gb")
+        )
     floor, _ = floor_bytes(step.program)
     above = int(floor + share * (unplanned_bytes(step.program) - floor))
     budget = Budget(bytes=step.resident_bytes + step.reserve_bytes + above)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners import Interrupt, Problem, planner_named
 from ebbtide.planners.bounds.cut_bound import CutModel, cut_bound, quick_bound
 from ebbtide.planners.bounds.floor import floor_bytes
@@ -58,7 +59,9 @@ def test_merged_spans_keep_the_whole_optimum_and_lift_the_linear_bound(
 @pytest.mark.slow
 def test_more_cuts_lower_the_linear_bound_of_a_transformer_only_where_spans_are_not_merged() -> None:
     case = gpt(8, GPTConfig(vocabulary=2048, length=128, layers=4, width=64, heads=4, dropout=0.1))
-    program = capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb", name="gpt").program
+    program = capture_ahead(
+        case.model, case.args, case.kwargs, name="gpt", options=Options(machine="v100-16gb")
+    ).program
     budget = int(1.05 * floor_bytes(program)[0])
     state = IntervalState(program)
     worst = max(range(len(program.ops)), key=lambda t: (state.stage_bytes(t), -t))
@@ -74,7 +77,9 @@ def test_more_cuts_lower_the_linear_bound_of_a_transformer_only_where_spans_are_
 @pytest.mark.slow
 def test_a_plan_that_fills_its_budget_to_the_byte_is_not_below_the_bound() -> None:
     case = gpt(8, GPTConfig(vocabulary=8192, length=512, layers=4, width=512, heads=8, dropout=0.1))
-    program = capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb", name="gpt").program
+    program = capture_ahead(
+        case.model, case.args, case.kwargs, name="gpt", options=Options(machine="v100-16gb")
+    ).program
     plan = planner_named("min_cut")(
         Problem(program, 4 * simulate(program, unplanned_schedule(program)).above_bytes // 5)
     )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ebbtide import Program
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners import Problem, Status, planner_named
 from ebbtide.planners.published.arithmetic import aten_name
 from ebbtide.planners.published.echo import charged, decided, residents_of, stash_bytes
@@ -408,7 +409,7 @@ def test_names_of_the_table_are_ops_of_torch():
 def translation() -> Program:
     """Additive attention in a Python loop of four steps; 8 sentences of 4 words, 32 wide."""
     case = nmt(8, vocabulary=40, length=4, width=32, dropout=0.0)
-    return capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb", name="nmt").program
+    return capture_ahead(case.model, case.args, case.kwargs, name="nmt", options=Options(machine="v100-16gb")).program
 
 
 def test_attention_is_made_again_and_no_product_is(translation: Program):

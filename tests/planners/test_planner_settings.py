@@ -102,8 +102,8 @@ def test_options_refuse_a_planner_that_needs_a_tier_and_has_none() -> None:
         ):
             options: dict[str, Any] = asked
             with pytest.raises(UsageError, match=f"planner '{name}' moves buffers and needs a tier.*{said}"):
-                Options(planner=name, **options)
-        Options(planner=name, tiers="host")
+                Options(planner=name, **options).require_complete()
+        Options(planner=name, tiers="host").require_complete()
 
 
 def test_a_plan_keeps_the_whole_text_and_the_cache_tells_settings_apart(tmp_path: Any) -> None:
@@ -126,13 +126,21 @@ def entries() -> dict[str, Callable[..., object]]:
     """Every public function that takes a planner, as calls that never come to a capture."""
     model, batch = torch.nn.Linear(2, 2), (torch.ones(2, 2),)
     return {
-        "fit": lambda planner, **given: ebbtide.fit(model, "50%", planner=planner, **given),
-        "plan": lambda planner, **given: ebbtide.plan(model, batch, budget="50%", planner=planner, **given),
-        "sweep": lambda planner, **given: ebbtide.sweep(model, batch, budgets=["50%"], planners=[planner], **given),
-        "max_batch": lambda planner, **given: ebbtide.max_batch(
-            lambda size: pytest.fail(f"made for {size}"), budget=2**20, planner=planner, **given
+        "fit": lambda planner, **given: ebbtide.fit(model, "50%", options=ebbtide.Options(planner=planner, **given)),
+        "plan": lambda planner, **given: ebbtide.plan(
+            model, batch, budget="50%", options=ebbtide.Options(planner=planner, **given)
         ),
-        "doctor": lambda planner, **given: ebbtide.doctor(model, batch, planner=planner, **given),
+        "sweep": lambda planner, **given: ebbtide.sweep(
+            model, batch, budgets=["50%"], planners=[planner], options=ebbtide.Options(**given)
+        ),
+        "max_batch": lambda planner, **given: ebbtide.max_batch(
+            lambda size: pytest.fail(f"made for {size}"),
+            budget=2**20,
+            options=ebbtide.Options(planner=planner, **given),
+        ),
+        "doctor": lambda planner, **given: ebbtide.doctor(
+            model, batch, options=ebbtide.Options(planner=planner, **given)
+        ),
     }
 
 

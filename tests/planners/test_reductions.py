@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners import Problem
 from ebbtide.planners.reductions.base import ExactReduction, StartReduction
 from ebbtide.planners.reductions.coarsen import by_layer, fuse
@@ -85,7 +86,9 @@ def test_seeds_in_the_new_order_are_translated_and_others_are_left_out(
 @pytest.mark.slow
 def test_a_stand_in_gives_start_points_within_its_program_at_a_budget_that_means_as_much() -> None:
     case = gpt(2, GPTConfig(vocabulary=64, length=16, layers=6, width=16, heads=2, dropout=0.1))
-    captured = find_repeats(capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb").program)
+    captured = find_repeats(
+        capture_ahead(case.model, case.args, case.kwargs, options=Options(machine="v100-16gb")).program
+    )
     assert captured is not None
     program = with_blocks(captured, 140).program
     small = proxy_of(program)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ebbtide._api.estimate import capture_ahead
+from ebbtide.options import Options
 from ebbtide.planners import Interrupt, Problem, planner_named
 from ebbtide.planners.bounds.cut_bound import cut_bounds
 from ebbtide.planners.bounds.floor import floor_bytes
@@ -25,13 +26,13 @@ pytestmark = pytest.mark.slow
 @functools.cache
 def layers(count: int) -> Program:
     case = gpt(2, GPTConfig(vocabulary=64, length=16, layers=count, width=16, heads=2, dropout=0.1))
-    return capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb").program
+    return capture_ahead(case.model, case.args, case.kwargs, options=Options(machine="v100-16gb")).program
 
 
 @functools.cache
 def steps(count: int) -> Program:
     case = lstm_lm(2, vocabulary=32, length=count, width=8)
-    return capture_ahead(case.model, case.args, case.kwargs, machine="v100-16gb").program
+    return capture_ahead(case.model, case.args, case.kwargs, options=Options(machine="v100-16gb")).program
 
 
 def repeats(program: Program) -> Repeats:

@@ -68,7 +68,7 @@ def test_a_verified_step_has_its_curve() -> None:
     """Held against the plan: its peak in each part is what the schedule takes there, and eager's is eager's."""
     torch.set_num_threads(1)
     case = mlp_chain(256, layers=6)
-    plan = ebbtide.plan(case.model, case.args, budget="60%", progress=None)
+    plan = ebbtide.plan(case.model, case.args, budget="60%", options=ebbtide.Options(progress=None))
     verified = ebbtide.verify(case.model, case.args, plan=plan)
     measured = {each.label: each for each in verified.measured}
     assert [*measured] == ["planned", "unplanned", "eager"]
@@ -87,7 +87,9 @@ def test_a_plan_and_its_file_know_what_is_resident(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     x = torch.zeros(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    plan = ebbtide.plan(model, (x,), budget="1GiB", optimizer=optimizer, gradients="all", progress=None)
+    plan = ebbtide.plan(
+        model, (x,), budget="1GiB", options=ebbtide.Options(optimizer=optimizer, gradients="all", progress=None)
+    )
     weights = 4 * (8 * 8 + 8 + 8 + 8)
     assert plan.resident_parts == {
         "weights": weights, "buffers of modules": 2 * 32 + 8, "optimizer state": weights, "arguments of the call": 128

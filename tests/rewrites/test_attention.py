@@ -141,7 +141,7 @@ def history(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def least(model: nn.Module, dtype: torch.dtype) -> int:
     """The smallest budget of the captured step."""
-    ebbtide.fit(model, 1, rewrites="none", progress=None)
+    ebbtide.fit(model, 1, progress=None, options=ebbtide.Options(rewrites="none"))
     with pytest.raises(BudgetError) as refused:
         model(data(dtype))
     assert refused.value.smallest_bytes is not None
@@ -178,8 +178,10 @@ def test_trains_as_eager_below_the_captured_steps_least(
         model = made(kind, dtype)
         expected = history(copy.deepcopy(model), dtype)
         budget = int((0.9 if kind == "dropped" else 0.8) * least(made(kind, dtype), dtype))
-        ebbtide.plan(made(kind, dtype), (data(dtype),), budget=budget, rewrites="all", progress=None)  # finds out
-        ebbtide.fit(model, budget, rewrites="all", progress=None)
+        ebbtide.plan(
+            made(kind, dtype), (data(dtype),), budget=budget, options=ebbtide.Options(rewrites="all", progress=None)
+        )  # finds out
+        ebbtide.fit(model, budget, progress=None, options=ebbtide.Options(rewrites="all"))
         assert all(map(torch.equal, history(model, dtype), expected))
         plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
         assert plan is not None
@@ -195,7 +197,7 @@ def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> No
     model = made(kind)
     step, program = captured_of(model, data())
     verifier = Verifier(model, (data(),), {})
-    plain = ebbtide.plan(model, (data(),), budget="200%", progress=None)
+    plain = ebbtide.plan(model, (data(),), budget="200%", options=ebbtide.Options(progress=None))
     ways = list(RULE.ways(step))
     assert len(ways) >= 2
     for way in (ways[0], ways[-1]):
@@ -351,7 +353,7 @@ def test_each_layer_is_a_region_of_its_own_though_they_share_a_mask() -> None:
 
 def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), False))
-    found = ebbtide.doctor(made("plain"), (data(),), progress=None)
+    found = ebbtide.doctor(made("plain"), (data(),), options=ebbtide.Options(progress=None))
     sliced = [each for each in found.rewrites if each.what.startswith(RULE.name)]
     assert sliced
     assert all("not the bits of the whole here" in each.why_not for each in sliced)

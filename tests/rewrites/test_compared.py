@@ -34,7 +34,7 @@ HEADS = ("plain", "bfloat16, upcast", "cut, tied", "smoothed")
 def planned(rule: Rule, model: nn.Module, args: tuple[Any, ...], form: str = "", room: int = 0) -> list[ebbtide.Plan]:
     """The unplanned step with the first way of each form of ``rule``, and a budget of so much room beyond its peak."""
     step, program, _ = capture_program(model, args, {})
-    roomy = ebbtide.plan(model, args, budget="200%", rewrites="none", progress=None)
+    roomy = ebbtide.plan(model, args, budget="200%", options=ebbtide.Options(rewrites="none", progress=None))
     plans: dict[str, ebbtide.Plan] = {}
     for way in rule.ways(step):
         if way[0].form not in plans and (not form or way[0].form == form):

@@ -152,7 +152,7 @@ def test_measuring_takes_no_more_than_it_says(
     monkeypatch.setattr(facts, "_measured", counted)
     model = kind().to(dtype)
     with pytest.raises(BudgetError):
-        ebbtide.plan(model, given_to(model, dtype), budget=1, rewrites="all", progress=None)
+        ebbtide.plan(model, given_to(model, dtype), budget=1, options=ebbtide.Options(rewrites="all", progress=None))
     assert len(taken) > 4
     assert {each: found for each, found in taken.items() if found[1] > facts._BESIDES * found[0]} == {}
 

@@ -79,7 +79,11 @@ def verified(case: Case) -> int:
         if costed is None:
             continue
         plain = plain or ebbtide.plan(
-            case.model, case.args, case.kwargs, budget="200%", planner="keep_all", rewrites="none", progress=None
+            case.model,
+            case.args,
+            case.kwargs,
+            budget="200%",
+            options=ebbtide.Options(planner="keep_all", rewrites="none", progress=None),
         )
         rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
         schedule = unplanned_schedule(costed.program)
@@ -354,7 +358,7 @@ def test_the_proof_sees_what_must_not_be_written_over(why: str, monkeypatch: pyt
 
 
 def budget_between(case: Case, share: float) -> int:
-    plain = ebbtide.plan(case.model, case.args, case.kwargs, budget="100%", progress=None)
+    plain = ebbtide.plan(case.model, case.args, case.kwargs, budget="100%", options=ebbtide.Options(progress=None))
     return int(plain.smallest_bytes + share * (plain.baseline_peak_bytes - plain.smallest_bytes))
 
 
@@ -372,11 +376,13 @@ def history(model: nn.Module, case: Case, *, retained: bool = False) -> list[tor
 
 def test_a_step_below_what_the_captured_one_needs_trains_as_eager() -> None:
     case = block_case(600)
-    plain = ebbtide.plan(case.model, case.args, budget="100%", progress=None)
-    least = ebbtide.plan(case.model, case.args, budget=plain.smallest_bytes, rewrites="in-place", progress=None)
+    plain = ebbtide.plan(case.model, case.args, budget="100%", options=ebbtide.Options(progress=None))
+    least = ebbtide.plan(
+        case.model, case.args, budget=plain.smallest_bytes, options=ebbtide.Options(rewrites="in-place", progress=None)
+    )
     assert least.smallest_bytes < plain.floor_bytes
     budget = (least.smallest_bytes + plain.smallest_bytes) // 2
-    model = ebbtide.fit(block_case(600).model, budget, rewrites="in-place", progress=None)
+    model = ebbtide.fit(block_case(600).model, budget, progress=None, options=ebbtide.Options(rewrites="in-place"))
     assert all(map(torch.equal, history(model, case), history(block_case(600).model, case)))
     plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
     assert plan is not None
@@ -390,8 +396,10 @@ def test_a_step_below_what_the_captured_one_needs_trains_as_eager() -> None:
 def test_a_graph_that_is_retained_has_the_same_bits_and_says_what_it_takes() -> None:
     case = block_case()
     expected = history(block_case().model, case, retained=True)
-    plain = ebbtide.plan(case.model, case.args, budget="100%", progress=None)
-    model = ebbtide.fit(block_case().model, plain.baseline_peak_bytes - 1, rewrites="in-place", progress=None)
+    plain = ebbtide.plan(case.model, case.args, budget="100%", options=ebbtide.Options(progress=None))
+    model = ebbtide.fit(
+        block_case().model, plain.baseline_peak_bytes - 1, progress=None, options=ebbtide.Options(rewrites="in-place")
+    )
     with pytest.warns(UserWarning, match="retain"):
         found = history(model, case, retained=True)
     assert all(map(torch.equal, found, expected))
@@ -400,7 +408,9 @@ def test_a_graph_that_is_retained_has_the_same_bits_and_says_what_it_takes() -> 
 def test_a_plan_says_so_and_comes_back_from_its_file(tmp_path: Path) -> None:
     case = block_case(600)
     budget = budget_between(case, 0.0)
-    plan = ebbtide.plan(case.model, case.args, budget=budget, rewrites="in-place", progress=None)
+    plan = ebbtide.plan(
+        case.model, case.args, budget=budget, options=ebbtide.Options(rewrites="in-place", progress=None)
+    )
     assert plan.rewritten is not None
     form = plan.rewritten.rewrites[0].form
     assert f"in-place: {form} (" in str(plan)
@@ -432,8 +442,10 @@ def test_a_plan_for_another_machine_assumes_and_measures_nothing(monkeypatch: py
     monkeypatch.setattr(facts, "_measured", lambda *_: pytest.fail("measured for a machine that is not here"))
     case = block_case(600)
     options: dict[str, Any] = {"machine": "h100-80gb", "progress": None}
-    plain = ebbtide.plan(case.model, case.args, budget="100%", **options)
-    plan = ebbtide.plan(case.model, case.args, budget=plain.smallest_bytes, rewrites="in-place", **options)
+    plain = ebbtide.plan(case.model, case.args, budget="100%", options=ebbtide.Options(**options))
+    plan = ebbtide.plan(
+        case.model, case.args, budget=plain.smallest_bytes, options=ebbtide.Options(rewrites="in-place", **options)
+    )
     assert plan.rewritten is not None
     assert "until fit measures it" in str(plan)
 

@@ -123,7 +123,7 @@ def history(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def least(model: nn.Module, dtype: torch.dtype) -> int:
     """The smallest budget of the captured step."""
-    ebbtide.fit(model, 1, rewrites="none", progress=None)
+    ebbtide.fit(model, 1, progress=None, options=ebbtide.Options(rewrites="none"))
     with pytest.raises(BudgetError) as refused:
         model(data(dtype))
     assert refused.value.smallest_bytes is not None
@@ -160,9 +160,12 @@ def test_trains_as_eager_below_the_captured_steps_least(
         expected = history(copy.deepcopy(model), dtype)
         budget = int((0.75 if kind == "adapters" else 0.9) * least(layers_of(kind, dtype), dtype))
         ebbtide.plan(
-            layers_of(kind, dtype), (data(dtype),), budget=budget, rewrites="all", progress=None
+            layers_of(kind, dtype),
+            (data(dtype),),
+            budget=budget,
+            options=ebbtide.Options(rewrites="all", progress=None),
         )  # finds out where there is room
-        ebbtide.fit(model, budget, rewrites="all", progress=None)
+        ebbtide.fit(model, budget, progress=None, options=ebbtide.Options(rewrites="all"))
         assert all(map(torch.equal, history(model, dtype), expected))
         plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
         assert plan is not None
@@ -178,7 +181,7 @@ def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> No
     model = layers_of(kind)
     step, program = captured_of(model, data())
     verifier = Verifier(model, (data(),), {})
-    plain = ebbtide.plan(model, (data(),), budget="200%", progress=None)
+    plain = ebbtide.plan(model, (data(),), budget="200%", options=ebbtide.Options(progress=None))
     for way in RULE.ways(step):
         costed = Choice(step, way).costed("cpu", program)
         assert costed is not None
@@ -263,23 +266,27 @@ def test_layers_that_pin_nothing_are_left_alone() -> None:
 
 def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), False))
-    found = ebbtide.doctor(layers_of("gated"), (data(),), rewrites="all", progress=None)
+    found = ebbtide.doctor(layers_of("gated"), (data(),), options=ebbtide.Options(rewrites="all", progress=None))
     assert found.rewrites
     tiled = [each for each in found.rewrites if "feed-forward" in each.what]
     assert tiled
     assert all("not the bits of the whole here" in each.why_not for each in tiled)
     budget = int(0.9 * least(layers_of("gated"), torch.float32))
     with pytest.raises(BudgetError):
-        ebbtide.fit(layers_of("gated"), budget, rewrites="all", progress=None)(data())
+        ebbtide.fit(layers_of("gated"), budget, progress=None, options=ebbtide.Options(rewrites="all"))(data())
 
 
 def test_a_plan_for_a_card_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(options._RULES, "all", (RULE.name,))
     case = Layers("gelu"), (data(),)
-    captured = ebbtide.plan(*case, budget="200%", rewrites="none", machine="rtx4090-24gb", progress=None)
+    captured = ebbtide.plan(
+        *case, budget="200%", machine="rtx4090-24gb", options=ebbtide.Options(rewrites="none", progress=None)
+    )
     above = captured.smallest_bytes - captured.resident_bytes - captured.reserve_bytes
     budget = captured.smallest_bytes - above // 10
-    plan = ebbtide.plan(*case, budget=budget, rewrites="all", machine="rtx4090-24gb", progress=None)
+    plan = ebbtide.plan(
+        *case, budget=budget, machine="rtx4090-24gb", options=ebbtide.Options(rewrites="all", progress=None)
+    )
     assert plan.rewritten is not None
     assert "takes for granted, until fit measures it," in str(plan)
     assert "columns at a time of" in str(plan)

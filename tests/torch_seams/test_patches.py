@@ -369,14 +369,16 @@ def test_settings_that_are_closed_early_or_dropped() -> None:
 
 
 def test_a_capture_that_fails() -> None:
-    model = ebbtide.fit(_Model(lambda x: print(1) if x.sum() > 0 else None), "100%", verify=False)
+    model = ebbtide.fit(
+        _Model(lambda x: print(1) if x.sum() > 0 else None), "100%", options=ebbtide.Options(verify=False)
+    )
     with pytest.raises(CaptureError):
         model(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_forward_that_raises(error: type[BaseException]) -> None:
-    model = ebbtide.fit(_Model(_raise(error)), "100%", verify=False)
+    model = ebbtide.fit(_Model(_raise(error)), "100%", options=ebbtide.Options(verify=False))
     with pytest.raises((error, CaptureError)):
         model(torch.ones(2, 4))
 
@@ -473,7 +475,7 @@ def _raise_in_backward(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("then", [lambda model: None, _unfit, _train_on, _raise_in_backward])
 def test_no_backward_comes(then: Callable[[torch.nn.Module], None]) -> None:
     entries = torch.autograd.backward, torch.autograd.grad
-    model = ebbtide.fit(_Features(), "1MiB", verify=False)
+    model = ebbtide.fit(_Features(), "1MiB", options=ebbtide.Options(verify=False))
     output = model(torch.ones(2, 4))
     assert open_patches() == 3, "the watch and the recording are open while the backward is waited for"
     del output

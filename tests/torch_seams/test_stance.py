@@ -149,7 +149,7 @@ def test_a_step_is_captured_and_planned_while_another_thread_traces(
 ) -> None:
     """What torch says of the whole process is not said of this thread."""
     monkeypatch.setattr(disturbed, "_PATIENCE_SECONDS", 0.1)  # this trace ends when the captures have
-    model = ebbtide.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10))
     x = torch.randn(4, 8)
     if trace is _compile:  # two threads do not compile at once: the capture would wait for the other's end
         model(x).backward()
@@ -164,7 +164,7 @@ def test_a_step_is_captured_and_planned_while_another_thread_traces(
 
 
 def test_a_model_may_be_traced_where_it_is_fitted() -> None:
-    model = ebbtide.fit(Net(), "100%", effort=10)
+    model = ebbtide.fit(Net(), "100%", options=ebbtide.Options(effort=10))
     x = torch.randn(4, 8)
     graph = make_fx(model)(x)
     assert torch.equal(graph(x), model(x))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ebbtide._api.estimate import AheadStep, capture_ahead
 from ebbtide._api.refusals import require_module
-from ebbtide.clipping import Clipping
-from ebbtide.errors import BudgetError, UsageError
-from ebbtide.names import with_known_keywords
-from ebbtide.options import Options, require_gradients, require_text
-from ebbtide.planners import Interrupt, Progress, planner_named
-from ebbtide.planners.base import DEFAULT_EFFORT
-from ebbtide.planners.narration import aloud, interruption_noted, narrated
+from ebbtide.checks import text, whole
+from ebbtide.entry_points import options_of, takes_options
+from ebbtide.errors import BudgetError
+from ebbtide.options import Options
+from ebbtide.planners import planner_named
+from ebbtide.planners.narration import interruption_noted, narrated
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.planning.rewriting import rewritings
 from ebbtide.report.records.diagnosis import Findings, find
@@ -24,38 +23,23 @@ from ebbtide.units import Budget
 if TYPE_CHECKING:
     import torch
 
-    from ebbtide.options import AnyOptimizer, Rewrites
-
 __all__ = ["doctor", "examine"]
 
 _ANY_BUDGET = Budget(bytes=2**62)  # so that the plan is the unplanned step itself
 
 
-@with_known_keywords
+@takes_options
 def doctor(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: str | int | Budget | None = None,
-    planner: str = "auto",
     machine: str | Machine | None = None,
-    tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
-    optimizer: AnyOptimizer | None = None,
-    rewrites: Rewrites | None = None,
-    offload_optimizer: bool = False,
-    step: Literal["outside", "inside"] = "outside",
-    max_norm: float | Clipping | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    gradients: Literal["loss", "all"] = "loss",
-    effort: int = DEFAULT_EFFORT,
-    time_limit: float | None = None,
-    seed: int = 0,
-    interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] | None = aloud,
     top: int = 10,
     name: str = "",
+    options: Options | None = None,
 ) -> Findings:
     """What one training call of ``model`` holds: the record that ``ebbtide doctor`` prints.
 
@@ -64,59 +48,27 @@ def doctor(
         args: positional arguments of the call.
         kwargs: keyword arguments.
         budget: one to judge: the findings then say what a plan within it costs, or that there is none.
-        planner: name of the planner that judges the budget.
-        machine: as for :func:`ebbtide.plan`.
-        tiers: as for :func:`ebbtide.plan`.
-        loss: as for :func:`ebbtide.plan`.
-        optimizer: as for :func:`ebbtide.plan`.
-        rewrites: as for :func:`ebbtide.plan`; the findings say what each would lower, and why others are left.
-        offload_optimizer: as for :func:`ebbtide.plan`.
-        step: as for :func:`ebbtide.plan`.
-        max_norm: as for :func:`ebbtide.plan`.
-        scaler: as for :func:`ebbtide.plan`.
-        gradients: as for :func:`ebbtide.plan`.
-        effort: local-search moves of the plan within the budget.
-        time_limit: seconds for that plan.
-        seed: of every random choice.
-        interrupt: as for :func:`ebbtide.plan`.
-        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
-            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
+        machine: as in :class:`Options`.
+        loss: as in :class:`Options`.
         top: how many places to list by bytes.
         name: of the case, for reports.
+        options: all else; planner, effort and time limit are of the plan within the budget. The findings say what each
+            of the rewrites would lower, and why others are left.
 
     Raises:
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
         CaptureError: if the call is not one graph; its attributes say where and what to do.
     """
     require_module(model, "doctor")
-    require_gradients(gradients)
-    require_text("name", name)
-    options = Options(
-        planner=planner,
-        machine=machine,
-        tiers=tiers,
-        loss=loss,
-        optimizer=optimizer,
-        rewrites=rewrites,
-        offload_optimizer=offload_optimizer,
-        step=step,
-        max_norm=max_norm,
-        scaler=scaler,
-        gradients=gradients,
-        effort=effort,
-        time_limit=time_limit,
-        seed=seed,
-        interrupt=interrupt,
-        progress=progress,
-    )
+    text("name", name)
+    asked = options_of("doctor", options, machine=machine, loss=loss)
     limit = None if budget is None else Budget.parse(budget)
-    if isinstance(top, bool) or not isinstance(top, int) or top < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"top={top!r} is not 1 or more", argument="top", value=top)
-    planner_named(planner)
-    with narrated(options.tell), interruption_noted(options.tell) as tell:
-        options = replace(options, progress=tell)
-        ahead = capture_ahead(model, args, kwargs, options=options, name=name)
-        return examine(ahead, limit, PlanningOptions.of(options), top)
+    whole(1)("top", top)
+    planner_named(asked.planner)
+    with narrated(asked.tell), interruption_noted(asked.tell) as tell:
+        asked = replace(asked, progress=tell)
+        ahead = capture_ahead(model, args, kwargs, options=asked, name=name)
+        return examine(ahead, limit, PlanningOptions.of(asked), top)
 
 
 def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, top: int) -> Findings:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -21,29 +21,28 @@ from ebbtide.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.loss import loss_is_outside
 from ebbtide.capture.offline import capture
-from ebbtide.clipping import Clipping
+from ebbtide.checks import text
 from ebbtide.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbtide.cost.cache import device_context
 from ebbtide.cost.cuda_workspace import cublas_bytes, cublas_bytes_here, has_product
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.gradient_watcher import own_backwards
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
+from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import UsageError
 from ebbtide.faults import own_faults, users_level
 from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.libraries import take_workspaces
 from ebbtide.measurement.resident import device_of, resident_parts, tensors_in
-from ebbtide.names import with_known_keywords
 from ebbtide.optimizer.cost.step_bytes import step_bytes
 from ebbtide.optimizer.cost.step_end import end_of, taken_of
 from ebbtide.optimizer.in_step.insertion import UpdateInsertion
 from ebbtide.optimizer.offload.budgeted_offload import OffloadForecast, forecast_offload
 from ebbtide.optimizer.state.combined import class_names
 from ebbtide.optimizer.state.future_bytes import future_state_bytes
-from ebbtide.options import Options, require_gradients, require_text
-from ebbtide.planners import Interrupt, Progress, planner_named
-from ebbtide.planners.base import DEFAULT_EFFORT
-from ebbtide.planners.narration import aloud, interruption_noted, narrated
+from ebbtide.options import Options
+from ebbtide.planners import Progress, planner_named
+from ebbtide.planners.narration import interruption_noted, narrated
 from ebbtide.planning.alternatives import Alternative
 from ebbtide.planning.frontier import frontier
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
@@ -68,36 +67,20 @@ from ebbtide.tiers import parse_tiers
 from ebbtide.transfers.links import machine_with_tiers
 from ebbtide.units import Budget, format_bytes
 
-if TYPE_CHECKING:
-    from ebbtide.options import AnyOptimizer, Rewrites
-
 __all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
 
 
-@with_known_keywords
+@takes_options
 def plan(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: str | int | Budget,
-    planner: str = "auto",
     machine: str | Machine | None = None,
-    tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
-    optimizer: AnyOptimizer | None = None,
-    rewrites: Rewrites | None = None,
-    offload_optimizer: bool = False,
-    step: Literal["outside", "inside"] = "outside",
-    max_norm: float | Clipping | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    gradients: Literal["loss", "all"] = "loss",
-    effort: int = DEFAULT_EFFORT,
-    time_limit: float | None = None,
-    seed: int = 0,
-    interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
+    options: Options | None = None,
 ) -> Plan:
     """Plan one training call of ``model`` under ``budget``; nothing of the model runs.
 
@@ -106,31 +89,10 @@ def plan(
         args: positional arguments of the call, real, fake or meta like the model.
         kwargs: keyword arguments.
         budget: bytes of the step's peak, resident part included, or a share of the unplanned peak.
-        planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
-        machine: a :class:`Machine` or the name of one in the catalogue; costs are then estimated by roofline and
-            the plan says so. ``None`` is the device at hand, on which costs are measured.
-        tiers: slower memory that buffers may be moved to: ``"host"``, ``"disk"``, ``"disk:PATH"`` or a list, the
-            preferred one first. The links to a machine's tiers are in the catalogue, those to a disk at hand are
-            measured. ``None``: what does not fit is recomputed.
-        loss: applied to what the model returns, as part of the step: for a model whose training call returns no
-            loss. Such a plan tells what the step takes; to run it, put the loss inside the model.
-        optimizer: its state counts as resident, also what it does not hold yet; or a function that makes it from
-            the model.
-        rewrites: what may take the place of parts of the step, as for :func:`ebbtide.fit`. For a machine that is not
-            at hand what it rests on is assumed, and listed; ``fit`` measures it there.
-        offload_optimizer: plan for that state in the first of ``tiers`` while a step runs, as :func:`ebbtide.fit` does
-            with it: it is not resident then, and the budget also holds at ``optimizer.step()``.
-        step: where the optimizer steps, as for :func:`ebbtide.fit`: ``"inside"``, in the backward, or ``"outside"``.
-        max_norm: to what norm gradients are clipped in the step, as for :func:`ebbtide.fit`.
-        scaler: that scales losses, as for :func:`ebbtide.fit`.
-        gradients: which outputs take gradients, as for :func:`ebbtide.fit`.
-        effort: local-search moves.
-        time_limit: seconds after which the best plan so far is returned, with status ``TIME_LIMIT``.
-        seed: of every random choice; plans are reproducible for one effort and seed.
-        interrupt: set it from elsewhere to end planning with the best plan so far.
-        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
-            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
+        machine: as in :class:`Options`.
+        loss: as in :class:`Options`.
         name: of the case, for reports; the model's class if empty.
+        options: all else.
 
     Raises:
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
@@ -138,35 +100,17 @@ def plan(
         TierError: for a disk that cannot be used.
         BudgetError: if the budget is below what is workable.
     """
-    require_gradients(gradients)
-    require_text("name", name)
-    options = Options(
-        planner=planner,
-        effort=effort,
-        time_limit=time_limit,
-        seed=seed,
-        optimizer=optimizer,
-        rewrites=rewrites,
-        offload_optimizer=offload_optimizer,
-        step=step,
-        max_norm=max_norm,
-        scaler=scaler,
-        loss=loss,
-        machine=machine,
-        tiers=tiers,
-        gradients=gradients,
-        interrupt=interrupt,
-        progress=progress,
-    )
+    text("name", name)
+    asked = options_of("plan", options, machine=machine, loss=loss)
     parsed = Budget.parse(budget)
-    planner_named(planner)
-    with narrated(options.tell), interruption_noted(options.tell) as tell:
-        options = replace(options, progress=tell)
-        ahead = capture_ahead(model, args, kwargs, options=options, name=name)
-        return ahead.plan(parsed, PlanningOptions.of(options))
+    planner_named(asked.planner)
+    with narrated(asked.tell), interruption_noted(asked.tell) as tell:
+        asked = replace(asked, progress=tell)
+        ahead = capture_ahead(model, args, kwargs, options=asked, name=name)
+        return ahead.plan(parsed, PlanningOptions.of(asked))
 
 
-@with_known_keywords
+@takes_options
 def sweep(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
@@ -175,21 +119,9 @@ def sweep(
     budgets: Sequence[str | int | Budget],
     planners: Sequence[str] = ("auto",),
     machine: str | Machine | None = None,
-    tiers: str | Sequence[str] | None = None,
     loss: Callable[[Any], Any] | None = None,
-    optimizer: AnyOptimizer | None = None,
-    rewrites: Rewrites | None = None,
-    offload_optimizer: bool = False,
-    step: Literal["outside", "inside"] = "outside",
-    max_norm: float | Clipping | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    gradients: Literal["loss", "all"] = "loss",
-    effort: int = DEFAULT_EFFORT,
-    time_limit: float | None = None,
-    seed: int = 0,
-    interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] | None = aloud,
     name: str = "",
+    options: Options | None = None,
 ) -> Frontier:
     """The memory/time frontier of one training call: a plan per budget and planner, from one capture.
 
@@ -202,23 +134,11 @@ def sweep(
         kwargs: keyword arguments.
         budgets: each as for :func:`plan`.
         planners: names of planners, with their settings if they take any.
-        machine: as for :func:`plan`.
-        tiers: as for :func:`plan`.
-        loss: as for :func:`plan`.
-        optimizer: as for :func:`plan`.
-        rewrites: as for :func:`plan`.
-        offload_optimizer: as for :func:`plan`.
-        step: as for :func:`plan`.
-        max_norm: as for :func:`plan`.
-        scaler: as for :func:`plan`.
-        gradients: as for :func:`plan`.
-        effort: local-search moves per plan.
-        time_limit: seconds per plan.
-        seed: as for :func:`plan`.
-        interrupt: as for :func:`plan`; once it is set, each plan that is left is the best at hand.
-        progress: called with what is known while capturing and planning; ``print`` will do. By default one line is
-            logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
+        machine: as in :class:`Options`.
+        loss: as in :class:`Options`.
         name: of the case, for reports.
+        options: all else; effort and time limit are of each plan, and an interrupt that is set makes each plan that is
+            left the best at hand.
 
     Returns:
         The plans, ascending by budget, within one budget in the order of ``planners``: a list, whose ``refusals`` are
@@ -229,34 +149,17 @@ def sweep(
         CaptureError: if the call is not one graph.
         BudgetError: if no budget is workable.
     """
-    require_gradients(gradients)
-    require_text("name", name)
-    options = Options(
-        effort=effort,
-        time_limit=time_limit,
-        seed=seed,
-        optimizer=optimizer,
-        rewrites=rewrites,
-        offload_optimizer=offload_optimizer,
-        step=step,
-        max_norm=max_norm,
-        scaler=scaler,
-        loss=loss,
-        machine=machine,
-        tiers=tiers,
-        gradients=gradients,
-        interrupt=interrupt,
-        progress=progress,
-    )
+    text("name", name)
+    asked = options_of("sweep", options, machine=machine, loss=loss)
     parsed = [Budget.parse(budget) for budget in _several("budgets", budgets)]
     names = _several("planners", planners)
     for each in names:
         planner_named(each)
-        options.require_tiers_for(each)
-    with narrated(options.tell), interruption_noted(options.tell) as tell:
-        options = replace(options, progress=tell)
-        ahead = capture_ahead(model, args, kwargs, options=options, name=name)
-        plans = Frontier(ahead.frontier(parsed, names, PlanningOptions.of(options)))
+        asked.require_tiers_for(each)
+    with narrated(asked.tell), interruption_noted(asked.tell) as tell:
+        asked = replace(asked, progress=tell)
+        ahead = capture_ahead(model, args, kwargs, options=asked, name=name)
+        plans = Frontier(ahead.frontier(parsed, names, PlanningOptions.of(asked)))
     if plans.refusals and not plans:
         raise plans.refusals[-1].error
     if said := plans.left_out():
@@ -346,7 +249,6 @@ def capture_ahead(
     kwargs: Mapping[str, Any] | None = None,
     *,
     options: Options | None = None,
-    machine: str | Machine | None = None,
     name: str = "",
 ) -> AheadStep:
     """Capture one training call and its costs.
@@ -356,15 +258,15 @@ def capture_ahead(
         args: positional arguments of the call.
         kwargs: keyword arguments.
         options: what the step is and for which machine.
-        machine: as for :func:`plan`, where there are no other options.
         name: of the case, for reports.
 
     Raises:
         UsageError: for a model or arguments that are none, or that are on no device that can be planned for.
         CaptureError: if the call is not one graph.
     """
-    options = options or Options(machine=machine)
+    options = options or Options()
     require_module(model, "plan")
+    options.require_complete()
     require_call(args, kwargs)
     refuse_to_plan(model, (args, kwargs))
     target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)

@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 
@@ -21,12 +20,12 @@ from ebbtide._api.refusals import (
     refuse_to_step_inside,
     require_module,
 )
-from ebbtide.clipping import Clipping
 from ebbtide.engine.calls import Calls, watch_optimizers
 from ebbtide.engine.fitted_class import FITTED, fitted_class, set_class, watched_of_fitted
 from ebbtide.engine.gradient_watcher import backwards_so_far
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.step import Step
+from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import PlanMismatch, UsageError
 from ebbtide.faults import users_level
 from ebbtide.measurement.batches import watch_batches
@@ -36,9 +35,8 @@ from ebbtide.measurement.resident import device_of
 from ebbtide.names import with_known_keywords
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
-from ebbtide.options import Options, Rewrites, require_gradients
+from ebbtide.options import Options
 from ebbtide.planners import Progress, planner_named
-from ebbtide.planners.base import DEFAULT_EFFORT
 from ebbtide.planners.narration import aloud
 from ebbtide.planning.cache import PlanCache
 from ebbtide.planning.pipeline import PlanningOptions
@@ -57,27 +55,16 @@ __all__ = ["calls_of", "fit", "no_update", "plan_of", "set_budget", "set_optimiz
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 
-@partial(with_known_keywords, refused=("loss",))
+@takes_options
 def fit(
     model: ModelT,
     budget: str | int | Budget | Plan,
     *,
-    planner: str = "auto",
     optimizer: torch.optim.Optimizer | None = None,
-    loss: None = None,
-    gradients: Literal["loss", "all"] = "loss",
-    effort: int | None = None,
-    time_limit: float | None = None,
-    seed: int = 0,
-    start: Plan | None = None,
     tiers: str | Sequence[str] | None = None,
-    rewrites: Rewrites | None = None,
-    offload_optimizer: bool = False,
-    step: Literal["outside", "inside"] = "outside",
-    max_norm: float | Clipping | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    verify: bool | Literal["always"] = True,
+    step: Literal["outside", "inside"] | None = None,
     progress: Callable[[Progress], None] | None = aloud,
+    options: Options | None = None,
 ) -> ModelT:
     """Keep every training step of ``model`` within ``budget``; returns the same object.
 
@@ -89,47 +76,11 @@ def fit(
             runs in as little memory as possible and what the loss takes outside is measured and reserved.
         budget: bytes of the step's peak allocated memory, everything counted: ``"12GiB"``, ``"8GB"``, an ``int``,
             ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
-        planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
-        optimizer: if given, its state counts as resident, also before its first step makes it. That of one that is
-            not given counts from its first step on.
-        loss: leave it out; anything but ``None`` is refused with a word on why. The training loop goes on calling its
-            loss on what the model returns, and the first step measures what that takes. (:func:`ebbtide.plan` takes a
-            ``loss``, since nothing runs there that could be measured.)
-        gradients: which outputs take gradients. ``"loss"``: if a scalar that requires one is returned, scalars alone
-            (a gradient that arrives at another output raises). ``"all"``: every output, counted whether used or not.
-        effort: local-search moves; the default is about a second on a 600-op program.
-        time_limit: seconds of planning per step, after which the best plan so far is taken.
-        seed: of every random choice; plans are reproducible for one effort and seed.
-        start: a plan of the same model, made anywhere: the step is captured and priced here, and the search for its
-            plan starts from that one's schedule too.
-        tiers: slower memory that tensors may be moved to and fetched from: ``"host"`` for a model on a CUDA device,
-            ``"disk"``, a directory below your cache directory, ``"disk:PATH"``, or a list. ``None``: what does not fit
-            is recomputed. By default those of a plan that is given.
-        rewrites: what may take the place of parts of the step. ``"exact"``, also meant by ``None``: where the budget
-            asks for it, a linear layer and the cross-entropy of what it gives are computed in slices, with the same
-            bits, so that the logits never exist whole. Where that gives no plan, or one that takes half a step more,
-            so are feed-forward layers and attention by products and a softmax, and results of elementwise ops go where
-            an operand was that nobody else reads. Whether slices have the bits of the whole is measured first.
-            ``"all"``: all of this wherever the step does not fit as it is. ``"in-place"``: there the loss and the
-            results of elementwise ops alone. ``"none"``: the step is planned as it was captured.
-        offload_optimizer: move the state of ``optimizer`` to the first of ``tiers`` before every training call, and
-            back for ``optimizer.step()`` or whoever else reads it first. It is not resident in the step then; the
-            budget also holds at ``optimizer.step()``, with what that takes while it runs.
-        step: where ``optimizer`` steps. ``"inside"``: in the backward, where each gradient is applied and freed as it
-            comes; ``optimizer.step()`` stays where it is in the loop and does nothing more. With the same bits, for
-            optimizers that step on each parameter for itself (all of torch's but LBFGS; others are tried out).
-        max_norm: with ``step="inside"``, the norm to which the gradients of all parameters together are clipped before
-            they are applied, as ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does between backward
-            and step, which is taken out of the loop; :func:`total_norm` gives what it returns. A :class:`Clipping` has
-            its other arguments.
-        scaler: with ``step="inside"``, the ``torch.amp.GradScaler`` of the loop, in which ``scaler.scale(loss)``,
-            ``scaler.step(optimizer)`` and ``scaler.update()`` stay where they are and ``scaler.unscale_`` does nothing
-            more: gradients are unscaled in the step, and a step with one that is not finite updates nothing.
-        verify: prove the first step (every buffer that comes back has the bits it had) and measure the next.
-            ``"always"``: prove every step, against memory that somebody rewrites behind torch's back; on CPU that reads
-            every buffer that comes back once more.
-        progress: called with what is known while a first call captures and plans; ``print`` will do. By default one
-            line is logged after two seconds, or a bar moves on a terminal; ``None`` says nothing.
+        optimizer: that trains the model; as in :class:`Options`.
+        tiers: as in :class:`Options`.
+        step: as in :class:`Options`.
+        progress: as in :class:`Options`.
+        options: all else.
 
     Raises:
         UsageError: for an argument that is none of what is said above; for a model that is fitted already, is a
@@ -147,43 +98,49 @@ def fit(
             "and ebbtide.unfit(model) first lets you fit it with other options",
             argument="model",
         )
-    options = _options(
-        planner=planner,
-        optimizer=optimizer,
-        rewrites=rewrites,
-        offload_optimizer=offload_optimizer,
-        tiers=tiers,
-        loss=loss,
-        gradients=gradients,
-        effort=DEFAULT_EFFORT if effort is None else effort,
-        time_limit=time_limit,
-        seed=seed,
-        start=start,
-        step=step,
-        max_norm=max_norm,
-        scaler=scaler,
-        verify=verify,
-        progress=progress,
-    )
-    planner_named(options.planner)
+    _require_made(optimizer)
+    asked = options_of("fit", options, optimizer=optimizer, tiers=tiers, step=step, progress=progress)
+    optimizer = _require_made(asked.optimizer)
+    planner_named(asked.planner)
+    asked.require_complete()
     limit, given = _limit_of(budget)
-    _refuse_two_plans(given, start)
+    _refuse_two_plans(given, asked.start)
     refuse_to_fit(model)
     refuse_foreign_optimizer(model, optimizer)
     _warn_of_the_card(model, limit)
-    named = parse_tiers(list(given.tiers) if given is not None and tiers is None else tiers)
+    named = parse_tiers(list(given.tiers) if given is not None and asked.tiers is None else asked.tiers)
     opened = open_tiers(named, device_of([model]))
-    _require_tiers(given, opened, f"tiers={tiers!r} does not name that; leave tiers out, or name the plan's")
-    if offload_optimizer:
+    _require_tiers(given, opened, f"tiers={asked.tiers!r} does not name that; leave tiers out, or name the plan's")
+    if asked.offload_optimizer:
         refuse_to_offload(optimizer, opened)
-    if options.inside:
-        refuse_to_step_inside(optimizer, options.scaler)
-    FITTED[model] = fitted = _known_of(model, limit, given, options, optimizer, opened)
+    if asked.inside:
+        refuse_to_step_inside(optimizer, asked.scaler)
+    FITTED[model] = fitted = _known_of(model, limit, given, asked, optimizer, opened)
     fitted.arrivals.watch(model.parameters())
     set_class(model, fitted_class(type(model)))
     watch_optimizers(watched_of_fitted)
     watch_batches(watched_of_fitted)
     return model
+
+
+def _require_made(optimizer: object) -> torch.optim.Optimizer | None:
+    """Refuse what is no optimizer yet, or none at all.
+
+    Raises:
+        UsageError: saying what to make first.
+    """
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    what = "a function that makes one" if callable(optimizer) else type(optimizer).__name__
+    how = "make it first and give it"
+    if isinstance(optimizer, type):
+        what, how = f"the class {optimizer.__name__}", f"make one, {optimizer.__name__}(model.parameters())"
+    raise UsageError(
+        f"fit takes the one optimizer that trains the model (a torch.optim.Optimizer) and not {what}: its state is "
+        f"what is resident; {how}",
+        argument="optimizer",
+        value=optimizer,
+    )
 
 
 def _refuse_two_plans(given: Plan | None, start: Plan | None) -> None:
@@ -404,36 +361,6 @@ def total_norm(model: torch.nn.Module) -> torch.Tensor | None:
             argument="model",
         )
     return inside.total_norm
-
-
-def _options(**given: Any) -> Options:
-    """The options of :func:`fit`, checked.
-
-    Raises:
-        UsageError: for a value that is none, or one that only ``plan`` can do with.
-    """
-    if given["loss"] is not None:
-        raise UsageError(
-            "fit takes no loss=: the training loop calls it on what the model returns, and what it takes there is "
-            "measured in the first step. Put the loss into the model's forward for the best plans; "
-            "ebbtide.plan(..., loss=...) says beforehand what such a step takes",
-            argument="loss",
-            value=given["loss"],
-        )
-    require_gradients(given["gradients"])
-    optimizer = given["optimizer"]
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        what = "a function that makes one" if callable(optimizer) else f"{type(optimizer).__name__}"
-        how = "make it first and give it"
-        if isinstance(optimizer, type):
-            what, how = f"the class {optimizer.__name__}", f"make one, {optimizer.__name__}(model.parameters())"
-        raise UsageError(
-            f"fit takes the one optimizer that trains the model (a torch.optim.Optimizer) and not {what}: its state is "
-            f"what is resident; {how}",
-            argument="optimizer",
-            value=optimizer,
-        )
-    return Options(**given)
 
 
 @with_known_keywords

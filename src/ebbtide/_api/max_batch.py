@@ -15,22 +15,21 @@ Everything that is said of a batch here holds for what else is varied. Assumes t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Literal, cast
 
 from ebbtide._api.batches import interpolated, judged, largest, one_forward
 from ebbtide._api.estimate import AheadStep, capture_ahead
 from ebbtide.capture.without_memory import without_memory
 from ebbtide.case import Case
-from ebbtide.clipping import Clipping
+from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import BudgetError, UsageError
-from ebbtide.names import with_known_keywords
-from ebbtide.options import Options, Rewrites
+from ebbtide.options import Options
 from ebbtide.planners import Interrupt, Progress, planner_named
-from ebbtide.planners.base import DEFAULT_EFFORT, silent
+from ebbtide.planners.base import silent
 from ebbtide.planners.bounds.floor import floor_bytes
-from ebbtide.planners.narration import aloud, interruption_noted, narrated
+from ebbtide.planners.narration import interruption_noted, narrated
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.report.plan import Plan
 from ebbtide.signals import raised_by_a_handler
@@ -38,9 +37,6 @@ from ebbtide.step.machine import Machine, is_elsewhere
 from ebbtide.step.program import Program
 from ebbtide.step.resident_in_words import parts_of
 from ebbtide.units import Budget, format_allowed, format_percent
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["BatchPlan", "Vary", "max_batch"]
 
@@ -80,29 +76,15 @@ class BatchPlan:
     failed: tuple[tuple[int, str], ...] = ()
 
 
-@with_known_keywords
+@takes_options
 def max_batch(
     make_case: Callable[[int], Case],
     *,
     budget: str | int | Budget,
     vary: Vary = "batch",
     overhead: float | Literal["one-forward"] | None = None,
-    planner: str = "auto",
     machine: str | Machine | None = None,
-    tiers: str | Sequence[str] | None = None,
-    loss: Callable[[Any], Any] | None = None,
-    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
-    rewrites: Rewrites | None = None,
-    offload_optimizer: bool = False,
-    step: Literal["outside", "inside"] | None = None,
-    max_norm: float | Clipping | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    gradients: Literal["loss", "all"] | None = None,
-    effort: int = DEFAULT_EFFORT,
-    time_limit: float | None = None,
-    seed: int = 0,
-    interrupt: Interrupt | None = None,
-    progress: Callable[[Progress], None] | None = aloud,
+    options: Options | None = None,
 ) -> BatchPlan:
     """The largest batch whose training step fits ``budget``; the most layers or the greatest length, if they vary.
 
@@ -114,23 +96,9 @@ def max_batch(
         vary: what ``make_case`` takes, ``"batch"``, ``"layers"`` or ``"length"``: the word for it in what is said.
         overhead: the most added time allowed, as a fraction of the unplanned step; ``"one-forward"`` is the share
             of the forward; ``None`` allows any.
-        planner: name of the planner, with its settings if it takes any: ``"tflms:version=1,n_tensors=40"``.
-        machine: as for :func:`ebbtide.plan`.
-        tiers: as for :func:`ebbtide.plan`.
-        loss: as for :func:`ebbtide.plan`; ``None`` is what each case says.
-        optimizer: a function that makes the optimizer of each case's model, whose state then counts as resident;
-            ``None`` is what each case says.
-        rewrites: as for :func:`ebbtide.plan`.
-        offload_optimizer: as for :func:`ebbtide.plan`.
-        step: where the optimizer steps, as for :func:`ebbtide.plan`; ``None`` is what each case says.
-        max_norm: to what norm gradients are clipped in the step, likewise.
-        scaler: that scales losses, likewise.
-        gradients: which outputs take gradients, as for :func:`ebbtide.fit`; ``None`` is what each case says.
-        effort: local-search moves of the answer's plan.
-        time_limit: seconds per plan.
-        seed: of every random choice.
-        interrupt: set it from elsewhere to take every later plan as it is at hand.
-        progress: called with what is known while searching; by default as for :func:`ebbtide.plan`.
+        machine: as in :class:`Options`.
+        options: all else; what they leave open of a step is what each case says, an ``optimizer`` is a function that
+            makes that of each case's model, and the time limit is of each plan.
 
     Raises:
         UsageError: for an argument that is none of what is said above, naming it and what it takes.
@@ -152,34 +120,18 @@ def max_batch(
             f"vary={vary!r} is none of {', '.join(WORDS)}", argument="vary", value=vary, accepted=tuple(WORDS)
         )
     _refuse_no_factory(make_case)
-    options = Options(
-        planner=planner,
-        machine=machine,
-        tiers=tiers,
-        loss=loss,
-        optimizer=optimizer,
-        rewrites=rewrites,
-        offload_optimizer=offload_optimizer,
-        step=step,
-        max_norm=max_norm,
-        scaler=scaler,
-        gradients=gradients,
-        effort=effort,
-        time_limit=time_limit,
-        seed=seed,
-        interrupt=interrupt,
-        progress=progress,
-    )
-    if optimizer is not None and not callable(optimizer):
+    asked = options_of("max_batch", options, machine=machine)
+    if asked.optimizer is not None and not callable(asked.optimizer):
         raise UsageError(
             "every batch has a model of its own, so max_batch takes no optimizer that is made already; give a "
             "function that makes it: optimizer=lambda model: torch.optim.AdamW(model.parameters())",
             argument="optimizer",
-            value=optimizer,
+            value=asked.optimizer,
         )
-    planner_named(planner)
-    with narrated(options.tell), interruption_noted(options.tell) as tell:
-        search = _Search(make_case, parsed, overhead, replace(options, progress=tell), vary)
+    planner_named(asked.planner)
+    asked.require_tiers_for(asked.planner)
+    with narrated(asked.tell), interruption_noted(asked.tell) as tell:
+        search = _Search(make_case, parsed, overhead, replace(asked, progress=tell), vary)
         batch = search.run()
         if batch == 0:
             raise search.refusal()

@@ -160,12 +160,6 @@ def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None, scaler: objec
             argument="step",
             value="inside",
         )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise UsageError(
-            f"scaler takes the torch.amp.GradScaler of the training loop, not {type(scaler).__name__}",
-            argument="scaler",
-            value=scaler,
-        )
     if scaler is not None and unscales_itself(optimizer):
         raise UsageError(
             f"scaler is not accepted: {type(optimizer).__name__} is made with fused=True, whose kernel unscales "

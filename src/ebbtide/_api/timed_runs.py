@@ -75,7 +75,8 @@ def _run(case: Case, budget: str | Plan, steps: int, *, planner: str = "auto") -
     """Median seconds of a step, and of one its peak and memory over it."""
     optimizer = Options(optimizer=case.optimizer).optimizer_of(case.model)
     to_come = future_state_bytes(optimizer) if optimizer is not None else 0  # no step of it is taken here
-    fit(case.model, budget, planner=planner, optimizer=optimizer, gradients=case.gradients or "loss", verify=False)
+    asked = Options(planner=planner, optimizer=optimizer, gradients=case.gradients, verify=False)
+    fit(case.model, budget, options=asked)
     try:
         _step(case)  # captures
         seconds = statistics.median(_step(case)[0] for _ in range(steps))

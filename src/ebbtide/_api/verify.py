@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -19,13 +19,13 @@ from ebbtide.engine.compiled import Call, Capture
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import Unplanned
 from ebbtide.engine.flights import Flight, Flights
+from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import PlanMismatch, UsageError
 from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.libraries import take_workspaces
 from ebbtide.measurement.peak import measure
 from ebbtide.measurement.resident import device_of
-from ebbtide.names import with_known_keywords
-from ebbtide.options import Options, require_gradients
+from ebbtide.options import Options
 from ebbtide.report.plan import Plan
 from ebbtide.report.records.curve import Curve, Marks, curve_of
 from ebbtide.report.records.points import Measured
@@ -92,15 +92,14 @@ class _Result:
         return Measured(label, resident_bytes + self.above_bytes, curve=curve)
 
 
-@with_known_keywords
+@takes_options
 def verify(
     model: torch.nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
     *,
-    gradients: Literal["loss", "all"] = "loss",
-    tiers: str | Sequence[str] | None = None,
+    options: Options | None = None,
 ) -> Verification:
     """Run one step planned, one in captured order and one eager, from the same state, and compare every bit.
 
@@ -111,17 +110,17 @@ def verify(
         args: positional arguments of the call.
         kwargs: keyword arguments.
         plan: from :func:`ebbtide.plan`; best given by name, ``verify(model, args, plan=plan)``.
-        gradients: as for :func:`ebbtide.fit`. The backward starts with ones from all outputs that take gradients.
-        tiers: where the tiers of the plan are, as for :func:`ebbtide.fit`; by default where their names say.
+        options: ``gradients`` (the backward starts with ones from all outputs that take them), and ``tiers``, by
+            default those of the plan, where their names say.
 
     Raises:
-        UsageError: for a model, arguments, plan, ``gradients`` or ``tiers`` that are none.
+        UsageError: for a model, arguments, plan or options that are none.
         TierError: if a tier of the plan cannot be used.
         PlanMismatch: if the plan is of another program.
     """
     require_module(model, "verify")
     require_call(args, kwargs)
-    require_gradients(gradients)
+    asked = options_of("verify", options)
     if not isinstance(plan, Plan):
         raise UsageError(
             f"verify takes a Plan, not {type(plan).__name__}: make one with ebbtide.plan and give it by name, "
@@ -130,7 +129,7 @@ def verify(
             value=plan,
         )
     refuse_to_fit(model)
-    return Verifier(model, args, kwargs, gradients=gradients, tiers=tiers).check(plan)
+    return Verifier(model, args, kwargs, options=asked).check(plan)
 
 
 class Verifier:
@@ -140,8 +139,7 @@ class Verifier:
         model: not fitted.
         args: positional arguments of the call.
         kwargs: keyword arguments.
-        gradients: as for :func:`verify`.
-        tiers: likewise.
+        options: as for :func:`verify`.
     """
 
     def __init__(
@@ -150,15 +148,15 @@ class Verifier:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] | None = None,
         *,
-        gradients: Literal["loss", "all"] = "loss",
-        tiers: object = None,
+        options: Options | None = None,
     ) -> None:
+        options = options or Options()
         self._model = model
-        self._tiers = parse_tiers(tiers)
+        self._tiers = parse_tiers(options.tiers)
         self._args = args
         self._kwargs = dict(kwargs or {})
         self._device = device_of([model, args])
-        self._every_output = Options(gradients=gradients).every_output
+        self._every_output = options.every_output
         forward = forward_of(model)
         self._call = Call(model, forward, self._args, self._kwargs, self._device, self._every_output)
         self._capture = Capture(device=self._device, name=type(model).__name__)

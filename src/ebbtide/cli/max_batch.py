@@ -8,6 +8,7 @@ the least budget for it.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
@@ -135,21 +136,12 @@ def max_batch(
             budget=parsed,
             vary=word,
             overhead=limit,
-            planner=asked.planner,
-            machine=asked.machine,
-            tiers=asked.tiers,
-            optimizer=optimizer_named(optimizer),
-            rewrites=asked.rewrites,
-            offload_optimizer=offload_optimizer,
-            step=asked.step,
-            max_norm=asked.max_norm,
-            scaler=torch.amp.GradScaler("cpu") if scaler else None,
-            gradients=asked.gradients,
-            effort=asked.effort,
-            time_limit=asked.time_limit,
-            seed=asked.seed,
-            interrupt=keeper.interrupt,
-            progress=keeper.tell,
+            options=replace(
+                asked,
+                scaler=torch.amp.GradScaler("cpu") if scaler else None,
+                interrupt=keeper.interrupt,
+                progress=keeper.tell,
+            ),
         )
     if keeper.interrupt.interrupted:
         print(f"stopped by Ctrl-C: a longer search may find {_LARGER[word]}", file=sys.stderr)

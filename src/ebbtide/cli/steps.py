@@ -30,6 +30,7 @@ def check_request(case: str, size: int | None, options: Options, **given: object
         UsageError: for a case that is none, and for options that a graph file has no use for.
     """
     check_case(case, size)
+    options.require_tiers_for(options.planner)
     if is_graph(case):
         mine: Mapping[str, object] = {
             "--size": size,

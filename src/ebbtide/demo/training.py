@@ -22,6 +22,7 @@ from ebbtide.demo.text import batches
 from ebbtide.errors import UsageError
 from ebbtide.measurement.peak import measure
 from ebbtide.measurement.resident import resident_parts, tensors_in
+from ebbtide.options import Options
 from ebbtide.report.plan import Plan
 from ebbtide.report.records.curve import Curve, Marks, curve_of
 from ebbtide.report.text.demo import DemoRecord
@@ -135,7 +136,7 @@ def run_demo(config: DemoConfig, say: Callable[[str], None]) -> tuple[DemoRecord
     eager, unplanned, planned = _Copy(config), _Copy(config), _Copy(config)
     # The planned copy goes first: a budget that is too small ends the demo before anything is trained.
     fit(planned.model, config.budget, optimizer=planned.optimizer)
-    fit(unplanned.model, "1000%", planner="keep_all", optimizer=unplanned.optimizer, verify=False)
+    fit(unplanned.model, "1000%", options=Options(planner="keep_all", optimizer=unplanned.optimizer, verify=False))
     data = batches(config.steps, config.batch, config.length, config.seed)
     begin = time.monotonic()
     for index, batch in enumerate(data):

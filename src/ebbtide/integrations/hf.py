@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,8 @@ from ebbtide.engine.calls import Calls
 from ebbtide.engine.fitted_class import FITTED
 from ebbtide.errors import UsageError
 from ebbtide.integrations.fused_head import opaque_head
-from ebbtide.integrations.options import check
+from ebbtide.integrations.options import checked, initialized_with_options
+from ebbtide.options import Options
 from ebbtide.report.plan import Plan
 from ebbtide.torch_seams.patches import Patch
 from ebbtide.units import Budget
@@ -44,7 +46,7 @@ class MemoryBudget(TrainerCallback):
 
     Args:
         budget: as for :func:`ebbtide.fit`.
-        options: of :func:`ebbtide.fit` but ``optimizer``, which is the trainer's.
+        options: likewise, but for ``optimizer``, which is the trainer's.
 
     Attributes:
         calls: how the training calls went, once training has ended (:func:`ebbtide.calls_of`).
@@ -54,11 +56,11 @@ class MemoryBudget(TrainerCallback):
         UsageError: for a budget that is none, for an ``optimizer``, or for an option that there is not.
     """
 
-    def __init__(self, budget: str | int | Budget | Plan, **options: Any) -> None:
-        check(budget, options)
+    @initialized_with_options
+    def __init__(self, budget: str | int | Budget | Plan, *, options: Options | None = None) -> None:
+        self._budget, self._options = budget, checked(budget, options)
         self.calls: Calls | None = None
         self.plan: Plan | None = None
-        self._budget, self._options = budget, options
         self._fitted: torch.nn.Module | None = None
         self._training: Callable[[], TrainerState | None] = lambda: None
         self._checkpointed = False
@@ -74,7 +76,7 @@ class MemoryBudget(TrainerCallback):
         """
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         _refuse(args, model)
-        if self._options.get("step") == "inside":
+        if self._options.inside:
             raise UsageError(
                 'MemoryBudget takes no step="inside": transformers\' Trainer takes the norm of gradients between '
                 "backward and step, for its log if for nothing else, and they would have been applied by then. Leave "
@@ -90,7 +92,7 @@ class MemoryBudget(TrainerCallback):
         if model in FITTED:
             set_optimizer(model, optimizer)
             return
-        fit(model, self._budget, optimizer=optimizer, **_options_for(args, self._options))
+        fit(model, self._budget, optimizer=optimizer, options=_options_for(args, self._options))
         self._fitted, self._training = model, weakref.ref(state)
         _PLANNED[model] = weakref.ref(self)
 
@@ -174,8 +176,8 @@ def _is_of_trl(args: TrainingArguments) -> bool:
     return any(each.__module__.partition(".")[0] == "trl" for each in type(args).__mro__)
 
 
-def _options_for(args: TrainingArguments, options: dict[str, Any]) -> dict[str, Any]:
-    return {"gradients": "all", **options} if _is_of_trl(args) else options
+def _options_for(args: TrainingArguments, options: Options) -> Options:
+    return replace(options, gradients="all") if options.gradients is None and _is_of_trl(args) else options
 
 
 def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:

@@ -11,16 +11,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
+from typing import Any, Literal
 
 from ebbtide._api.fit import calls_of, fit, step_of, unfit
 from ebbtide._api.max_batch import BatchPlan
 from ebbtide.engine.calls import Calls
 from ebbtide.engine.fitted_class import FITTED
-from ebbtide.integrations.options import check
+from ebbtide.entry_points import options_of, takes_options
+from ebbtide.integrations.options import checked, initialized_with_options
+from ebbtide.options import Options
 from ebbtide.report.plan import Plan
+from ebbtide.step.machine import Machine
 from ebbtide.units import Budget
 
 try:
@@ -49,7 +50,7 @@ class MemoryBudget(Callback):
         budget: as for :func:`ebbtide.fit`.
         losses: in manual optimization, the names of the methods of the LightningModule whose results
             ``manual_backward`` is called on.
-        options: of :func:`ebbtide.fit` but ``optimizer``, which is the trainer's.
+        options: as for :func:`ebbtide.fit`, but for ``optimizer``, which is the trainer's.
 
     Attributes:
         calls: how the training calls went, once training has ended (:func:`ebbtide.calls_of`).
@@ -59,11 +60,13 @@ class MemoryBudget(Callback):
         UsageError: for a budget that is none, for an ``optimizer``, or for an option that there is not.
     """
 
-    def __init__(self, budget: str | int | Budget | Plan, *, losses: Sequence[str] = (), **options: Any) -> None:
-        check(budget, options)
+    @initialized_with_options
+    def __init__(
+        self, budget: str | int | Budget | Plan, *, losses: Sequence[str] = (), options: Options | None = None
+    ) -> None:
+        self._budget, self._options = budget, checked(budget, options)
         self.calls: Calls | None = None
         self.plan: Plan | None = None
-        self._budget, self._options = budget, options
         self._losses = (losses,) if isinstance(losses, str) else tuple(losses)
         self._fitted: Losses | None = None
 
@@ -81,10 +84,10 @@ class MemoryBudget(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit the loss methods (definition 1)."""
-        if self._options.get("step") == "inside":
+        if self._options.inside:
             refuse_inside(trainer, pl_module)
         losses = losses_of(pl_module, self._losses or (TRAINING_STEP,))
-        fit(losses, self._budget, optimizer=optimizer_of(trainer.optimizers), **self._options)
+        fit(losses, self._budget, optimizer=optimizer_of(trainer.optimizers), options=self._options)
         fitted = FITTED[losses]
         fitted.gradients_stay, fitted.advice = True, _ADVICE
         losses.install()
@@ -104,14 +107,16 @@ class MemoryBudget(Callback):
         """Likewise."""
         self._release()
 
+    @takes_options
     def max_batch(
         self,
         trainer: Trainer,
         module: LightningModule | Callable[[], LightningModule],
         make_batch: Callable[[int], Any],
         *,
-        optimizer: Callable[[LightningModule], torch.optim.Optimizer] | None = None,
-        **options: Any,
+        overhead: float | Literal["one-forward"] | None = None,
+        machine: str | Machine | None = None,
+        options: Options | None = None,
     ) -> BatchPlan:
         """The largest batch whose ``training_step`` fits the budget, by prediction.
 
@@ -121,15 +126,18 @@ class MemoryBudget(Callback):
             trainer: whose precision counts; it need not have this callback.
             module: to train, or a function that makes it, for a machine that is not at hand.
             make_batch: from a number of samples to the batch that ``training_step`` gets.
-            optimizer: makes the optimizer whose state counts; by default ``configure_optimizers`` of the module.
-            options: of :func:`ebbtide.max_batch`.
+            overhead: as for :func:`ebbtide.max_batch`.
+            machine: as in :class:`ebbtide.Options`.
+            options: all else; an ``optimizer`` is a function that makes one from the module, by default those of its
+                ``configure_optimizers`` count.
 
         Raises:
             UsageError: for a trainer or a module whose steps cannot be planned, or for a budget that is no bytes.
             BudgetError: if not even a batch of 1 fits.
             CaptureError: if the step is not one graph.
         """
-        return max_batch_of(self._budget, trainer, module, make_batch, optimizer, options)
+        asked = options_of("max_batch", options, machine=machine)
+        return max_batch_of(self._budget, trainer, module, make_batch, overhead, asked)
 
     def _release(self) -> None:
         losses, self._fitted = self._fitted, None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -17,6 +18,7 @@ from ebbtide.case import Case
 from ebbtide.errors import UsageError
 from ebbtide.integrations.lightning_refusals import refuse_trainer
 from ebbtide.integrations.lightning_steps import TRAINING_STEP, losses_of, optimizer_of
+from ebbtide.options import Options
 
 __all__ = ["max_batch_of"]
 
@@ -26,8 +28,8 @@ def max_batch_of(
     trainer: Trainer,
     module: LightningModule | Callable[[], LightningModule],
     make_batch: Callable[[int], Any],
-    optimizer: Callable[[LightningModule], torch.optim.Optimizer] | None,
-    options: Mapping[str, Any],
+    overhead: float | Literal["one-forward"] | None,
+    options: Options,
 ) -> BatchPlan:
     """``MemoryBudget.max_batch``."""
     precision = trainer.precision_plugin
@@ -38,11 +40,12 @@ def max_batch_of(
             during.enter_context(_attached(made, trainer))
             made = precision.convert_module(made).train()
             assert isinstance(made, LightningModule)
-            if isinstance(module, LightningModule) and "machine" not in options:
+            if isinstance(module, LightningModule) and options.machine is None:
                 made.to(trainer.strategy.root_device)
             losses = losses_of(made, [TRAINING_STEP])
             during.enter_context(losses.keeping())
-            configured = [optimizer(made)] if optimizer is not None else _optimizers_in(made.configure_optimizers())
+            own = options.optimizer_of(made)
+            configured = _optimizers_in(made.configure_optimizers() if own is None else own)
             for each in _without_gradients(made):  # they are there when a step of the trainer begins
                 each.grad = torch.zeros_like(each)
                 during.callback(setattr, each, "grad", None)
@@ -51,7 +54,7 @@ def max_batch_of(
             return Case(losses, arguments, name=type(made).__name__, optimizer=optimizer_of(configured))
 
         during.enter_context(precision.train_step_context())
-        return max_batch(make_case, budget=budget, **options)
+        return max_batch(make_case, budget=budget, overhead=overhead, options=replace(options, optimizer=None))
 
 
 def _checked(module: object, trainer: Trainer) -> LightningModule:

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
-from ebbtide._api.fit import fit
-from ebbtide.errors import UnknownArgument, UsageError
-from ebbtide.names import did_you_mean
+from ebbtide.entry_points import FIELDS, options_of, refuse_unknown
+from ebbtide.names import with_known_keywords
+from ebbtide.options import Options
 from ebbtide.report.plan import Plan
 from ebbtide.units import Budget
 
-__all__ = ["check"]
+__all__ = ["checked", "initialized_with_options"]
+
+CALLBACK = "MemoryBudget"
+initialized_with_options = partial(with_known_keywords, name=CALLBACK, near=FIELDS, otherwise=refuse_unknown)
+"""A callback's ``__init__``, which says of an option that is given by name where it goes."""
 
 
-def check(budget: str | int | Budget | Plan, options: Mapping[str, Any]) -> None:
-    """Refuse a budget that is none, an ``optimizer``, which is the trainer's, and options that there are not.
+def checked(budget: str | int | Budget | Plan, options: Options | None) -> Options:
+    """The options of a callback.
 
     Raises:
-        UsageError: naming it, and what is taken.
+        UsageError: for a budget that is none, and options that it does not take.
     """
     if not isinstance(budget, Plan):
         Budget.parse(budget)
-    if "optimizer" in options:
-        raise UsageError(
-            "MemoryBudget takes no optimizer: it asks the trainer for its own",
-            argument="optimizer",
-            value=options["optimizer"],
-        )
-    known = [each for each in inspect.signature(fit).parameters if each not in ("model", "budget", "optimizer")]
-    for each in options:
-        if each not in known:
-            raise UnknownArgument(
-                f"MemoryBudget has no option {each!r}; it has those of fit: {', '.join(known)}"
-                f"{did_you_mean(each, known)}",
-                argument=each,
-                value=options[each],
-                accepted=known,
-            )
+    return options_of(CALLBACK, options)
