@@ -66,6 +66,10 @@ def test_pages_are_short_and_say_what_they_are_for() -> None:
         assert opening or page.name == "nightly.md", f"{name_of(page)} says what a reader can do after it"
 
 
+def test_contributing_is_read_in_one_go() -> None:
+    assert len(read(ROOT / "CONTRIBUTING.md").split()) <= README_WORDS
+
+
 def test_the_changelog_of_an_unreleased_version_is_short() -> None:
     unreleased = read(ROOT / "CHANGELOG.md").partition("## [Unreleased]")[2].partition("\n## [")[0]
     assert len(unreleased.splitlines()) <= 60
