@@ -20,8 +20,10 @@ from ebbtide.capture.joint import Captured
 from ebbtide.capture.without_memory import without_memory
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.search.smallest import smallest_of
-from ebbtide.rewrites.choices import RULES, Choice
-from ebbtide.rewrites.feed_forward.regions import find_regions
+from ebbtide.rewrites.choices import Choice
+from ebbtide.rewrites.rules import RULES
+from ebbtide.rewrites.sliced.feed_forward import FeedForward
+from ebbtide.rewrites.sliced.regions import find_regions
 from ebbtide.step.machine import machine_named
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
@@ -129,7 +131,7 @@ def _least(step: Captured, program: Program, rules: tuple[str, ...], needs: str 
 def _ideal(head: Choice, program: Program) -> Program:
     """The step with a rewritten head whose hidden values are small, at no cost."""
     step, estimated = head.rewritten, head.estimated(program)
-    members = {member.name for region in find_regions(step)[0] for member in region.members}
+    members = {member.name for region in find_regions(step, FeedForward)[0] for member in region.members}
     small = {b for op in estimated.ops if op.name in members for b in op.outputs}
     buffers = tuple(
         replace(each, bytes=-(-each.bytes // IDEAL)) if index in small else each

@@ -25,17 +25,17 @@ from ebbtide.errors import BudgetError
 from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
-from ebbtide.rewrites.attention.calls import FLAT, SPREAD, WHOLE, ByEntry, blocks, calls_of, part_of_entries
-from ebbtide.rewrites.attention.facts import entry_facts
-from ebbtide.rewrites.attention.proof import prove_attention
-from ebbtide.rewrites.attention.regions import find_attention
-from ebbtide.rewrites.attention.rule import AttentionRule, left_attention
 from ebbtide.rewrites.choices import Choice, apply_proven
+from ebbtide.rewrites.sliced.attention import Attention
+from ebbtide.rewrites.sliced.axes import SPREAD, Axis
+from ebbtide.rewrites.sliced.calls import InSlices, calls_of
+from ebbtide.rewrites.sliced.facts import slice_facts
 from ebbtide.rewrites.sliced.places import PARTS
+from ebbtide.rewrites.sliced.regions import find_regions
+from ebbtide.rewrites.sliced.rule import ATTENTION as RULE
 from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 
-RULE = AttentionRule()
 aten = torch.ops.aten
 HEADS, WIDTH = 4, 12
 
@@ -221,7 +221,7 @@ def test_estimated_workspace_is_the_measured_one() -> None:
         costed = choice.costed("cpu", program)
         assert costed is not None
         for ours, measured in zip(choice.estimated(program).ops, costed.program.ops, strict=True):
-            if ours.name.endswith("_tiled"):
+            if ours.name.endswith("_sliced"):
                 assert measured.workspace_bytes <= 1.02 * ours.workspace_bytes
                 assert ours.workspace_bytes <= 1.3 * measured.workspace_bytes
 
@@ -247,19 +247,19 @@ def test_where_facts_hold_slices_have_the_bits_of_the_whole(
         for length, width in ((33, 12), (67, 12), (128, 12), (41, 8), (43, 8), (64, 8)):
             monkeypatch.setitem(globals(), "WIDTH", width)
             step, _ = captured_of(made("sloped", dtype), data(dtype, length=length))
-            (region,) = find_attention(step)[0]
-            for tile in calls_of(region):
-                given = [drawn(each.meta["val"]) for each in tile.given]
+            (region,) = find_regions(step, Attention)[0]
+            for call in calls_of(region):
+                given = [drawn(each.meta["val"]) for each in call.given]
                 captured = fx.Graph()
-                known = {each: captured.placeholder(f"given_{i}") for i, each in enumerate(tile.given)}
-                for each in _behind(tile.results, known):
+                known = {each: captured.placeholder(f"given_{i}") for i, each in enumerate(call.given)}
+                for each in _behind(call.results, known):
                     known[each] = captured.node_copy(each, known.__getitem__)
-                captured.output(tuple(known[each] for each in tile.results))
+                captured.output(tuple(known[each] for each in call.results))
                 whole = fx.GraphModule(nn.Module(), captured)(*given)
                 for size in (1, 2, 3):
-                    if all(fact.holds() for fact in entry_facts(tile, size)):
+                    if all(fact.holds() for fact in slice_facts(call, size)):
                         held += 1
-                        assert all(map(torch.equal, tile.target(size, *given), whole))
+                        assert all(map(torch.equal, call.target(size, *given), whole))
     assert held >= 9
 
 
@@ -281,16 +281,17 @@ def test_parts_are_those_of_the_whole_however_it_is_spread(size: int) -> None:
     whole = torch.arange(30.0)[:, None, None].expand(30, 2, 2)
     spread = whole.reshape(*leading, 2, 2)
     seen: list[int] = []
-    for block in blocks(leading, size):
-        part = part_of_entries(whole, FLAT, leading, block)
+    entries = Axis("entries", 0, 3, leading, even=False)
+    for piece in entries.pieces(size):
+        part = entries.part(whole, 0, piece)
         assert 1 <= len(part) <= size
         seen += part[:, 0, 0].int().tolist()
-        assert torch.equal(part_of_entries(spread, SPREAD, leading, block), part)
-        assert part_of_entries(whole, WHOLE, leading, block) is whole
+        assert torch.equal(entries.part(spread, SPREAD, piece), part)
+        assert entries.part(whole, None, piece) is whole
         for shape in ((1, 3, 5), (2, 1, 1), (2, 3, 1), (3, 1), (5,), (1,)):
             mask = torch.randn(*shape, 2, 1)
-            mine = part + part_of_entries(mask, SPREAD, leading, block)
-            assert torch.equal(mine, part_of_entries((spread + mask).reshape(30, 2, 2), FLAT, leading, block))
+            mine = part + entries.part(mask, SPREAD, piece)
+            assert torch.equal(mine, entries.part((spread + mask).reshape(30, 2, 2), 0, piece))
     assert seen == list(range(30))
 
 
@@ -323,9 +324,9 @@ class ByHand(Attends):
 )
 def test_what_looks_alike_is_left_with_the_reason(model: nn.Module, why: str) -> None:
     step, _ = captured_of(model, data())
-    assert find_attention(step)[0] == []
+    assert find_regions(step, Attention)[0] == []
     assert list(RULE.ways(step)) == []
-    assert why in left_attention(step)[0].why
+    assert why in RULE.left(step)[0].why
 
 
 class BesideMore(Attends):
@@ -342,13 +343,13 @@ class BesideMore(Attends):
 
 def test_attention_that_pins_nothing_is_left_alone() -> None:
     step, _ = captured_of(BesideMore(), data(length=16))
-    assert len(find_attention(step)[0]) == 1
+    assert len(find_regions(step, Attention)[0]) == 1
     assert list(RULE.ways(step)) == []
 
 
 def test_each_layer_is_a_region_of_its_own_though_they_share_a_mask() -> None:
     step, _ = captured_of(made("plain", layers=3), data())
-    assert [len(each.closing) for each in find_attention(step)[0]] == [4, 4, 4]
+    assert [sum(len(nodes) for _, nodes in each.results) for each in find_regions(step, Attention)[0]] == [4, 4, 4]
 
 
 def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,11 +374,11 @@ def sliced() -> tuple[Captured, Captured]:
 
 
 def calls(after: Captured) -> list[fx.Node]:
-    return [each for each in after.graph.nodes if isinstance(each.target, ByEntry)]
+    return [each for each in after.graph.nodes if isinstance(each.target, InSlices)]
 
 
 def _inner(node: fx.Node, target: object) -> fx.Node:
-    assert isinstance(node.target, ByEntry)
+    assert isinstance(node.target, InSlices)
     return next(each for each in node.target.graph.nodes if each.target is target)
 
 
@@ -389,7 +390,7 @@ def _another_operand(after: Captured) -> None:
 def _another_mask(after: Captured) -> None:
     """Of the same shape: that of the scores is read as values by somebody else."""
     node = calls(after)[1]
-    flat = [i for i, kind in enumerate(node.target.kinds) if kind == FLAT]  # type: ignore[union-attr]
+    flat = [i for i, cut in enumerate(node.target.inputs) if cut == 0]  # type: ignore[union-attr]
     args = list(node.args)
     args[1 + flat[0]], args[1 + flat[-1]] = args[1 + flat[-1]], args[1 + flat[0]]
     node.args = tuple(args)
@@ -397,20 +398,20 @@ def _another_mask(after: Captured) -> None:
 
 def _entries_in_other_places(after: Captured) -> None:
     target = calls(after)[0].target
-    assert isinstance(target, ByEntry)
-    target.leading = tuple(reversed(target.leading))
+    assert isinstance(target, InSlices)
+    target.axis = replace(target.axis, leading=tuple(reversed(target.axis.leading)))
 
 
 def _a_mask_for_all(after: Captured) -> None:
     target = calls(after)[0].target
-    assert isinstance(target, ByEntry)
-    target.kinds = tuple(WHOLE if each == SPREAD else each for each in target.kinds)
+    assert isinstance(target, InSlices)
+    target.inputs = tuple(None if each == SPREAD else each for each in target.inputs)
 
 
 def _an_operand_for_all(after: Captured) -> None:
     target = calls(after)[0].target
-    assert isinstance(target, ByEntry)
-    target.kinds = (WHOLE, *target.kinds[1:])
+    assert isinstance(target, InSlices)
+    target.inputs = (None, *target.inputs[1:])
 
 
 def _over_the_queries(after: Captured) -> None:
@@ -421,7 +422,7 @@ def _over_the_queries(after: Captured) -> None:
 def _swapped_once_more(after: Captured) -> None:
     """Probabilities of which queries and keys are as many."""
     node = calls(after)[0]
-    assert isinstance(node.target, ByEntry)
+    assert isinstance(node.target, InSlices)
     inner = [each for each in node.target.graph.nodes if each.target is aten.bmm.default][-1]
     with node.target.graph.inserting_before(inner):
         swapped = node.target.graph.call_function(aten.transpose.int, (inner.args[0], 1, 2))
@@ -449,7 +450,7 @@ def _a_part_left_out(after: Captured) -> None:
 
 def _other_results(after: Captured) -> None:
     node = calls(after)[1]
-    assert isinstance(node.target, ByEntry)
+    assert isinstance(node.target, InSlices)
     output = node.target.graph.output_node()
     output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]
 
@@ -475,4 +476,4 @@ def test_the_proof_sees_mutants(mutate: Callable[[Captured], None]) -> None:
     step, after = sliced()
     mutate(after)
     with pytest.raises(RewriteError):
-        prove_attention(step, after)
+        RULE.prove(step, after)

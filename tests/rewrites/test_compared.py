@@ -15,14 +15,14 @@ from ebbtide._api.estimate import capture_program
 from ebbtide.errors import VerificationError
 from ebbtide.lower.compared import How
 from ebbtide.rewrites.choices import Choice
-from ebbtide.rewrites.feed_forward.rule import TileRule
-from ebbtide.rewrites.feed_forward.tiled import Tiled
 from ebbtide.rewrites.heads import facts as head_facts
 from ebbtide.rewrites.heads import kernels as head_kernels
 from ebbtide.rewrites.heads.rule import HeadRule
 from ebbtide.rewrites.in_place.forms import InPlace
 from ebbtide.rewrites.in_place.rule import InPlaceRule
 from ebbtide.rewrites.rule import Rule
+from ebbtide.rewrites.sliced.calls import InSlices
+from ebbtide.rewrites.sliced.rule import FEED_FORWARD
 from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from head_models import CLASSES, FORMS, TOKENS, arguments
@@ -91,8 +91,8 @@ def test_every_op_of_every_form_of_a_head_is_held_where_there_is_room(form: str)
         assert f"{ops} rewritten {WHOLE}" in repr(step)
 
 
-@pytest.mark.parametrize("rule", [TileRule(), InPlaceRule()], ids=["tiles", "in place"])
-def test_tiles_and_islands_are_held_too(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [FEED_FORWARD, InPlaceRule()], ids=["in slices", "in place"])
+def test_calls_in_slices_and_in_place_are_held_too(rule: Rule) -> None:
     expected = trained(Layers(), rows())
     for plan in planned(rule, Layers(), rows(), room=10**9):
         model = ebbtide.fit(Layers(), plan, progress=None)
@@ -198,8 +198,10 @@ def test_slices_that_are_not_those_of_the_whole_on_these_numbers_are_found_by_a_
         refused(FORMS["plain"](), plan, arguments(), "forward_by_rows")
 
 
-@pytest.mark.parametrize(("rule", "kind"), [(TileRule(), Tiled), (InPlaceRule(), InPlace)], ids=["tiles", "in place"])
-def test_a_wrong_tile_or_island_is_found(rule: Rule, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rule", "kind"), [(FEED_FORWARD, InSlices), (InPlaceRule(), InPlace)], ids=["in slices", "in place"]
+)
+def test_a_wrong_call_in_slices_or_in_place_is_found(rule: Rule, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(rule, Layers(), rows(), room=10**9)[0]
 
     def first(result: Any) -> torch.Tensor:

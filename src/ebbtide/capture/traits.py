@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ebbtide.step.op_traits import NAMESPACE, traits_of_op
 from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
 
 __all__ = [
@@ -64,9 +65,6 @@ COLLECTIVES = frozenset({"_c10d_functional", "_dtensor", "c10d", "c10d_functiona
 """Namespaces of ops that talk to other processes."""
 
 _EFFECTS = COLLECTIVES | {"ebbtide"}  # namespaces of ops
-_WRITES = frozenset({"ebbtide_rewrites::backward_over_kept"})
-"""Ops that write over an argument which nobody else reads. Autograd is not told: it would refuse a second backward."""
-
 
 # Namespaces of ops that torch itself defines, and the beginning of our own.
 _TORCHS = frozenset(
@@ -139,7 +137,9 @@ def has_effect(node: fx.Node) -> bool:
     overload = _overload(node)
     if overload is None:
         return node.op == "call_function" and bool(getattr(node.target, "has_side_effect", False))
-    return schema_of(overload).is_mutable or overload.namespace in _EFFECTS or schema_of(overload).name in _WRITES
+    if overload.namespace == NAMESPACE and traits_of_op(str(overload)).writes:
+        return True
+    return schema_of(overload).is_mutable or overload.namespace in _EFFECTS
 
 
 def _runs_on_cuda(node: fx.Node, target: str | None) -> bool:

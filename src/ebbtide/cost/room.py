@@ -10,9 +10,9 @@
    refusal names has to hold when it is asked for, so ops are tried out in what the named budget leaves (*trial*).
 3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
    neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
-4. What is made up is the same for all tensors of one shape and type, so a guess of ours (``rewrites.heads.kernels``) is
-   right where it is tried out, as it is in nearly every step. Hence single numbers never borrow: what they would find
-   differs, and they take next to nothing. Nor do hidden states that logits are made of (:data:`_SMALL`).
+4. What is made up is the same for all tensors of one shape and type, so what an op of a rewrite guesses is right where
+   it is tried out, as it is in nearly every step. Hence single numbers never borrow: what they would find differs, and
+   they take next to nothing. Nor does what an op says to write over, or to want small (``step.op_traits``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ebbtide.cost.call import Call, TensorSpec
+from ebbtide.step.op_traits import NAMESPACE, traits_of_op
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
 
@@ -35,22 +36,10 @@ SMALL_PART = 16
 """Of the room, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
 _SINGLE_BYTES = 512
 """What counts as single numbers for definition 4: the least that a card's allocator takes for anything."""
-_WRITTEN = ("kept",)
-"""What ops of rewrites call an argument that they write over."""
-_SMALL = ("h",)
-"""What they call hidden states, of which logits are made: with large ones most of a softmax is next to nothing, and
-kernels take up to ten times as long for numbers below the least normal one."""
-_OF_REWRITES = "ebbtide_rewrites"
 _PIVOTS = ("pivots", "LU_pivots")
 """What schemas call the rows that a factorisation has swapped, counted from one: ones permute nothing."""
-_TRUSTED = (
-    "aten",
-    "prims",
-    "mkldnn",
-    "quantized",
-    "ebbtide_cuda",
-    _OF_REWRITES,
-)  # whose schemas are right about what is written to
+_TRUSTED = ("aten", "prims", "mkldnn", "quantized", "ebbtide_cuda", NAMESPACE)
+"""Namespaces whose schemas, and what is declared besides, are right about what is written to."""
 
 
 class NoRoom(Exception):
@@ -128,7 +117,7 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
         for argument, value in zip(schema_of(call.target).arguments, args, strict=False):
             if argument.name in _PIVOTS:
                 value.fill_(1)
-            elif _is_small(call.target, argument.name):
+            elif argument.name in traits_of_op(str(call.target)).small:
                 value.mul_(1 / max(value.shape[-1], 1))
     return args, kwargs
 
@@ -145,20 +134,17 @@ def _arguments_that_borrow(call: Call) -> set[int]:
     if not isinstance(target, OpOverload) or target.namespace not in _TRUSTED or schema_of(target).is_mutable:
         return set()
     names = [each.name for each in schema_of(target).arguments]
+    traits = traits_of_op(str(target))
     found: set[int] = set()
     position = 0
     for index, value in enumerate((*call.args, call.kwargs)):
         for each in pytree.tree_leaves(value):
             if isinstance(each, TensorSpec):
                 name = names[index] if index < len(names) else ""
-                if name not in _WRITTEN and not _is_small(target, name):
+                if name not in traits.writes | traits.small:
                     found.add(position)
                 position += 1
     return found
-
-
-def _is_small(target: OpOverload, name: str) -> bool:
-    return target.namespace == _OF_REWRITES and name in _SMALL
 
 
 def _may_borrow(spec: TensorSpec) -> bool:

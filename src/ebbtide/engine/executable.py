@@ -46,8 +46,8 @@ from ebbtide.optimizer.in_step.gradient_recompute import likes_in
 from ebbtide.optimizer.in_step.updates import PREFIX, updates_in
 from ebbtide.planning.step_end import SCALARS_BYTES
 from ebbtide.report.plan import Plan
-from ebbtide.rewrites.heads.kernels import SETTLES
 from ebbtide.rewrites.replaced import Replaced
+from ebbtide.step.op_traits import traits_of_op
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Free
 from ebbtide.step.simulate import simulate
@@ -328,11 +328,11 @@ def _unseen_bytes(program: Program) -> int:
     unseen = max(program.between_bytes, program.late_bytes)
     if unseen > SCALARS_BYTES:
         unseen += sum(program.buffers[b].bytes for b in program.forward_outputs)
-    # Room for a guess that turns out wrong, which a right one does not take.
-    guessed = max((op.workspace_bytes for op in program.ops if op.target == SETTLES), default=0)
+    # Room for what an op of a rewrite takes in some steps only.
+    more = max((op.workspace_bytes for op in program.ops if traits_of_op(op.target).may_take_more), default=0)
     # Some optimizers take more in some steps than in others, and an update has room for the most.
     updates = max((op.workspace_bytes for op in program.ops if op.target.startswith(PREFIX)), default=0)
-    return max(unseen + guessed + updates, SCALARS_BYTES)
+    return max(unseen + more + updates, SCALARS_BYTES)
 
 
 def _graphs(lowered: Lowered) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ebbtide.errors import BudgetError
 from ebbtide.report.plan import Plan
-from ebbtide.rewrites.heads.kernels import OVERWRITES
+from ebbtide.step.op_traits import traits_of_op
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Free, Schedule
 from ebbtide.step.simulate import Timeline
@@ -58,7 +58,7 @@ def retained_above_bytes(program: Program, schedule: Schedule, timeline: Timelin
             crossing.remove(action.buffer)
             staying[index:] += program.buffers[action.buffer].bytes
     for index, action in enumerate(schedule.actions):
-        if isinstance(action, Compute) and program.ops[action.op].target == OVERWRITES:
+        if isinstance(action, Compute) and traits_of_op(program.ops[action.op].target).writes:
             staying[index] += max(program.buffers[each].bytes for each in program.ops[action.op].inputs)
     again = sum(program.buffers[b].bytes for b in program.gradients) if retained.again else 0
     backward = (timeline.peak_bytes + staying)[boundary:].max(initial=0)

@@ -19,20 +19,14 @@ from ebbtide.cost.attach import is_measured, with_measured_costs
 from ebbtide.errors import CaptureError
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planning.alternatives import Alternative, Alternatives, Costed
-from ebbtide.rewrites.attention.rule import AttentionRule, left_attention
 from ebbtide.rewrites.facts import Fact, measured
-from ebbtide.rewrites.feed_forward.rule import TileRule, left_regions
-from ebbtide.rewrites.heads.kernels import KEPT
-from ebbtide.rewrites.heads.rule import HeadRule, left_heads
-from ebbtide.rewrites.in_place.rule import InPlaceRule, lowers
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.rule import Estimate, Rule
-from ebbtide.rewrites.second_pass import SecondPassRule
+from ebbtide.rewrites.rules import RULES
 from ebbtide.step.program import Op, Program
 from ebbtide.step.rewrite import Rewrite
 
 __all__ = [
-    "RULES",
     "UNKNOWN",
     "Choice",
     "Finish",
@@ -47,14 +41,6 @@ __all__ = [
     "measure_ahead",
 ]
 
-RULES: tuple[Rule, ...] = (
-    HeadRule(),
-    TileRule(),
-    AttentionRule(),
-    SecondPassRule(),
-    InPlaceRule(),
-)
-"""In the order in which they are applied: free ones come last, after all that looks for what was captured."""
 UNKNOWN = "no room here to find out whether that has the bits of the whole; ebbtide calibrate CASE finds out ahead"
 """Why a rewrite is not used of which something is not known."""
 NOT_HERE = "not the bits of the whole here"
@@ -310,9 +296,11 @@ def alternatives_here(
         why_not, unknown = partial(choice.why_not, device), partial(choice.unknown, device)
         return Alternative(choice.rewrites, estimated, costed, why_not=why_not, unknown=unknown)
 
+    writing = {(rule.name, form) for rule in RULES for form in rule.writes}
+
     def usable(found: Iterator[Alternative]) -> Iterator[Alternative]:
         for each in found:
-            if not (retained and any(one.form == KEPT for one in each.rewrites)):
+            if not (retained and any((one.rule, one.form) in writing for one in each.rewrites)):
                 yield each
 
     return _in_rounds(captured, made, rules, first, finish, usable)
@@ -378,13 +366,13 @@ def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:
     used = [rule for rule in RULES if rule.name in rules]
     if any(next(rule.ways(captured), ()) for rule in used if not rule.free):
         return True
-    return any(rule.free for rule in used) and lowers(captured, floor_bytes(captured.program)[1])
+    free = [rule for rule in used if rule.free]
+    return bool(free) and any(rule.may_lower(captured, floor_bytes(captured.program)[1]) for rule in free)
 
 
 def left_of(captured: Captured, rules: Collection[str]) -> list[tuple[str, str]]:
     """Where something looks as if it could be rewritten by rules of these names, and why it is left."""
-    looks = {HeadRule.name: left_heads, TileRule.name: left_regions, AttentionRule.name: left_attention}
-    return [(each.source, each.why) for name, left in looks.items() if name in rules for each in left(captured)]
+    return [(each.source, each.why) for rule in RULES if rule.name in rules for each in rule.left(captured)]
 
 
 def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> Iterator[tuple[str, bool | None]]:

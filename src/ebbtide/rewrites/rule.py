@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from ebbtide.capture.joint import Captured
 from ebbtide.rewrites.facts import Fact
@@ -52,41 +52,46 @@ class Estimate:
     at_least: bool = False
 
 
-class Rule(Protocol):
+class Rule:
     """One kind of rewrite. All steps that it is given are as captured, or as earlier rules have left them."""
 
-    @property
-    def name(self) -> str:
-        """As in ``Rewrite.rule``."""
-        ...
-
-    @property
-    def free(self) -> bool:
-        """By definition 2. Of a free rule's way, rewrites whose facts do not hold are left out; else the way is."""
-        ...
+    name: str
+    """As in ``Rewrite.rule``."""
+    free: ClassVar[bool] = False
+    """By definition 2. Of a free rule's way, rewrites whose facts do not hold are left out; else the way is."""
+    writes: ClassVar[frozenset[str]] = frozenset()
+    """Forms that write over what is kept for the backward, for which the graph may not be retained."""
 
     def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """By definition 1, none of them empty, the one that costs least first."""
-        ...
+        raise NotImplementedError
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
         """What ``rewrite`` takes for granted of the kernels; raises ``LookupError`` if the step has not its place."""
-        ...
+        raise NotImplementedError
 
     def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
         """What may stand for ``rewrite`` where a fact of it does not hold, what takes the least memory first."""
-        ...
+        return iter(())
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """``step`` with all of ``rewrites`` in it, which are of one way; ``step`` is left as it is."""
-        ...
+        raise NotImplementedError
 
     def estimates(
         self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
     ) -> Mapping[str, Estimate]:
         """For each op of ``after`` that is the rule's own, by its name; ``program`` is that of ``step`` with costs."""
-        ...
+        raise NotImplementedError
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """What the ops of the rule stand for in ``after``, which is ``step`` but for them; raises ``RewriteError``."""
-        ...
+        raise NotImplementedError
+
+    def left(self, step: Captured) -> Sequence[Left]:
+        """What looks like a place of the rule and is left as it is (definition 4)."""
+        return ()
+
+    def may_lower(self, step: Captured, op: int) -> bool:
+        """Of a free rule, whether a way of it takes less at op number ``op``, where the step's floor is."""
+        return False

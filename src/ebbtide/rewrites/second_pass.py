@@ -15,18 +15,17 @@ from ebbtide.optimizer.in_step.norm_ops import total_norm_of
 from ebbtide.optimizer.in_step.proof import prove_recompute_pass
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rule import Estimate
+from ebbtide.rewrites.rule import Estimate, Rule
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
 
 __all__ = ["SecondPassRule"]
 
 
-class SecondPassRule:
+class SecondPassRule(Rule):
     """See ``rewrites.rule``."""
 
     name = "second-pass"
-    free = False
 
     def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """One for each cut, that of the fewest ops first."""
@@ -42,10 +41,6 @@ class SecondPassRule:
         if settlement is None or len(cut_at(step, rewrite["price"]).again) != rewrite["ops"]:
             raise LookupError("the step has no such second pass over its gradients")
         return ()
-
-    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
-        """Nothing."""
-        return iter(())
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """The second pass of the one of ``rewrites``."""

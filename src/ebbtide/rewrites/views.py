@@ -39,16 +39,16 @@ def is_swap(node: fx.Node) -> bool:
     return sorted(each % dims for each in arguments_of(node)[1:]) == [dims - 2, dims - 1]
 
 
-def seen(node: fx.Node) -> tuple[fx.Node, bool]:
+def seen(node: fx.Node, rank: int) -> tuple[fx.Node, bool]:
     """What makes the numbers of ``node``, and whether they are read with the last two dimensions swapped.
 
-    A view that keeps the order keeps the last two dimensions as well, or nothing is seen through it.
+    A view that keeps the order keeps all dimensions of the last ``rank`` but the first, or nothing is seen through it.
     """
     swapped = False
     while True:
-        if is_swap(node):
+        if is_swap(node) and (rank > 2 or node.meta["val"].dim() == rank):
             swapped = not swapped
-        elif not (is_same_order(node) and _last(node) == _last(arguments_of(node)[0])):
+        elif not (is_same_order(node) and _last(node, rank) == _last(arguments_of(node)[0], rank)):
             return node, swapped
         node = arguments_of(node)[0]
 
@@ -60,5 +60,5 @@ def made_by(node: fx.Node) -> fx.Node:
     return node
 
 
-def _last(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape[-2:])
+def _last(node: fx.Node, rank: int) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape[1 - rank :])

@@ -13,13 +13,11 @@ import enum
 from collections.abc import Sequence
 
 from ebbtide.report.records.copies import Copy
+from ebbtide.step.op_traits import is_rewrite_op
 from ebbtide.step.program import Program, analysis
 from ebbtide.step.schedule import Action, Boundary, Reload, Schedule
 
 __all__ = ["Decision", "Why", "decisions_of", "why_of"]
-
-_REWRITES = "ebbtide_rewrites."
-"""Begins the target of an op that a rewrite brings (``rewrites.heads.kernels.NAMESPACE``)."""
 
 
 class Decision(enum.Enum):
@@ -93,7 +91,7 @@ def decisions_of(
 
     def decided(buffer: int) -> Decision:
         producer = program.buffers[buffer].producer
-        if rewritten and producer is not None and program.ops[producer].target.startswith(_REWRITES):
+        if rewritten and producer is not None and is_rewrite_op(program.ops[producer].target):
             return Decision.REWRITTEN
         own = copies[buffer]
         if len(own) > 1:

@@ -21,12 +21,12 @@ from torch import fx
 from ebbtide.capture.joint import Captured, reread
 from ebbtide.errors import InternalError
 from ebbtide.rewrites.facts import Fact
-from ebbtide.rewrites.heads import kernels as head_kernels
 from ebbtide.rewrites.heads.facts import column_facts, row_facts, softmax_facts
 from ebbtide.rewrites.heads.find import VIEWS, Head, find_heads
 from ebbtide.rewrites.heads.kernels import GUESSED, KEPT, ROWS
 from ebbtide.rewrites.heads.slices import known_columns
 from ebbtide.rewrites.spans import LEAST
+from ebbtide.step.op_traits import NAMESPACE
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.torch_seams.aot import is_tangent
 from ebbtide.torch_seams.dispatcher import OpOverload
@@ -36,7 +36,7 @@ from ebbtide.torch_seams.trees import tree_leaves
 __all__ = ["RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten"]
 
 RULE = "linear-cross-entropy"
-_ops = getattr(torch.ops, head_kernels.NAMESPACE)
+_ops = getattr(torch.ops, NAMESPACE)
 _PARTS = (4, 16, 64)
 """Of N x V, what slices take at a time."""
 _PERCENTS = (75, 50, 25)

@@ -50,18 +50,13 @@ from ebbtide.rewrites.heads.slices import (
     targets_of,
 )
 from ebbtide.rewrites.spans import spans
+from ebbtide.step.op_traits import NAMESPACE
 from ebbtide.torch_seams.autograd import in_backward, keeps_graph
 
-__all__ = ["GUESSED", "KEPT", "NAMESPACE", "OVERWRITES", "ROWS", "SETTLES"]
+__all__ = ["GUESSED", "KEPT", "ROWS"]
 
-NAMESPACE = "ebbtide_rewrites"
 KEPT, GUESSED, ROWS = "kept", "guessed", "rows"
 """Forms: definitions 4, 5, and neither of them."""
-OVERWRITES = f"{NAMESPACE}.backward_over_kept.default"
-"""Target of the op that writes over its first argument, or over a copy where the graph is retained."""
-SETTLES = f"{NAMESPACE}.settle_guess.default"
-"""Target of the op that takes more where a guess was wrong than when it is measured alone."""
-
 _aten = torch.ops.aten
 
 
@@ -193,7 +188,7 @@ def _(h, wt, bias, labels, reduction, ignore_index, cut, class_weights, between,
     return *_losses(h, labels, reduction, dtype), h.new_empty((h.shape[0], wt.shape[1])), sums
 
 
-@torch.library.custom_op(f"{NAMESPACE}::backward_over_kept", mutates_args=())  # capture.traits says that it writes
+@torch.library.custom_op(f"{NAMESPACE}::backward_over_kept", mutates_args=())  # its traits say that it writes
 def backward_over_kept(
     kept: Tensor,
     h: Tensor,

@@ -22,7 +22,7 @@ from torch import fx
 from ebbtide.capture.claims import Results, same
 from ebbtide.capture.joint import Captured
 from ebbtide.rewrites.heads.find import Head, find_heads
-from ebbtide.rewrites.heads.kernels import NAMESPACE
+from ebbtide.rewrites.heads.ops import HEAD_OPS, PARTS, head_op
 from ebbtide.rewrites.heads.samples import head_sample
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.stand_ins import StandIns
@@ -33,28 +33,6 @@ from ebbtide.torch_seams.trees import tree_leaves
 __all__ = ["prove_rewritten"]
 
 _FREE = "free"
-_TAKES = {
-    "forward_by_rows": (),
-    "forward_with_guess": (),
-    "forward_that_keeps": (),
-    "backward_over_kept": ("kept",),
-    "backward_by_rows": (),
-    "settle_guess": ("hidden",),
-    "backward_by_columns": ("statistics",),
-    "backward_by_other_columns": ("known", "statistics"),
-}
-"""Per op, the arguments that are parts."""
-_GIVES: dict[str, tuple[str, ...]] = {
-    "forward_by_rows": ("loss", "total_weight", "statistics"),
-    "forward_with_guess": ("loss", "total_weight", "statistics", "hidden", "known"),
-    "forward_that_keeps": ("loss", "total_weight", "kept", "row_sums"),
-    "backward_over_kept": ("hidden_gradient", "weight_gradient", "bias_gradient"),
-    "backward_by_rows": ("hidden_gradient",),
-    "settle_guess": ("hidden_gradient",),
-    "backward_by_columns": ("weight_gradient", "bias_gradient"),
-    "backward_by_other_columns": ("weight_gradient", "bias_gradient"),
-}
-_PARTS = frozenset({"statistics", "hidden", "known", "kept"})
 
 
 def prove_rewritten(captured: Captured, rewritten: Captured) -> list[Replaced]:
@@ -83,8 +61,8 @@ class _Proof(StandIns):
 
     def own(self, node: fx.Node) -> Any:
         """Definitions 3 and 4."""
-        if isinstance(node.target, OpOverload) and node.target.namespace == NAMESPACE:
-            return self._result_of(node, node.target)
+        if isinstance(node.target, OpOverload) and (kind := head_op(node.target)):
+            return self._result_of(node, node.target, kind)
         return None
 
     def other(self, node: fx.Node, like: fx.Node | None) -> Any:
@@ -105,11 +83,11 @@ class _Proof(StandIns):
         gradient = None if head is None else head.bias_gradient
         return gradient if gradient is not None and list(shape) == list(gradient.meta["val"].shape) else None
 
-    def _result_of(self, node: fx.Node, target: OpOverload) -> Any:
-        kind = str(target).removeprefix(f"{NAMESPACE}.").partition(".")[0]
+    def _result_of(self, node: fx.Node, target: OpOverload, kind: str) -> Any:
+        op = HEAD_OPS[kind]
         given = dict(zip((each.name for each in schema_of(target).arguments), arguments_of(node), strict=True))
         head = self._head_of(given, node)
-        for name in _TAKES[kind]:
+        for name in op.takes:
             claim = self.claim(given[name])
             wanted = (name, head.loss, given.get("guess")) if name in ("hidden", "known") else (name, head.loss)
             self.require(claim == wanted, f"{node.name} reads a {name} that is not of its head and guess")
@@ -118,12 +96,13 @@ class _Proof(StandIns):
             self.require(tangent, f"{node.name} has another tangent")
             total = self.claim(given["total_weight"]) == (head.loss, 1)
             self.require(total, f"{node.name} has another total weight")
-        if kind == "backward_over_kept":
-            self.require(list(given["kept"].users) == [node], f"{node.name} writes over what others read")
+        for name in op.writes:
+            self.require(list(given[name].users) == [node], f"{node.name} writes over what others read")
+        if "trains" in given:
             self.require(given["trains"] is (head.weight_gradient is not None), f"{node.name} trains another weight")
             numbers = None if head.smoothing is None else head.smoothing.numbers
             self.require(same(self.claim(given["numbers"]), numbers), f"{node.name} smooths by other numbers")
-        results = [self._result(name, head, given) for name in _GIVES[kind]]
+        results = [self._result(name, head, given) for name in op.gives]
         alike = [head.bias_gradient if each == ("sums", head.loss) else each for each in results]
         self.stands_for(node, alike, head_sample(head.sizes, given, kind))
         return Results(results) if len(results) > 1 else results[0]
@@ -157,7 +136,7 @@ class _Proof(StandIns):
             return head.loss, int(name == "total_weight")
         if name in ("hidden", "known"):
             return name, head.loss, given["guess"]
-        if name in _PARTS:
+        if name in PARTS:
             return name, head.loss
         if name == "row_sums":
             return ("nothing", head.loss) if head.smoothing is None else head.smoothing.sums

@@ -10,26 +10,24 @@ from ebbtide.capture.origin import source_of
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.heads.costs import estimates, guess_workspace_bytes
 from ebbtide.rewrites.heads.find import Head, find_heads, worthwhile_heads
-from ebbtide.rewrites.heads.flops import tell_flops
 from ebbtide.rewrites.heads.forms import RULE, facts_of, forms_of, larger_slices_of, rewritten
-from ebbtide.rewrites.heads.kernels import NAMESPACE, SETTLES
+from ebbtide.rewrites.heads.kernels import KEPT
+from ebbtide.rewrites.heads.ops import HEAD_OPS, head_op
 from ebbtide.rewrites.heads.proof import prove_rewritten
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rule import Estimate, Left
+from ebbtide.rewrites.rule import Estimate, Left, Rule
 from ebbtide.step.program import Op, Program
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.units import format_bytes
 
-__all__ = ["HeadRule", "head_at", "left_heads"]
-
-tell_flops()
+__all__ = ["HeadRule", "head_at"]
 
 
-class HeadRule:
+class HeadRule(Rule):
     """See ``rewrites.rule``."""
 
-    name: str = RULE
-    free = False
+    name = RULE
+    writes = frozenset({KEPT})
 
     def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """The same form for all heads, of which a step has one but in odd models."""
@@ -66,33 +64,27 @@ class HeadRule:
         settling = max(guess_workspace_bytes(head, each) for head, each in pairs)
 
         def estimate(op: Op) -> Estimate:
-            kind = op.target.removeprefix(f"{NAMESPACE}.").partition(".")[0]
+            kind = head_op(op.target)
             found = [each[kind] for each in known]
             workspace = max(each.workspace_bytes for each in found)
-            settles = op.target == SETTLES
+            settles = HEAD_OPS[kind].may_take_more
             return Estimate(
                 max(each.seconds for each in found), max(workspace, settling) if settles else workspace, settles
             )
 
-        return {op.name: estimate(op) for op in after.program.ops if op.target.startswith(NAMESPACE)}
+        return {op.name: estimate(op) for op in after.program.ops if head_op(op.target)}
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """By ``rewrites.heads.proof``."""
         return prove_rewritten(step, after)
 
-
-def left_heads(step: Captured) -> list[Left]:
-    """What looks like a head and is left as it is: it is none, or so small that it decides nothing."""
-    heads, left = find_heads(step)
-    worthwhile = worthwhile_heads(step)
-    small = [each for each in heads if each not in worthwhile]
-    return [
-        *left,
-        *(
-            Left(source_of(each.loss), f"it holds {format_bytes(each.sizes.held_bytes)} at most, which decides nothing")
-            for each in small
-        ),
-    ]
+    def left(self, step: Captured) -> Sequence[Left]:
+        """What is no head, or so small that it decides nothing."""
+        heads, left = find_heads(step)
+        worthwhile = worthwhile_heads(step)
+        small = ((each.loss, each.sizes.held_bytes) for each in heads if each not in worthwhile)
+        says = "it holds {} at most, which decides nothing"
+        return [*left, *(Left(source_of(loss), says.format(format_bytes(held))) for loss, held in small)]
 
 
 def head_at(step: Captured, rewrite: Rewrite) -> Head:

@@ -21,18 +21,18 @@ from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
 from ebbtide.rewrites.in_place.islands import Island, Place, islands_of, kind_of, operands_of
 from ebbtide.rewrites.in_place.proof import PARTS, prove_in_place
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rule import Estimate
+from ebbtide.rewrites.rule import Estimate, Rule
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["InPlaceRule", "lowers"]
+__all__ = ["InPlaceRule"]
 
 RULE = "in-place"
 LEAN, ALL = "lean", "all"
 
 
-class InPlaceRule:
+class InPlaceRule(Rule):
     """See ``rewrites.rule``."""
 
     name = RULE
@@ -49,10 +49,6 @@ class InPlaceRule:
         """That the op gives the same bits when it writes over its operand."""
         index = _op_at(step, rewrite)
         return [overwriting_fact(step.calls[index], rewrite["operand"])]
-
-    def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
-        """Nothing."""
-        return iter(())
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """All islands of the kinds that ``rewrites`` name."""
@@ -84,10 +80,9 @@ class InPlaceRule:
         """By ``rewrites.in_place.proof``."""
         return prove_in_place(step, after)
 
-
-def lowers(step: Captured, op: int) -> bool:
-    """Whether op number ``op`` of the step can write over an operand."""
-    return any(place.op == op for island in islands_of(step, lean=True) for place in island.places)
+    def may_lower(self, step: Captured, op: int) -> bool:
+        """Whether op number ``op`` can write over an operand."""
+        return any(place.op == op for island in islands_of(step, lean=True) for place in island.places)
 
 
 def _kinds(islands: Sequence[Island]) -> dict[str, tuple[Place, int]]:

@@ -1,1 +1,1 @@
-"""What rules share that make a part of a step in slices."""
+"""A few ops as one call that makes their results in slices, along an axis that no sum goes over."""

@@ -1,4 +1,4 @@
-"""Where calls that work in slices go in a joint graph, and how they are put there: each in the place of its parts."""
+"""Where calls in slices go in a joint graph, and how they are put there: each in the place of its parts."""
 
 from __future__ import annotations
 
@@ -9,51 +9,46 @@ import torch
 from torch import fx
 
 from ebbtide.capture.joint import Captured, reread
-from ebbtide.rewrites.sliced.calls import Tile
+from ebbtide.rewrites.sliced.calls import SlicedCall
 from ebbtide.rewrites.views import SAME_ORDER
 from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["PARTS", "has_places", "name_of", "with_tiles"]
+__all__ = ["PARTS", "has_places", "with_calls"]
 
-PARTS = "ebbtide_tile"
+PARTS = "ebbtide_sliced"
 """Key in the meta of a call's node: the names of the ops that it is."""
 _aten = torch.ops.aten
 _VIEWS = SAME_ORDER | {_aten.t.default, _aten.transpose.int, _aten.expand.default}
 
 
-def with_tiles(step: Captured, tiles: Iterable[tuple[Tile, int]]) -> Captured:
-    """``step`` with ``tiles``, each with the size of its slices, in the places of their parts."""
+def with_calls(step: Captured, calls: Iterable[tuple[SlicedCall, int]]) -> Captured:
+    """``step`` with ``calls``, each with the size of its slices, in the places of their parts."""
     graph = fx.Graph(owning_module=step.graph.owning_module)
     nodes: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(step.graph, nodes)
     graph.output(tuple(tree_leaves(results))).meta = dict(step.graph.output_node().meta)
     writer = _Writer(step, nodes)
-    for tile, size in tiles:
-        writer.write(tile, size)
+    for call, size in calls:
+        writer.write(call, size)
     writer.erase()
     graph.lint()
     return reread(step, graph)
 
 
-def has_places(step: Captured, tiles: Iterable[Tile]) -> bool:
-    """Whether there is a place for each of ``tiles``: after all that it reads, before all that reads its results."""
+def has_places(step: Captured, calls: Iterable[SlicedCall]) -> bool:
+    """Whether there is a place for each of ``calls``: after all that it reads, before all that reads its results."""
     order = {node: index for index, node in enumerate(step.graph.nodes)}
     ops = frozenset(step.op_nodes)
-    return all(_place_of(tile, order, ops) is not None for tile in tiles)
+    return all(_place_of(call, order, ops) is not None for call in calls)
 
 
-def name_of(tile: Tile) -> str:
-    """The name of its call in the graph."""
-    return f"{tile.results[0].name}_tiled"
-
-
-def _place_of(tile: Tile, order: Mapping[fx.Node, int], ops: frozenset[fx.Node]) -> fx.Node | None:
-    """Before this node of the captured graph goes the tile's call; ``None`` where some reader comes too early."""
-    latest = max((order[each] for given in tile.given for each in _makers(given, ops)), default=-1)
-    first = min(tile.results, key=order.__getitem__)
+def _place_of(call: SlicedCall, order: Mapping[fx.Node, int], ops: frozenset[fx.Node]) -> fx.Node | None:
+    """Before this node of the captured graph ``call`` goes; ``None`` where some reader comes too early."""
+    latest = max((order[each] for given in call.given for each in _makers(given, ops)), default=-1)
+    first = min(call.results, key=order.__getitem__)
     if latest < order[first]:
         return first
-    if any(order[user] < latest for each in tile.results for user in each.users):
+    if any(order[user] < latest for each in call.results for user in each.users):
         return None
     return next(node for node, index in order.items() if index > latest)
 
@@ -68,7 +63,7 @@ def _makers(node: fx.Node, ops: frozenset[fx.Node]) -> Iterator[fx.Node]:
 
 
 class _Writer:
-    """Puts tiles into a copy of the joint graph.
+    """Puts calls into a copy of the joint graph.
 
     Args:
         step: whose graph it is.
@@ -81,28 +76,28 @@ class _Writer:
         self.ops = frozenset(step.op_nodes)
         self.replaced: set[fx.Node] = set()
 
-    def write(self, tile: Tile, size: int) -> None:
-        """One tile in the place of its parts."""
-        place = _place_of(tile, self.order, self.ops)
+    def write(self, call: SlicedCall, size: int) -> None:
+        """One call in the place of its parts."""
+        place = _place_of(call, self.order, self.ops)
         assert place is not None
-        for each in tile.given:
+        for each in call.given:
             self._hoist(each, place)
         graph = self.nodes[place].graph
-        args = (size, *(self.nodes[each] for each in tile.given))
+        args = (size, *(self.nodes[each] for each in call.given))
         with graph.inserting_before(self.nodes[place]):
-            node = graph.create_node("call_function", tile.target, args, name=name_of(tile))
-        node.meta = dict(tile.results[0].meta)
-        node.meta["val"] = tuple(each.meta["val"] for each in tile.results)
-        node.meta[PARTS] = tuple(each.name for each in tile.parts)
-        for index, result in reversed([*enumerate(tile.results)]):
+            node = graph.create_node("call_function", call.target, args, name=call.name)
+        node.meta = dict(call.results[0].meta)
+        node.meta["val"] = tuple(each.meta["val"] for each in call.results)
+        node.meta[PARTS] = tuple(each.name for each in call.parts)
+        for index, result in reversed([*enumerate(call.results)]):
             with graph.inserting_after(node):
                 made = graph.call_function(operator.getitem, (node, index))
             made.meta = dict(result.meta)
             self.nodes[result].replace_all_uses_with(made)
-        self.replaced.update(tile.parts)
+        self.replaced.update(call.parts)
 
     def _hoist(self, node: fx.Node, place: fx.Node) -> None:
-        """Views that come after ``place`` and are read by its tile go before it."""
+        """Views that come after ``place`` and are read by its call go before it."""
         if self.order[node] < self.order[place]:
             return
         assert node not in self.ops

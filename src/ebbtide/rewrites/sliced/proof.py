@@ -1,119 +1,121 @@
-"""What proofs of calls in slices share: each call does what its parts do, to a slice of what they are given.
+"""The proof that a step with calls in slices is the step without them: nothing runs.
 
-1. The call names old ops, its *parts*. Its graph calls each as the old graph does, with the same constants and
-   arguments that claim those of the old op; what it has made itself it may read through views.
+Every value of the new graph claims one of the old (``capture.claims``). Of a call in slices:
+1. It names old ops, its *parts*, and its graph calls each as the old graph does, with the same constants and arguments
+   that claim those of the old op. What it makes itself is seen through views of the old step that keep the order of
+   elements and all dimensions of the rank but the first, or swap the last two.
 2. No part draws a random number or has an effect.
-3. That a slice of a part's result is made of slices, and which, each kind of call has to show; so too that its results
-   may be put together.
+3. Each value of a slice is *whole*, or it is *cut*: it is the elements of one slice of the axis, the same for all.
+   a. What is given is cut as the call says: along a dimension as long as the axis; or spread over the dimensions that
+      the axis stands for, each as long or 1.
+   b. The result of an op that keeps places (``sliced.axes``) is cut as what it reads that the call has made, which has
+      its shape. What else it reads is cut there too, or the same for all slices.
+   c. That of a product, along a dimension along which the table says so of all that it reads; so no sum is taken apart.
+   d. A view that swaps the last two dimensions is cut along the other one of these.
+4. Results are put together along their cuts, and claim their parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from torch import fx
 
 from ebbtide.capture.claims import Results, same
+from ebbtide.capture.joint import Captured
 from ebbtide.capture.traits import draws_random, has_effect
+from ebbtide.rewrites.replaced import Replaced
+from ebbtide.rewrites.sliced.axes import (
+    MIXES,
+    SPREAD,
+    Cut,
+    can_be_cut,
+    is_elementwise,
+    is_product,
+    mixed_from_the_end,
+    operand_cut,
+    swapped_cut,
+)
 from ebbtide.rewrites.sliced.calls import InSlices
 from ebbtide.rewrites.sliced.places import PARTS
 from ebbtide.rewrites.stand_ins import StandIns
+from ebbtide.rewrites.views import seen
+from ebbtide.torch_seams.graphs import arguments_of
 from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["SliceProof", "SlicedProof"]
+__all__ = ["prove_sliced"]
+
+_SWAP = torch.ops.aten.transpose.int
 
 
-class SlicedProof(StandIns):
-    """A proof that another graph is ``step`` but for calls of one kind."""
+def prove_sliced(step: Captured, after: Captured, name: str) -> list[Replaced]:
+    """What each call in ``after`` stands for, which is ``step`` but for them.
 
-    kind: ClassVar[type[SliceProof]]
+    Raises:
+        RewriteError: if it is not.
+    """
+    return _Proof(step, f"a step with {name} in slices").replaced(after)
+
+
+class _Proof(StandIns):
+    """Claims are old nodes."""
 
     def own(self, node: fx.Node) -> Results | None:
         """What the results of a call in slices claim."""
-        if not isinstance(node.target, self.kind.calls):
+        if not isinstance(node.target, InSlices):
             return None
-        results = self.kind(self, node, node.target).results()
+        results = _Call(self, node, node.target).results()
         self.stands_for(node, results)
         return results
 
 
-class SliceProof:
-    """Definitions 1 to 3 of one call.
+class _Call:
+    """Definitions 1 to 4 of one call.
 
     Attributes:
         claims: of nodes of its graph, old nodes.
-        own: what it has made, and views of that.
+        cuts: of nodes of its graph.
+        own: what it has made, and swapped views of that, which are true.
     """
 
-    calls: ClassVar[type[InSlices]]
-    """Its kind of call."""
-    view: ClassVar[object]
-    """What it calls to see otherwise what it has made."""
-
     def __init__(self, proof: StandIns, node: fx.Node, target: InSlices) -> None:
-        self.proof, self.node, self.target = proof, node, target
+        self.proof, self.node, self.target, self.axis = proof, node, target, target.axis
         self.require = proof.require
         size, *self.given = node.args
         self.require(type(size) is int and size > 0, f"{node.name} has slices of {size}")
         self.claims: dict[fx.Node, fx.Node] = {}
-        self.own: set[fx.Node] = set()
-
-    # -- what a kind of call has to show (definition 3) -----------------------------------------------------------
-
-    def how(self) -> Sequence[Any]:
-        """How the call says that it is given its tensors."""
-        raise NotImplementedError
-
-    def give(self, inner: fx.Node, how: Any) -> None:
-        """Take up what is given."""
-        raise NotImplementedError
-
-    def see(self, inner: fx.Node) -> None:
-        """Take up a view of what the call has made, which claims what that does."""
-        raise NotImplementedError
-
-    def is_read(self, mine: fx.Node, theirs: Any) -> bool:
-        """Whether ``mine``, of its own, is a slice of what the old step reads as ``theirs``."""
-        raise NotImplementedError
-
-    def arguments(self, part: fx.Node) -> list[Any]:
-        """All of an old op, as a slice has them."""
-        return tree_leaves((part.args, part.kwargs))
-
-    def place(self, inner: fx.Node, part: fx.Node) -> None:
-        """Show that ``inner`` makes a slice of ``part``'s result, and take up which."""
-        raise NotImplementedError
-
-    def put_together(self, made: Sequence[fx.Node]) -> None:
-        """Show that slices of ``made`` make whole results."""
-        raise NotImplementedError
-
-    # -- the walk -------------------------------------------------------------------------------------------------
+        self.cuts: dict[fx.Node, Cut] = {}
+        self.own: dict[fx.Node, bool] = {}
 
     def results(self) -> Results:
         """What the call's results claim."""
         pending = list(self.node.meta[PARTS])
-        inputs = [each for each in self.target.graph.nodes if each.op == "placeholder"]
-        how = self.how()
-        self.require(len(inputs) == len(self.given) == len(how), f"{self.node.name} has other arguments")
-        for inner, outer, each in zip(inputs, self.given, how, strict=True):
+        inputs = self.target.graph.find_nodes(op="placeholder")
+        alike = len(inputs) == len(self.given) == len(self.target.inputs)
+        self.require(alike, f"{self.node.name} has other arguments")
+        for inner, outer, cut in zip(inputs, self.given, self.target.inputs, strict=True):
             self.require(isinstance(outer, fx.Node), f"{self.node.name} is given {outer}")
-            self.claims[inner] = self.proof.claim(outer)
-            self.give(inner, each)
+            self.claims[inner], self.cuts[inner] = self.proof.claim(outer), cut
         for inner in self.target.graph.nodes:
             if inner.op == "output":
                 self.require(not pending, f"{self.node.name} leaves out {pending}")
                 return self._returned(inner)
-            if inner.op == "placeholder":
-                continue
-            if inner.target is self.view:
-                self.see(inner)
-            else:
+            if inner.target is _SWAP:
+                self._swap(inner)
+            elif inner.op != "placeholder":
                 self.require(bool(pending), f"{inner} is no part")
                 self._part(inner, pending.pop(0))
-            self.own.add(inner)
         raise AssertionError("a graph without an output")
+
+    def _swap(self, inner: fx.Node) -> None:
+        """Definition 3d."""
+        source, *dims = arguments_of(inner)
+        last = [self.axis.rank - 2, self.axis.rank - 1]
+        self.require(source in self.own and sorted(dims) == last, f"{inner} swaps other dimensions")
+        self.claims[inner], self.own[inner] = self.claims[source], not self.own[source]
+        self.cuts[inner] = swapped_cut(self.cuts[source], self.axis.rank)  # type: ignore[arg-type]
 
     def _part(self, inner: fx.Node, name: str) -> None:
         """Definitions 1 and 2."""
@@ -122,22 +124,96 @@ class SliceProof:
         self.require(alike, f"{inner} is not {name}")
         assert part is not None
         self.require(not draws_random(part) and not has_effect(part), f"{name} is more than its result")
-        given, wanted = tree_leaves((inner.args, inner.kwargs)), self.arguments(part)
+        given, wanted = tree_leaves((inner.args, inner.kwargs)), self._arguments(part)
         self.require(len(given) == len(wanted), f"{inner} has other arguments than {name}")
         for mine, theirs in zip(given, wanted, strict=True):
             if not isinstance(mine, fx.Node):
                 self.require(same(mine, theirs), f"{inner} has other constants than {name}")
-            else:
-                alike = self.is_read(mine, theirs) if mine in self.own else self.claims[mine] is theirs
+            elif mine in self.own:
+                known = self.claims[mine], self.own[mine]
+                alike = isinstance(theirs, fx.Node) and seen(theirs, self.axis.rank) == known
                 self.require(alike, f"{inner} reads other values than {name}")
-        self.place(inner, part)
+            else:
+                self.require(self.claims[mine] is theirs, f"{inner} reads other values than {name}")
         self.claims[inner] = part
+        self.cuts[inner] = self._product_cut(inner, part) if is_product(part) else self._cut_in_place(inner, part)
+        self.own[inner] = False
+
+    def _arguments(self, part: fx.Node) -> list[Any]:
+        """All of an old op, with the dimension that it mixes counted from the last one."""
+        args = list(part.args)
+        if (mixed := mixed_from_the_end(part)) is not None:
+            args[MIXES[part.target]] = mixed
+        return tree_leaves((tuple(args), part.kwargs))
+
+    def _product_cut(self, inner: fx.Node, part: fx.Node) -> int:
+        """Definition 3c."""
+        args = arguments_of(inner)
+        positions = [position for position, each in enumerate(args) if isinstance(each, fx.Node)]
+        found = [self.cuts[args[position]] for position in positions]
+        value = part.meta["val"]
+        for cut in range(value.dim()):
+            if found == [operand_cut(part, position, cut, self.axis.rank) for position in positions]:
+                for position in positions:
+                    self._is_long(args[position])
+                self.require(value.shape[cut] == self.axis.length, f"{part.name} has another length")
+                return cut
+        raise self.proof.wrong(f"{part.name} would sum over slices, or reads slices of different axes")
+
+    def _cut_in_place(self, inner: fx.Node, part: fx.Node) -> int:
+        """Definition 3b."""
+        rank, value, args = self.axis.rank, part.meta["val"], arguments_of(inner)
+        tensors = {position: each for position, each in enumerate(args) if isinstance(each, fx.Node)}
+        own = [each for each in tensors.values() if each in self.own]
+        self.require(bool(own), f"{part.name} reads nothing of the slice")
+        cut = self.cuts[own[0]]
+        assert isinstance(cut, int)
+        self.require(can_be_cut(part, cut, rank), f"{part.name} mixes what is cut")
+        self.require(value.is_contiguous(), f"{part.name} is laid out otherwise")
+        for position, each in tensors.items():
+            theirs = self.claims[each].meta["val"]
+            if each in self.own:
+                alike = theirs.shape[1 - rank :] == value.shape[1 - rank :] and theirs.numel() == value.numel()
+                alike = alike and theirs.is_contiguous() and not self.own[each] and self.cuts[each] == cut
+                self.require(alike, f"{part.name} reads what has another layout, or slices of different axes")
+            else:
+                self.require(is_elementwise(part), f"{part.name} reads other slices")
+                alike = self.cuts[each] == operand_cut(part, position, cut, rank)
+                self.require(alike, f"{part.name} reads other slices")
+                self._is_long(each)
+                self._is_apart(each, value)
+        return cut
+
+    def _is_apart(self, inner: fx.Node, value: torch.Tensor) -> None:
+        """Definition 3a, of what an op that makes ``value`` is given: slices of it are those of the result."""
+        rank, shape = self.axis.rank, self.claims[inner].meta["val"].shape
+        leading = value.shape[: 1 - rank]
+        if self.cuts[inner] == SPREAD:
+            pairs = zip(reversed(shape[: 1 - rank]), reversed(leading), strict=False)
+            alike = tuple(leading) == self.axis.leading and all(mine in (1, length) for mine, length in pairs)
+            self.require(alike and self.axis.dim == 0, f"{inner} is spread over other dimensions")
+        else:
+            own = shape[: max(len(shape) - rank + 1, 0)]
+            whole = value.dim() == rank or all(each == 1 for each in own)
+            self.require(whole, f"{inner} is other numbers for each slice")
+
+    def _is_long(self, inner: fx.Node) -> None:
+        """Definition 3a: what is cut along one dimension is as long there as the axis."""
+        cut = self.cuts[inner]
+        if inner not in self.own and isinstance(cut, int):
+            alike = self.claims[inner].meta["val"].shape[cut] == self.axis.length
+            self.require(alike, f"{inner} is cut along another axis than the rest")
 
     def _returned(self, inner: fx.Node) -> Results:
+        """Definition 4."""
         (made,) = inner.args
-        self.require(isinstance(made, tuple) and bool(made), f"{self.node.name} returns {made}")
-        for each in made:  # type: ignore[union-attr]
-            own = each in self.own and each.target is not self.view  # type: ignore[union-attr]
-            self.require(own, f"{self.node.name} returns {each}")
-        self.put_together(made)  # type: ignore[arg-type]
-        return Results(self.claims[each] for each in made)  # type: ignore[union-attr, index]
+        alike = isinstance(made, tuple) and 0 < len(made) == len(self.target.outputs)
+        self.require(alike, f"{self.node.name} returns {made}")
+        nodes: Sequence[fx.Node] = made  # type: ignore[assignment]
+        for each, cut in zip(nodes, self.target.outputs, strict=True):
+            own = self.own.get(each) is False
+            self.require(own and self.cuts[each] == cut, f"{self.node.name} puts {each} together otherwise")
+            value = self.claims[each].meta["val"]
+            alike = value.dim() == self.axis.rank and value.is_contiguous() and value.shape[cut] == self.axis.length
+            self.require(alike, f"{self.node.name} returns {each} laid out otherwise")
+        return Results(self.claims[each] for each in nodes)

@@ -23,17 +23,15 @@ from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
 from ebbtide.rewrites.choices import Choice, apply_proven
-from ebbtide.rewrites.feed_forward.facts import tile_facts
-from ebbtide.rewrites.feed_forward.proof import prove_tiled
-from ebbtide.rewrites.feed_forward.regions import find_regions
-from ebbtide.rewrites.feed_forward.rule import TileRule, left_regions
-from ebbtide.rewrites.feed_forward.tiled import Tiled
-from ebbtide.rewrites.feed_forward.tiles import tiles_of
+from ebbtide.rewrites.sliced.calls import InSlices, calls_of
+from ebbtide.rewrites.sliced.facts import slice_facts
+from ebbtide.rewrites.sliced.feed_forward import FeedForward
 from ebbtide.rewrites.sliced.places import PARTS
+from ebbtide.rewrites.sliced.regions import find_regions
+from ebbtide.rewrites.sliced.rule import FEED_FORWARD as RULE
 from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 
-RULE = TileRule()
 aten = torch.ops.aten
 
 
@@ -81,7 +79,7 @@ class Layers(nn.Module):
 
 
 KINDS = {"gelu": 3, "by hand": 3, "gated": 3, "frozen": 2, "adapters": 3}
-"""And the tiles of a layer."""
+"""And the calls of a layer."""
 
 
 def layers_of(kind: str, dtype: torch.dtype = torch.float32) -> Layers:
@@ -203,7 +201,7 @@ def test_estimated_workspace_is_the_measured_one() -> None:
         costed = choice.costed("cpu", program)
         assert costed is not None
         for ours, measured in zip(choice.estimated(program).ops, costed.program.ops, strict=True):
-            if ours.name.endswith("_tiled"):
+            if ours.name.endswith("_sliced"):
                 assert measured.workspace_bytes <= 1.02 * ours.workspace_bytes
                 assert ours.workspace_bytes <= 1.3 * measured.workspace_bytes
 
@@ -225,14 +223,14 @@ def test_where_facts_hold_slices_have_the_bits_of_the_whole(dtype: torch.dtype, 
         for rows, width, hidden in ((97, 33, 131), (161, 40, 192)):
             model = Layers("gated", width, hidden, layers=1).to(dtype)
             step, _ = captured_of(model, torch.zeros(rows, width, dtype=dtype))
-            (region,) = find_regions(step)[0]
-            for tile in tiles_of(region):
-                given = [drawn(tuple(v.shape), tuple(v.stride())) for v in (each.meta["val"] for each in tile.given)]
-                whole = tile.target(10**6, *given)
+            (region,) = find_regions(step, FeedForward)[0]
+            for call in calls_of(region):
+                given = [drawn(tuple(v.shape), tuple(v.stride())) for v in (each.meta["val"] for each in call.given)]
+                whole = call.target(10**6, *given)
                 for size in (64, 100, 128):
-                    if all(fact.holds() for fact in tile_facts(tile, size)):
+                    if all(fact.holds() for fact in slice_facts(call, size)):
                         held += 1
-                        assert all(map(torch.equal, tile.target(size, *given), whole))
+                        assert all(map(torch.equal, call.target(size, *given), whole))
     assert held >= 9
 
 
@@ -253,14 +251,14 @@ class Read(Layers):
 @pytest.mark.parametrize(("made", "why"), [(Dropped, "read"), (Read, "softmax")])
 def test_what_looks_alike_is_left_with_the_reason(made: type[Layers], why: str) -> None:
     step, _ = captured_of(made("gelu"), data())
-    assert find_regions(step)[0] == []
+    assert find_regions(step, FeedForward)[0] == []
     assert list(RULE.ways(step)) == []
-    assert why in left_regions(step)[0].why
+    assert why in RULE.left(step)[0].why
 
 
 def test_layers_that_pin_nothing_are_left_alone() -> None:
     step, _ = captured_of(Layers("gelu", width=300, hidden=310), torch.zeros(8, 300))
-    assert len(find_regions(step)[0]) == 1
+    assert len(find_regions(step, FeedForward)[0]) == 1
     assert list(RULE.ways(step)) == []
 
 
@@ -295,63 +293,63 @@ def test_a_plan_for_a_card_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch
 # -- the proof ----------------------------------------------------------------------------------------------------
 
 
-def tiled() -> tuple[Captured, Captured]:
+def sliced() -> tuple[Captured, Captured]:
     step, _ = captured_of(layers_of("gated"), data())
     after, _ = apply_proven(step, next(iter(RULE.ways(step))))
     prove(after, lower(after, unplanned_schedule(after.program)))
     return step, after
 
 
-def tile_by(after: Captured, axis: str) -> fx.Node:
-    return next(n for n in after.graph.nodes if isinstance(n.target, Tiled) and f"by_{axis}" in str(n.target))
+def call_by(after: Captured, axis: str) -> fx.Node:
+    return next(n for n in after.graph.nodes if isinstance(n.target, InSlices) and f"by_{axis}" in str(n.target))
 
 
 def _inner(node: fx.Node, target: object) -> fx.Node:
-    assert isinstance(node.target, Tiled)
+    assert isinstance(node.target, InSlices)
     return next(each for each in node.target.graph.nodes if each.target is target)
 
 
 def _another_operand(after: Captured) -> None:
-    node = tile_by(after, "rows")
+    node = call_by(after, "rows")
     node.args = (*node.args[:2], *reversed(node.args[2:]))
 
 
 def _another_axis(after: Captured) -> None:
-    target = tile_by(after, "rows").target
-    assert isinstance(target, Tiled)
+    target = call_by(after, "rows").target
+    assert isinstance(target, InSlices)
     target.inputs = tuple(None if each == 0 else each for each in target.inputs)
 
 
 def _a_sum_taken_apart(after: Captured) -> None:
     """The gradient of a weight from slices of rows."""
-    target = tile_by(after, "columns").target
-    assert isinstance(target, Tiled)
+    target = call_by(after, "columns").target
+    assert isinstance(target, InSlices)
     target.inputs = tuple(0 if each is None else None for each in target.inputs)
 
 
 def _put_together_otherwise(after: Captured) -> None:
-    target = tile_by(after, "rows").target
-    assert isinstance(target, Tiled)
+    target = call_by(after, "rows").target
+    assert isinstance(target, InSlices)
     target.outputs = tuple(1 - each for each in target.outputs)
 
 
 def _another_op(after: Captured) -> None:
-    _inner(tile_by(after, "rows"), aten.silu.default).target = aten.relu.default
+    _inner(call_by(after, "rows"), aten.silu.default).target = aten.relu.default
 
 
 def _another_place(after: Captured) -> None:
-    inner = _inner(tile_by(after, "rows"), aten.mul.Tensor)
+    inner = _inner(call_by(after, "rows"), aten.mul.Tensor)
     inner.args = (inner.args[0], inner.args[0])
 
 
 def _a_part_left_out(after: Captured) -> None:
-    node = tile_by(after, "rows")
+    node = call_by(after, "rows")
     node.meta[PARTS] = node.meta[PARTS][:-1]
 
 
 def _other_results(after: Captured) -> None:
-    node = tile_by(after, "columns")
-    assert isinstance(node.target, Tiled)
+    node = call_by(after, "columns")
+    assert isinstance(node.target, InSlices)
     output = node.target.graph.output_node()
     output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]
 
@@ -370,7 +368,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutate", MUTANTS, ids=lambda each: each.__name__)
 def test_the_proof_sees_mutants(mutate: Callable[[Captured], None]) -> None:
-    step, after = tiled()
+    step, after = sliced()
     mutate(after)
     with pytest.raises(RewriteError):
-        prove_tiled(step, after)
+        RULE.prove(step, after)

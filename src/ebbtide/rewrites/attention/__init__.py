@@ -1,1 +1,0 @@
-"""Attention by products and a softmax, in slices of entries."""

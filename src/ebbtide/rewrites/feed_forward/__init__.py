@@ -1,1 +1,0 @@
-"""Feed-forward layers, in slices of rows or columns."""

@@ -1,0 +1,155 @@
+"""The facts that calls in slices rest on: each op gives a slice the bits that it gives it among the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ebbtide.cost.call import TensorSpec
+from ebbtide.rewrites.facts import Fact, made_up, own
+from ebbtide.rewrites.sliced.axes import Axis, Cut, Piece, is_product, operand_cut
+from ebbtide.rewrites.sliced.calls import SlicedCall, moved_arguments
+from ebbtide.rewrites.views import seen
+from ebbtide.torch_seams.graphs import arguments_of
+
+__all__ = ["slice_facts"]
+
+_FEW_SLICES = 4
+"""On which ops that make each number of those of its row are tried where there is no room for all."""
+_FEW_ROWS = 64
+"""Likewise, where slices are of columns."""
+
+
+def slice_facts(call: SlicedCall, size: int) -> Iterator[Fact]:
+    """Those of ``call`` in slices of about ``size``, each once."""
+    known: set[str] = set()
+    for part in call.parts:
+        fact = _OpFact(call, part, size).fact()
+        if fact.signature not in known:
+            known.add(fact.signature)
+            yield fact
+
+
+class _OpFact:
+    """A fact about one op.
+
+    Args:
+        call: that runs it in slices.
+        part: it.
+        size: of slices.
+    """
+
+    def __init__(self, call: SlicedCall, part: fx.Node, size: int) -> None:
+        self.part, self.axis, self.size = part, call.axis, size
+        self.rank, self.cut = call.axis.rank, call.cuts[part]
+        args = arguments_of(part)
+        self.positions = [position for position, each in enumerate(args) if isinstance(each, fx.Node)]
+        self.tensors = [args[position] for position in self.positions]
+        self.own = [seen(each, self.rank)[0] in call.cuts for each in self.tensors]
+        self.cuts: list[Cut] = [self._cut_of(at, is_own) for at, is_own in zip(self.positions, self.own, strict=True)]
+
+    def _cut_of(self, position: int, is_own: bool) -> Cut:
+        if is_own and not is_product(self.part):
+            return self.cut
+        return operand_cut(self.part, position, self.cut, self.rank)
+
+    def fact(self) -> Fact:
+        """About all of it; about a part besides, where each number is made of those of its row alone."""
+        whole = self._fact(self.axis, self.axis.leading)
+        if is_product(self.part):
+            return whole
+        *outer, last = self.axis.leading
+        few = (*(1 for _ in outer), min(last, _FEW_SLICES * self.size)) if self.axis.dim == 0 else (_FEW_ROWS,)
+        fewer = replace(self.axis, leading=few) if self.axis.dim == 0 else self.axis
+        smaller = self._fact(fewer, few)
+        return whole if smaller.bytes >= whole.bytes else replace(whole, smaller=smaller)
+
+    def _fact(self, axis: Axis, leading: tuple[int, ...]) -> Fact:
+        part, size = self.part, self.size
+        specs = [self._spec(each, leading) for each in self.tensors]
+        name = str(part.target).removeprefix("aten.").removesuffix(".default")
+        constants = [each for each in (*part.args, *part.kwargs.values()) if not isinstance(each, fx.Node)]
+        operands = " ".join(
+            f"{spec}/{cut}{'*' * is_own}" for spec, cut, is_own in zip(specs, self.cuts, self.own, strict=True)
+        )
+        share = axis.share(size)
+        copied = share * sum(_bytes(each) for each, is_own in zip(specs, self.own, strict=True) if is_own)
+        out = part.meta["val"]
+        result = math.prod(self._shape(tuple(out.shape), leading)) * out.element_size()
+        widened = 2 * sum(_bytes(each) for each in specs if each.dtype.itemsize < 4) if self._widens() else 0
+        return Fact(
+            f"{name} by {axis.name} {list(axis.leading)} of {operands} {constants} by {size}",
+            f"{size} {axis.name} at a time of {self._what(name)}",
+            math.ceil(sum(map(_bytes, specs)) + copied + widened + (1 + share) * result),
+            lambda: self._holds(axis, specs),
+        )
+
+    def _widens(self) -> bool:
+        """Whether it is a product of two dimensions, whose kernels may sum narrow numbers in float32."""
+        return self.rank == 2 and is_product(self.part)
+
+    def _what(self, name: str) -> str:
+        if len(self.tensors) < 2 or not is_product(self.part):
+            return name
+        first, second = (each.meta["val"].shape for each in self.tensors[-2:])
+        return f"the {' x '.join(map(str, (*first, second[-1])))} product"
+
+    def _spec(self, node: fx.Node, leading: tuple[int, ...]) -> TensorSpec:
+        value = node.meta["val"]
+        shape = self._shape(tuple(value.shape), leading)
+        as_it_is = shape == tuple(value.shape) or not value.is_contiguous()
+        stride = tuple(value.stride()) if as_it_is else tuple(value.new_empty(shape).stride())
+        return TensorSpec(shape, stride, value.dtype, value.device.type)
+
+    def _shape(self, shape: tuple[int, ...], leading: tuple[int, ...]) -> tuple[int, ...]:
+        """``shape`` with as much of the first dimensions as ``leading`` has; that of the whole as it is."""
+        kept = self.rank - 1
+        if leading == self.axis.leading or len(shape) <= kept:
+            return shape
+        own, last = shape[:-kept], shape[-kept:]
+        if len(own) != len(leading):
+            if math.prod(own) == self._rows():
+                return (math.prod(leading), *last)
+            leading = leading[len(leading) - len(own) :]
+        return (*(min(a, b) for a, b in zip(own, leading, strict=True)), *last)
+
+    def _rows(self) -> int:
+        """Length of the first dimension of large values."""
+        return math.prod(self.part.meta["val"].shape[: 1 - self.rank])
+
+    def _holds(self, axis: Axis, specs: Sequence[TensorSpec]) -> bool:
+        tensors = [made_up(spec, seed) for seed, spec in enumerate(specs)]
+        whole = self._flat(self._call(tensors, inner=False))
+        for piece in axis.pieces(self.size):
+            given = [self._slice(axis, each, index, piece) for index, each in enumerate(tensors)]
+            if not torch.equal(self._call(given, inner=True), axis.part(whole, self.cut, piece)):
+                return False
+            del given  # before the next ones are made
+        return True
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """With as many dimensions as the rank, where it has more."""
+        return tensor if tensor.dim() <= self.rank else tensor.reshape(-1, *tensor.shape[1 - self.rank :])
+
+    def _slice(self, axis: Axis, tensor: Tensor, index: int, piece: Piece) -> Tensor:
+        """Laid out as a call has it: what it has made itself is a tensor of its own, or swapped."""
+        if not self.own[index]:
+            return axis.part(tensor, self.cuts[index], piece)
+        part = axis.part(self._flat(tensor), self.cuts[index], piece)
+        return own(part) if tensor.is_contiguous() else own(part.mT).mT
+
+    def _call(self, tensors: Sequence[Tensor], *, inner: bool) -> Tensor:
+        args: list[Any] = list(self.part.args)
+        for position, each in zip(self.positions, tensors, strict=True):
+            args[position] = each
+        given = moved_arguments(self.part, args) if inner else args
+        return self.part.target(*given, **self.part.kwargs)  # type: ignore[operator]
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return spec.extent * spec.dtype.itemsize

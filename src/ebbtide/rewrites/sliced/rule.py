@@ -1,0 +1,146 @@
+"""The rule that makes large values of a few ops in slices, and never whole: one for each kind of region.
+
+Of a region (``sliced.regions``) come a few calls (``sliced.calls``). Each makes the large values again that it needs,
+so that none is kept from one to the other: the opening products run once more for each call of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ebbtide.capture.joint import Captured
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.once import once
+from ebbtide.rewrites.replaced import Replaced
+from ebbtide.rewrites.rule import Estimate, Left, Rule
+from ebbtide.rewrites.sliced.attention import Attention
+from ebbtide.rewrites.sliced.axes import is_elementwise, is_product
+from ebbtide.rewrites.sliced.calls import SlicedCall, calls_of, workspace_of
+from ebbtide.rewrites.sliced.facts import slice_facts
+from ebbtide.rewrites.sliced.feed_forward import FeedForward
+from ebbtide.rewrites.sliced.places import has_places, with_calls
+from ebbtide.rewrites.sliced.proof import prove_sliced
+from ebbtide.rewrites.sliced.regions import Growth, Region, bytes_of, find_regions
+from ebbtide.rewrites.views import made_by
+from ebbtide.step.program import Program
+from ebbtide.step.rewrite import Rewrite
+
+__all__ = ["ATTENTION", "FEED_FORWARD", "SlicedRule"]
+
+_LEAST = 0.05
+"""Of the step's floor: less is not worth what is made twice."""
+
+
+@dataclass(frozen=True)
+class SlicedRule(Rule):
+    """Regions of one kind in slices.
+
+    Attributes:
+        name: as in ``Rewrite.rule``.
+        kind: of region.
+        what: it is, for people.
+        parts: of all large values, what slices take at a time: one over each of these.
+        matters: of the step's floor less its gradients: large values that take less at once do not pin it.
+    """
+
+    name: str
+    kind: type[Growth]
+    what: str
+    parts: tuple[float, ...]
+    matters: float
+
+    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+        """Slices of the same share for all regions."""
+        regions = self._worthwhile(step)
+        candidates = [tuple(self._rewrite(each, part) for each in regions) for part in self.parts if regions]
+        yield from dict.fromkeys(candidates)
+
+    def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
+        """Of each op of its calls."""
+        return _facts(self._region(step, rewrite), dict(rewrite.settings))
+
+    def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
+        """All regions that ``rewrites`` name."""
+        return with_calls(step, self._calls(step, rewrites))
+
+    def estimates(
+        self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
+    ) -> Mapping[str, Estimate]:
+        """What the ops of a call take, and reading again for each slice what is read whole."""
+        seconds = {op.name: op.seconds for op in program.ops}
+        return {call.name: _estimate(call, size, seconds) for call, size in self._calls(step, rewrites)}
+
+    def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
+        """By ``sliced.proof``."""
+        return prove_sliced(step, after, self.what)
+
+    def left(self, step: Captured) -> Sequence[Left]:
+        """What looks like a region and is left as it is."""
+        return find_regions(step, self.kind)[1]
+
+    def _worthwhile(self, step: Captured) -> list[Region]:
+        """Those that may pin the step's floor, or what is found just above it."""
+        regions = find_regions(step, self.kind)[0]
+        if not regions:
+            return []
+        floor = floor_bytes(step.program)[0]
+        gradients = sum(step.program.buffers[each].bytes for each in set(step.program.gradients))
+        least = max(self.matters * (floor - gradients), _LEAST * floor)
+        return [each for each in regions if each.bytes_at_once >= least and has_places(step, calls_of(each))]
+
+    def _region(self, step: Captured, rewrite: Rewrite) -> Region:
+        if (region := _by_name(step).get((self.kind, rewrite.at))) is None:
+            regions = find_regions(step, self.kind)[0]
+            found = next((each for each in regions if each.at == rewrite.at), None)
+            if found is None or not has_places(step, calls_of(found)):
+                raise LookupError(f"it has no {self.what} at {rewrite.at}")
+            region = _by_name(step)[self.kind, rewrite.at] = found
+        return region
+
+    def _calls(self, step: Captured, rewrites: Sequence[Rewrite]) -> list[tuple[SlicedCall, int]]:
+        """Those of ``rewrites``, with the sizes of their slices."""
+        found = ((each, call) for each in rewrites for call in calls_of(self._region(step, each)))
+        return [(call, each[call.axis.name]) for each, call in found]
+
+    def _rewrite(self, region: Region, part: float) -> Rewrite:
+        axes = region.axes
+        settings = {name: axes[name].size_of(part) if name in axes else 0 for name in self.kind.axes} | {"places": 1}
+        facts = tuple(dict.fromkeys(each.says for each in _facts(region, settings)))
+        form = "slices" if len(self.kind.axes) == 1 else " and ".join(axes)
+        return Rewrite(self.name, region.at, region.where, form, tuple(settings.items()), facts)
+
+
+@once
+def _by_name(step: Captured) -> dict[tuple[type[Growth], str], Region]:
+    """Those that have been asked for."""
+    return {}
+
+
+def _facts(region: Region, settings: Mapping[str, int]) -> list[Fact]:
+    found = [fact for call in calls_of(region) for fact in slice_facts(call, settings[call.axis.name])]
+    return list({each.signature: each for each in found}.values())
+
+
+def _estimate(call: SlicedCall, size: int, seconds: Mapping[str, float]) -> Estimate:
+    per_byte = len(list(call.axis.pieces(size))) * _seconds_per_byte(call, seconds)
+    whole = {each for each, cut in zip(call.given, call.target.inputs, strict=True) if cut is None}
+    takes = 0.0
+    for part in call.parts:  # a slice takes its share, or what reading takes that every slice reads whole
+        read = sum(map(bytes_of, whole.intersection(part.all_input_nodes))) if is_product(part) else 0
+        takes += max(seconds.get(part.name, 0.0), read * per_byte)
+    return Estimate(takes, workspace_of(call, size))
+
+
+def _seconds_per_byte(call: SlicedCall, seconds: Mapping[str, float]) -> float:
+    """How fast memory is read, by the elementwise ops; 0 where there are none."""
+    chain: list[fx.Node] = [each for each in call.parts if is_elementwise(each)]
+    moved = sum(bytes_of(each) + sum(map(bytes_of, map(made_by, each.all_input_nodes))) for each in chain)
+    return sum(seconds.get(each.name, 0.0) for each in chain) / moved if moved else 0.0
+
+
+FEED_FORWARD = SlicedRule("feed-forward", FeedForward, "feed-forward layer", (4, 16), 0.5)
+ATTENTION = SlicedRule("attention", Attention, "attention by products and a softmax", (4, 16, float("inf")), 0.25)
