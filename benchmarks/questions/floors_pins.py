@@ -121,7 +121,7 @@ def _least(step: Captured, program: Program, rules: tuple[str, ...], needs: str 
             return
         rule = next(each for each in RULES if each.name == left[0])
         visit(choice, left[1:])
-        for way in rule.ways(choice.rewritten):
+        for way in rule.candidates(choice.rewritten):
             visit(choice.with_rewrites(rule, way), left[1:])
 
     visit(Choice(step, ()), list(rules))

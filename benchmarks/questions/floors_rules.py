@@ -65,7 +65,7 @@ def rows(case: str, quick: bool) -> Iterator[Row]:
     torch.manual_seed(0)
     made = MADE[case]()
     step, program, _ = capture_program(made.model, made.args, dict(made.kwargs))
-    ways = [Choice(step, way).costed("cpu", program) for way in InPlaceRule().ways(step)]
+    ways = [Choice(step, way).costed("cpu", program) for way in InPlaceRule().candidates(step)]
     costed = {each.rewrites[0].form: each for each in ways if each is not None}
     smallest, unplanned = smallest_of(program)[0], unplanned_bytes(program)
     least = {form: smallest_of(each.program)[0] for form, each in costed.items()}

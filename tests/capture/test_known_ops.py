@@ -11,7 +11,8 @@ from torch import fx, nn
 from ebbtide.capture.joint import Captured, reread
 from ebbtide.capture.known_ops import KnownOps
 from ebbtide.capture.offline import capture
-from ebbtide.rewrites.choices import RULES, Choice
+from ebbtide.rewrites.choices import Choice
+from ebbtide.rewrites.rules import RULES
 from ebbtide.torch_seams.trees import tree_leaves
 
 
@@ -38,12 +39,12 @@ def step() -> Captured:
 
 
 def test_every_rewritten_step_is_read_as_if_nothing_were_known(step: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = [way for rule in RULES for way in rule.ways(step)]
-    assert {each.rule for way in ways for each in way} >= {"linear-cross-entropy", "in-place"}
-    known = [Choice(step, way).rewritten for way in ways]
+    candidates = [each for rule in RULES for each in rule.candidates(step)]
+    assert {each.rule for candidate in candidates for each in candidate} >= {"linear-cross-entropy", "in-place"}
+    known = [Choice(step, candidate).rewritten for candidate in candidates]
     monkeypatch.setattr(KnownOps, "look_up", lambda *_: None)
-    for way, mine in zip(ways, known, strict=True):
-        anew = Choice(step, way).rewritten
+    for candidate, mine in zip(candidates, known, strict=True):
+        anew = Choice(step, candidate).rewritten
         assert mine.program == anew.program
         assert [(each.signature, each.outputs) for each in mine.calls] == [
             (each.signature, each.outputs) for each in anew.calls

@@ -18,7 +18,7 @@ from ebbtide._api.estimate import capture_program
 from ebbtide.errors import BudgetError
 from ebbtide.planning.alternatives import Alternative, Alternatives, Costed, Hints, best_of
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
-from ebbtide.rewrites import choices
+from ebbtide.rewrites.rules import RULES
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.unplanned import unplanned_bytes
@@ -127,12 +127,12 @@ def test_a_refusal_tells_the_least_budget_of_all_rewrites(rule: str) -> None:
 @pytest.mark.parametrize("budget", ["200%", "100%"])
 def test_nobody_looks_at_them_where_the_step_fits(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: object) -> Iterator[tuple[Rewrite, ...]]:
-        pytest.fail("asked for ways")
+        pytest.fail("asked for candidates")
         yield ()
 
-    for rule in choices.RULES:
+    for rule in RULES:
         if rule.name != "second-pass":
-            monkeypatch.setattr(type(rule), "ways", asked)
+            monkeypatch.setattr(type(rule), "candidates", asked)
     model = ebbtide.fit(Wide(), int(1.5 * smallest_that_fits()) if budget == "100%" else budget, progress=None)
     model(data()).backward()
     plan = ebbtide.plan_of(model)

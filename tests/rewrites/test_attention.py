@@ -198,12 +198,12 @@ def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> No
     step, program = captured_of(model, data())
     verifier = Verifier(model, (data(),), {})
     plain = ebbtide.plan(model, (data(),), budget="200%", options=ebbtide.Options(progress=None))
-    ways = list(RULE.ways(step))
-    assert len(ways) >= 2
-    for way in (ways[0], ways[-1]):
-        costed = Choice(step, way).costed("cpu", program)
+    candidates = list(RULE.candidates(step))
+    assert len(candidates) >= 2
+    for candidate in (candidates[0], candidates[-1]):
+        costed = Choice(step, candidate).costed("cpu", program)
         assert costed is not None
-        assert len(RULE.prove(step, RULE.rewritten(step, way))) == 2
+        assert len(RULE.prove(step, RULE.rewritten(step, candidate))) == 2
         rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
         plan = replace(
             plain, program=costed.program, schedule=unplanned_schedule(costed.program), rewritten=rewritten, floor_op=0
@@ -216,8 +216,8 @@ def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> No
 
 def test_estimated_workspace_is_the_measured_one() -> None:
     step, program = captured_of(made("plain"), data())
-    for way in RULE.ways(step):
-        choice = Choice(step, way)
+    for candidate in RULE.candidates(step):
+        choice = Choice(step, candidate)
         costed = choice.costed("cpu", program)
         assert costed is not None
         for ours, measured in zip(choice.estimated(program).ops, costed.program.ops, strict=True):
@@ -325,7 +325,7 @@ class ByHand(Attends):
 def test_what_looks_alike_is_left_with_the_reason(model: nn.Module, why: str) -> None:
     step, _ = captured_of(model, data())
     assert find_regions(step, Attention)[0] == []
-    assert list(RULE.ways(step)) == []
+    assert list(RULE.candidates(step)) == []
     assert why in RULE.left(step)[0].why
 
 
@@ -344,7 +344,7 @@ class BesideMore(Attends):
 def test_attention_that_pins_nothing_is_left_alone() -> None:
     step, _ = captured_of(BesideMore(), data(length=16))
     assert len(find_regions(step, Attention)[0]) == 1
-    assert list(RULE.ways(step)) == []
+    assert list(RULE.candidates(step)) == []
 
 
 def test_each_layer_is_a_region_of_its_own_though_they_share_a_mask() -> None:
@@ -368,7 +368,7 @@ def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.Monkey
 
 def sliced() -> tuple[Captured, Captured]:
     step, _ = captured_of(made("padded"), data())
-    after, _ = apply_proven(step, next(iter(RULE.ways(step))))
+    after, _ = apply_proven(step, next(iter(RULE.candidates(step))))
     prove(after, lower(after, unplanned_schedule(after.program)))
     return step, after
 

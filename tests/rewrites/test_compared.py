@@ -32,19 +32,19 @@ HEADS = ("plain", "bfloat16, upcast", "cut, tied", "smoothed")
 
 
 def planned(rule: Rule, model: nn.Module, args: tuple[Any, ...], form: str = "", room: int = 0) -> list[ebbtide.Plan]:
-    """The unplanned step with the first way of each form of ``rule``, and a budget of so much room beyond its peak."""
+    """The unplanned step with the first candidate of each form of ``rule``, and a budget of so much room beyond."""
     step, program, _ = capture_program(model, args, {})
     roomy = ebbtide.plan(model, args, budget="200%", options=ebbtide.Options(rewrites="none", progress=None))
     plans: dict[str, ebbtide.Plan] = {}
-    for way in rule.ways(step):
-        if way[0].form not in plans and (not form or way[0].form == form):
-            if (costed := Choice(step, way).costed("cpu", program)) is None:
+    for candidate in rule.candidates(step):
+        if candidate[0].form not in plans and (not form or candidate[0].form == form):
+            if (costed := Choice(step, candidate).costed("cpu", program)) is None:
                 continue  # its facts do not hold here
             rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
             schedule = unplanned_schedule(costed.program)
             plan = replace(roomy, program=costed.program, schedule=schedule, rewritten=rewritten, floor_op=0)
             least = plan.predicted_peak_bytes + plan.reserve_bytes
-            plans[way[0].form] = replace(plan, budget_bytes=least + room)
+            plans[candidate[0].form] = replace(plan, budget_bytes=least + room)
     assert plans
     return list(plans.values())
 

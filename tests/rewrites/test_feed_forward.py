@@ -180,10 +180,10 @@ def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> No
     step, program = captured_of(model, data())
     verifier = Verifier(model, (data(),), {})
     plain = ebbtide.plan(model, (data(),), budget="200%", options=ebbtide.Options(progress=None))
-    for way in RULE.ways(step):
-        costed = Choice(step, way).costed("cpu", program)
+    for candidate in RULE.candidates(step):
+        costed = Choice(step, candidate).costed("cpu", program)
         assert costed is not None
-        assert len(RULE.prove(step, RULE.rewritten(step, way))) == KINDS[kind]
+        assert len(RULE.prove(step, RULE.rewritten(step, candidate))) == KINDS[kind]
         rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
         plan = replace(
             plain, program=costed.program, schedule=unplanned_schedule(costed.program), rewritten=rewritten, floor_op=0
@@ -196,8 +196,8 @@ def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> No
 
 def test_estimated_workspace_is_the_measured_one() -> None:
     step, program = captured_of(layers_of("gated"), data())
-    for way in RULE.ways(step):
-        choice = Choice(step, way)
+    for candidate in RULE.candidates(step):
+        choice = Choice(step, candidate)
         costed = choice.costed("cpu", program)
         assert costed is not None
         for ours, measured in zip(choice.estimated(program).ops, costed.program.ops, strict=True):
@@ -252,14 +252,14 @@ class Read(Layers):
 def test_what_looks_alike_is_left_with_the_reason(made: type[Layers], why: str) -> None:
     step, _ = captured_of(made("gelu"), data())
     assert find_regions(step, FeedForward)[0] == []
-    assert list(RULE.ways(step)) == []
+    assert list(RULE.candidates(step)) == []
     assert why in RULE.left(step)[0].why
 
 
 def test_layers_that_pin_nothing_are_left_alone() -> None:
     step, _ = captured_of(Layers("gelu", width=300, hidden=310), torch.zeros(8, 300))
     assert len(find_regions(step, FeedForward)[0]) == 1
-    assert list(RULE.ways(step)) == []
+    assert list(RULE.candidates(step)) == []
 
 
 def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_a_plan_for_a_card_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch
 
 def sliced() -> tuple[Captured, Captured]:
     step, _ = captured_of(layers_of("gated"), data())
-    after, _ = apply_proven(step, next(iter(RULE.ways(step))))
+    after, _ = apply_proven(step, next(iter(RULE.candidates(step))))
     prove(after, lower(after, unplanned_schedule(after.program)))
     return step, after
 

@@ -102,7 +102,7 @@ def sizes_of(c: dict[str, Any], **others: Any) -> HeadSizes:
     (n, d), v = c["h"].shape, c["wt"].shape[1]
     kind = (c["h"].dtype, torch.float32, tuple(c["h"].stride()), tuple(c["wt"].stride()), c["bias"] is not None)
     reduction, _, cut, weights, between = c["how"]
-    own = {"cut": tuple(cut), "weighted": weights is not None, "between": between, **others}
+    own = {"cut": tuple(cut), "weighted": weights is not None, "logit_ops": between, **others}
     return HeadSizes(n, d, v, *kind, reduction, "cpu", **own)
 
 

@@ -58,7 +58,7 @@ def test_heads_are_found_and_every_form_is_proven(form: str) -> None:
         assert Rewrite.from_json(each.to_json()) == each
     assert (head.smoothing is not None) == ("smoothed" in form)
     assert (head.class_weights is not None) == ("class weights" in form)
-    assert ("tanh" in head.sizes.between) == ("capped" in form)
+    assert ("tanh" in head.sizes.logit_ops) == ("capped" in form)
     rows = {"kept", "rows"} if "no reduction" in form else {"kept", "guessed", "rows"}
     assert kinds == ({"kept"} if "smoothed" in form else rows)
     assert len(find_heads(step)[0]) == 1  # the captured graph is as it was

@@ -25,9 +25,9 @@ from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices, facts
 from ebbtide.rewrites.choices import Choice, apply_proven
+from ebbtide.rewrites.in_place.chains import chains_of
 from ebbtide.rewrites.in_place.facts import overwriting_fact
 from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
-from ebbtide.rewrites.in_place.islands import islands_of
 from ebbtide.rewrites.in_place.proof import PARTS, prove_in_place
 from ebbtide.rewrites.in_place.rule import InPlaceRule
 from ebbtide.step.rewrite import Rewrite, Rewritten
@@ -70,12 +70,12 @@ def captured_of(case: Case) -> tuple[Captured, ebbtide.Program]:
 
 
 def verified(case: Case) -> int:
-    """How many places the ways of ``case`` have, with the captured step's bits and the predicted bytes."""
+    """How many places the candidates of ``case`` have, with the captured step's bits and the predicted bytes."""
     step, program = captured_of(case)
-    places = 0
+    overwrites = 0
     plain = verifier = None
-    for way in RULE.ways(step):
-        costed = Choice(step, way).costed("cpu", program)
+    for candidate in RULE.candidates(step):
+        costed = Choice(step, candidate).costed("cpu", program)
         if costed is None:
             continue
         plain = plain or ebbtide.plan(
@@ -92,14 +92,14 @@ def verified(case: Case) -> int:
         found = verifier.check(plan)
         assert found.differences == ()
         assert abs(found.measured_above_bytes - found.predicted_above_bytes) <= 0.001 * found.predicted_above_bytes + 64
-        places += sum(each["places"] for each in costed.rewrites)
-    return places
+        overwrites += sum(each["places"] for each in costed.rewrites)
+    return overwrites
 
 
 def test_a_block_has_the_same_bits_and_a_lower_peak() -> None:
     case = block_case()
     step, program = captured_of(case)
-    lean, every = RULE.ways(step)
+    lean, every = RULE.candidates(step)
     assert (lean[0].form, every[0].form) == ("lean", "all")
     names = {each.facts[0].partition(" ")[0] for each in every}
     assert {"_log_softmax", "_softmax", "_log_softmax_backward_data", "add.Tensor", "mul.Tensor"} <= names
@@ -171,7 +171,7 @@ class Scaled(nn.Module):
 def test_costs_are_those_of_one_buffer() -> None:
     case = Case(Scaled(), (torch.randn(5000, requires_grad=True),), {})
     step, _ = captured_of(case)
-    after = RULE.rewritten(step, list(RULE.ways(step))[-1])
+    after = RULE.rewritten(step, list(RULE.candidates(step))[-1])
     calls = [call for call in after.calls if isinstance(call.target, InPlace)]
     assert calls
     assert all(cost.workspace_bytes <= 64 for cost in profile_calls(calls, "cpu").values())
@@ -219,14 +219,14 @@ NOT_TAKEN = {
 def test_what_somebody_needs_is_not_written_over(why: str) -> None:
     step, program = captured_of(Case(Kept(NOT_TAKEN[why]), (torch.randn(8, 8),), {}))
     product = next(index for index, op in enumerate(program.ops) if op.target == "aten.mm.default")
-    assert product not in [island.head for island in islands_of(step, lean=False)]
+    assert product not in [chain.head for chain in chains_of(step, lean=False)]
 
 
-def test_a_lean_island_needs_no_more_than_its_largest_op() -> None:
+def test_a_lean_chain_needs_no_more_than_its_largest_op() -> None:
     step, program = captured_of(block_case())
     size = [each.bytes for each in program.buffers]
-    for island in islands_of(step, lean=True):
-        ops = [program.ops[island.head], *(program.ops[each.op] for each in island.places)]
+    for chain in chains_of(step, lean=True):
+        ops = [program.ops[chain.head], *(program.ops[each.op] for each in chain.overwrites)]
         over = {b for op in ops for b in op.outputs} & {b for op in ops for b in op.inputs}
         together = {b for op in ops for b in (*op.inputs, *op.outputs)} - over
         alone = max(sum(size[b] for b in {*op.inputs, *op.outputs}) for op in ops)
@@ -238,14 +238,14 @@ def test_a_lean_island_needs_no_more_than_its_largest_op() -> None:
 
 def rewritten_block() -> tuple[Captured, Captured]:
     step, _ = captured_of(block_case())
-    way = list(RULE.ways(step))[-1]
-    after, _ = apply_proven(step, way)
+    candidate = list(RULE.candidates(step))[-1]
+    after, _ = apply_proven(step, candidate)
     prove(after, lower(after, unplanned_schedule(after.program)))
-    assert len(prove_in_place(step, after)) == len(islands_of(step, lean=False))
+    assert len(prove_in_place(step, after)) == len(chains_of(step, lean=False))
     return step, after
 
 
-def island_with(after: Captured, part: str) -> fx.Node:
+def chain_with(after: Captured, part: str) -> fx.Node:
     return next(n for n in after.graph.nodes if isinstance(n.target, InPlace) and part in n.meta[PARTS][-1])
 
 
@@ -257,7 +257,7 @@ def overwriting(node: fx.Node) -> fx.Node:
 
 
 def _another_operand(after: Captured) -> None:
-    node = island_with(after, "add")
+    node = chain_with(after, "add")
     value = node.args[0].meta["val"]  # type: ignore[union-attr]
     other = next(
         each
@@ -281,26 +281,26 @@ def _another_constant(after: Captured) -> None:
 
 
 def _another_op(after: Captured) -> None:
-    overwriting(island_with(after, "add")).target = aten.sub.out
+    overwriting(chain_with(after, "add")).target = aten.sub.out
 
 
 def _over_something_else(after: Captured) -> None:
-    inner = overwriting(island_with(after, "add"))
+    inner = overwriting(chain_with(after, "add"))
     inner.update_kwarg("out", next(n for n in inner.graph.nodes if n.op == "placeholder"))
 
 
 def _a_part_left_out(after: Captured) -> None:
-    node = island_with(after, "add")
+    node = chain_with(after, "add")
     node.meta[PARTS] = node.meta[PARTS][:-1]
 
 
 def _another_part(after: Captured) -> None:
-    node = island_with(after, "_softmax_backward_data")
+    node = chain_with(after, "_softmax_backward_data")
     node.meta[PARTS] = (*node.meta[PARTS][:-1], "add")
 
 
 def _what_is_returned(after: Captured) -> None:
-    node = island_with(after, "add")
+    node = chain_with(after, "add")
     assert isinstance(node.target, InPlace)
     output = node.target.graph.output_node()
     output.args = (next(n for n in node.target.graph.nodes if n.op == "placeholder"),)
@@ -341,17 +341,17 @@ WRONG = ["it is read twice", "it is laid out otherwise", "a half of it is read"]
 @pytest.mark.parametrize("why", WRONG)
 def test_the_proof_sees_what_must_not_be_written_over(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finder that takes what it must not is caught by the proof, which looks for itself."""
-    from ebbtide.rewrites.in_place import islands
+    from ebbtide.rewrites.in_place import chains
 
     step, _ = captured_of(Case(Kept(NOT_TAKEN[why]), (torch.randn(8, 8),), {}))
-    monkeypatch.setattr(islands._Finder, "_is_taken_over", lambda *_: True)
-    found = islands._Finder(step, False, None)
+    monkeypatch.setattr(chains._Finder, "_is_taken_over", lambda *_: True)
+    found = chains._Finder(step, False, None)
     found.stays = frozenset()
     taken = list(found.found())
-    monkeypatch.setattr("ebbtide.rewrites.in_place.rule.islands_of", lambda *_, **__: taken)
-    way = next(RULE.ways(step))
+    monkeypatch.setattr("ebbtide.rewrites.in_place.rule.chains_of", lambda *_, **__: taken)
+    candidate = next(RULE.candidates(step))
     with pytest.raises((RewriteError, RuntimeError, UserWarning)):  # or it cannot even be written
-        prove_in_place(step, RULE.rewritten(step, way))
+        prove_in_place(step, RULE.rewritten(step, candidate))
 
 
 # -- plans --------------------------------------------------------------------------------------------------------
@@ -423,19 +423,19 @@ def test_a_plan_says_so_and_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_what_does_not_hold_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case = block_case(600)
     step, program = captured_of(case)
-    way = next(RULE.ways(step))
+    candidate = next(RULE.candidates(step))
 
     def all_but_adds(found: Any, device: str) -> dict[str, bool]:
         return {each.signature: "add.Tensor" not in each.signature for each in found}
 
     monkeypatch.setattr(choices, "measured", all_but_adds)
-    costed = Choice(step, way).costed("cpu", program)
+    costed = Choice(step, candidate).costed("cpu", program)
     assert costed is not None
     kept = {each.facts[0].partition(" ")[0] for each in costed.rewrites}
     assert "add.Tensor" not in kept
     assert len(kept) > 1
     monkeypatch.setattr(choices, "measured", lambda found, device: dict.fromkeys((f.signature for f in found), None))
-    assert Choice(step, way).costed("cpu", program) is None
+    assert Choice(step, candidate).costed("cpu", program) is None
 
 
 def test_a_plan_for_another_machine_assumes_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +452,7 @@ def test_a_plan_for_another_machine_assumes_and_measures_nothing(monkeypatch: py
 
 def test_a_rewrite_of_another_step_is_refused() -> None:
     step, _ = captured_of(block_case(600))
-    rewrite = next(RULE.ways(step))[0]
+    rewrite = next(RULE.candidates(step))[0]
     assert Rewrite.from_json(rewrite.to_json()) == rewrite
     other, _ = captured_of(Case(Scaled(), (torch.randn(50, requires_grad=True),), {}))
     with pytest.raises(LookupError, match="no op at"):

@@ -1,10 +1,11 @@
 """All rewrites of a captured step, as alternatives to its program, and the step with the ones that were chosen.
 
-Rules compose: an alternative is one way of each of some rules (``rewrites.rule``). How many there are is the sum of
-the rules' ways and no product: the ways of free rules are tried alone, and with the best ways of the others; of the
-others, the last ways of later rules, which lower most, come with every way of an earlier one, each and all of them.
+Rules compose: an alternative is one candidate of each of some rules (``rewrites.rule``). How many there are is the sum
+of the rules' candidates and no product: those of free rules are tried alone, and with the best ones of the others; of
+the others, the last candidates of later rules, which lower most, come with every one of an earlier rule, each and all
+of them.
 
-Some rules are *further* ones: ways of theirs are looked at only where those of the others do not do
+Some rules are *further* ones: candidates of theirs are looked at only where those of the others do not do
 (``planning.alternatives``).
 """
 
@@ -86,7 +87,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way of each of some rules.
+    """One candidate of each of some rules.
 
     Attributes:
         source: the step as captured.
@@ -125,7 +126,7 @@ class Choice:
         return self.finish(self.rewritten)
 
     def with_rewrites(self, rule: Rule, rewrites: Sequence[Rewrite]) -> Choice:
-        """The same with a way of one rule more, which comes after all of these."""
+        """It with a candidate of one rule more, which comes after all of these."""
         return Choice(self.source, (*self.rewrites, *rewrites), self.stages, self.finish)
 
     def not_held(self, device: str) -> str:
@@ -331,7 +332,7 @@ def _in_rounds(
     finish: Finish,
     usable: Callable[[Iterator[Alternative]], Iterator[Alternative]],
 ) -> Alternatives:
-    ways = _Ways(captured, finish)
+    candidates = _Candidates(captured, finish)
     known: dict[tuple[Rewrite, ...], Alternative] = {}
 
     def once(choice: Choice) -> Alternative:
@@ -340,31 +341,33 @@ def _in_rounds(
         return known[choice.rewrites]
 
     if first is None or set(first) == set(rules):
-        return Alternatives(lambda: usable(_alternatives(ways, once, rules)))
+        return Alternatives(lambda: usable(_alternatives(candidates, once, rules)))
     return Alternatives(
-        lambda: usable(_alternatives(ways, once, first)), lambda: usable(_alternatives(ways, once, rules))
+        lambda: usable(_alternatives(candidates, once, first)), lambda: usable(_alternatives(candidates, once, rules))
     )
 
 
-def _alternatives(ways: _Ways, made: Callable[[Choice], Alternative], rules: Collection[str]) -> Iterator[Alternative]:
-    """Free ways first; then every way of each other rule, which can be had with the free ways of what it leaves."""
-    for choice in ways.choices(rules):
+def _alternatives(
+    candidates: _Candidates, made: Callable[[Choice], Alternative], rules: Collection[str]
+) -> Iterator[Alternative]:
+    """Free candidates first; then every one of each other rule, to be had with the free ones of what it leaves."""
+    for choice in candidates.choices(rules):
         if all(stage.rule.free for stage in choice.stages):
             yield replace(made(choice), free=True)
         else:
-            yield replace(made(choice), refined=partial(_refined, ways, choice, made, rules))
+            yield replace(made(choice), refined=partial(_refined, candidates, choice, made, rules))
 
 
 def _refined(
-    ways: _Ways, choice: Choice, made: Callable[[Choice], Alternative], rules: Collection[str]
+    candidates: _Candidates, choice: Choice, made: Callable[[Choice], Alternative], rules: Collection[str]
 ) -> list[Alternative]:
-    return [made(each) for each in ways.with_free_ways(choice, rules)]
+    return [made(each) for each in candidates.with_free_candidates(choice, rules)]
 
 
 def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:
     """Whether the budget may be below what any plan as captured needs, by rules of these names."""
     used = [rule for rule in RULES if rule.name in rules]
-    if any(next(rule.ways(captured), ()) for rule in used if not rule.free):
+    if any(next(rule.candidates(captured), ()) for rule in used if not rule.free):
         return True
     free = [rule for rule in used if rule.free]
     return bool(free) and any(rule.may_lower(captured, floor_bytes(captured.program)[1]) for rule in free)
@@ -394,13 +397,13 @@ def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> It
             if held is not False:
                 return
 
-    for choice in _Ways(captured, itself).choices(costly):
+    for choice in _Candidates(captured, itself).choices(costly):
         for stage in choice.stages:
             for each in stage.rewrites:
                 yield from of(stage, each)
 
 
-class _Ways:
+class _Candidates:
     """All choices of one step; each is made once, however often it is asked for.
 
     Args:
@@ -411,42 +414,42 @@ class _Ways:
     def __init__(self, captured: Captured, finish: Finish) -> None:
         self._nothing = Choice(captured, (), finish=finish)
         self._known: dict[tuple[Rewrite, ...], Choice] = {}
-        self._ways: dict[tuple[str, tuple[Rewrite, ...]], list[tuple[Rewrite, ...]]] = {}
+        self._found: dict[tuple[str, tuple[Rewrite, ...]], list[tuple[Rewrite, ...]]] = {}
 
     def choices(self, rules: Collection[str]) -> Iterator[Choice]:
-        """Free ways first, alone; then every way of each other rule, alone and with what comes later."""
-        yield from self.with_free_ways(self._nothing, rules)
+        """Free candidates first, alone; then every one of each other rule, alone and with what comes later."""
+        yield from self.with_free_candidates(self._nothing, rules)
         others = [rule for rule in RULES if rule.name in rules and not rule.free]
         for index, rule in enumerate(others):
-            for way in self._of(rule, self._nothing):
-                choice = self._with(self._nothing, rule, way)
+            for candidate in self._of(rule, self._nothing):
+                choice = self._with(self._nothing, rule, candidate)
                 yield choice
                 yield from self._with_later(choice, others[index + 1 :])
 
-    def with_free_ways(self, choice: Choice, rules: Collection[str]) -> Iterator[Choice]:
-        """``choice`` with each way of each free rule."""
+    def with_free_candidates(self, choice: Choice, rules: Collection[str]) -> Iterator[Choice]:
+        """``choice`` with each candidate of each free rule."""
         for rule in RULES:
             if rule.free and rule.name in rules:
-                for way in self._of(rule, choice):
-                    yield self._with(choice, rule, way)
+                for candidate in self._of(rule, choice):
+                    yield self._with(choice, rule, candidate)
 
     def _with_later(self, choice: Choice, later: Sequence[Rule]) -> Iterator[Choice]:
-        """``choice`` with the last way of each of ``later``, and of all of them together."""
+        """``choice`` with the last candidate of each of ``later``, and of all of them together."""
         together, count = choice, 0
         for rule in later:
-            if ways := self._of(rule, choice):
-                yield self._with(choice, rule, ways[-1])
-            if ways := self._of(rule, together):
-                together, count = self._with(together, rule, ways[-1]), count + 1
+            if candidates := self._of(rule, choice):
+                yield self._with(choice, rule, candidates[-1])
+            if candidates := self._of(rule, together):
+                together, count = self._with(together, rule, candidates[-1]), count + 1
         if count > 1:
             yield together
 
     def _of(self, rule: Rule, choice: Choice) -> list[tuple[Rewrite, ...]]:
         key = rule.name, choice.rewrites
-        if key not in self._ways:
-            self._ways[key] = list(rule.ways(choice.rewritten))
-        return self._ways[key]
+        if key not in self._found:
+            self._found[key] = list(rule.candidates(choice.rewritten))
+        return self._found[key]
 
-    def _with(self, choice: Choice, rule: Rule, way: tuple[Rewrite, ...]) -> Choice:
-        made = choice.with_rewrites(rule, way)
+    def _with(self, choice: Choice, rule: Rule, candidate: tuple[Rewrite, ...]) -> Choice:
+        made = choice.with_rewrites(rule, candidate)
         return self._known.setdefault(made.rewrites, made)

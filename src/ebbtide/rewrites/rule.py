@@ -1,10 +1,10 @@
 """What a rewrite rule is: where a step has something to replace, by what, on which facts, and how it is proven.
 
-1. A rule is asked for *ways*: sets of rewrites that belong together, such as a form for every head of the step. One way
-   of each rule may be taken, in the order in which rules are applied (``rewrites.choices``); a rule that comes later is
-   asked about the step that the earlier ones have made.
-2. A *free* rule makes no number twice and reads no more than the captured step does, so that its ways cost no time.
-   Where the captured step does not fit as it is, they need no further reason.
+1. A rule is asked for *candidates*: sets of rewrites that belong together, such as a form for every head of the step.
+   One candidate of each rule may be taken, in the order in which rules are applied (``rewrites.choices``); a rule that
+   comes later is asked about the step that the earlier ones have made.
+2. A *free* rule makes no number twice and reads no more than the captured step does, so that its candidates cost no
+   time. Where the captured step does not fit as it is, they need no further reason.
 3. A rewrite is plain data (``step.rewrite``): a plan's file brings it back, and the same rule finds its place again.
 4. What looks like a place of the rule and is none is *left*, with the reason and what would change that.
 """
@@ -58,11 +58,11 @@ class Rule:
     name: str
     """As in ``Rewrite.rule``."""
     free: ClassVar[bool] = False
-    """By definition 2. Of a free rule's way, rewrites whose facts do not hold are left out; else the way is."""
+    """By definition 2. Of a free rule's candidate, rewrites whose facts do not hold are left out; else all of it is."""
     writes: ClassVar[frozenset[str]] = frozenset()
     """Forms that write over what is kept for the backward, for which the graph may not be retained."""
 
-    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+    def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """By definition 1, none of them empty, the one that costs least first."""
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class Rule:
         return iter(())
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
-        """``step`` with all of ``rewrites`` in it, which are of one way; ``step`` is left as it is."""
+        """``step`` with all of ``rewrites`` in it, which are of one candidate; ``step`` is left as it is."""
         raise NotImplementedError
 
     def estimates(
@@ -93,5 +93,5 @@ class Rule:
         return ()
 
     def may_lower(self, step: Captured, op: int) -> bool:
-        """Of a free rule, whether a way of it takes less at op number ``op``, where the step's floor is."""
+        """Of a free rule, whether a candidate of it takes less at op number ``op``, where the step's floor is."""
         return False

@@ -1,8 +1,8 @@
 """The rule that makes gradients a second time where they wait for their norm (``in_step.gradient_recompute``).
 
-Its ways are cuts at several prices of memory: which gradients are kept until the norm is known, and which are freed and
-made again, of what. It rests on no fact but that ops give the same bits twice, as all recomputation does; the first
-step holds each value of the second pass against the fingerprint of the first.
+Its candidates are cuts at several prices of memory: which gradients are kept until the norm is known, and which are
+freed and made again, of what. It rests on no fact but that ops give the same bits twice, as all recomputation does; the
+first step holds each value of the second pass against the fingerprint of the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SecondPassRule(Rule):
 
     name = "second-pass"
 
-    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+    def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """One for each cut, that of the fewest ops first."""
         settlement = total_norm_of(step)
         for cut in cuts_of(step):

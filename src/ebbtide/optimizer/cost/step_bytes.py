@@ -116,8 +116,8 @@ def _taken(
     workspace: Callable[..., int],
 ) -> Iterator[int]:
     """Bytes that each of the steps ``counted``, ascending from 0, takes at its peak (definition 1)."""
-    stand_ins = [{**options_of(group), "params": list(_stand_ins(group["params"], device))} for group in groups]
-    trial = stand_in_of(optimizer, stand_ins)
+    rewrite_proof = [{**options_of(group), "params": list(_stand_ins(group["params"], device))} for group in groups]
+    trial = stand_in_of(optimizer, rewrite_proof)
     for step in range(counted[-1] + 1):
         if step not in counted:
             trial.step()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ebbtide.rewrites.heads.between import caps
 from ebbtide.rewrites.heads.find import Head
 from ebbtide.rewrites.heads.kernels import KEPT
+from ebbtide.rewrites.heads.logit_ops import caps
 from ebbtide.rewrites.heads.slices import known_columns
 from ebbtide.rewrites.spans import spans
 from ebbtide.step.rewrite import Rewrite
@@ -41,20 +41,20 @@ def _row_bytes(head: Head, rows: int) -> int:
     """Of the three softmax-sized temporaries of a slice of rows."""
     sizes = head.sizes
     per_row = 3 * sizes.softmax.itemsize + (sizes.dtype.itemsize if sizes.dtype != sizes.softmax else 0)
-    per_row += _between_bytes(head)
+    per_row += _logit_ops_bytes(head)
     return _longest(sizes.rows, rows) * sizes.vocabulary * per_row + _vectors(head)
 
 
 def _column_bytes(head: Head, columns: int) -> int:
     sizes = head.sizes
-    per_row = 3 * sizes.softmax.itemsize + sizes.dtype.itemsize + _between_bytes(head)
+    per_row = 3 * sizes.softmax.itemsize + sizes.dtype.itemsize + _logit_ops_bytes(head)
     return (_longest(sizes.vocabulary, columns) + 1) * sizes.rows * per_row + _vectors(head)
 
 
-def _between_bytes(head: Head) -> int:
+def _logit_ops_bytes(head: Head) -> int:
     """Per number of a slice: what the gradients of caps read, and one more while they are made."""
     sizes = head.sizes
-    return (caps(sizes.between) + 1) * sizes.softmax.itemsize if sizes.between else 0
+    return (caps(sizes.logit_ops) + 1) * sizes.softmax.itemsize if sizes.logit_ops else 0
 
 
 def _vectors(head: Head) -> int:
@@ -81,8 +81,8 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
 
     product, last = of(head.product), of(head.gradient)
     softmax, cast, loss = of(head.softmax), of(head.cast), of(head.loss)
-    backward = of(head.backward) + last + sum(map(of, head.between_back))
-    softmax += sum(map(of, head.between))  # made again wherever the softmax is
+    backward = of(head.backward) + last + sum(map(of, head.logit_ops_back))
+    softmax += sum(map(of, head.logit_ops))  # made again wherever the softmax is
     if head.smoothing is not None:
         loss += of(head.smoothing.sums)
         backward += of(head.smoothing.added)
@@ -100,7 +100,7 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
         "forward_with_guess": Estimate(in_rows + softmax + 2 * cast + loss + backward + hidden, by_rows),
         "forward_that_keeps": Estimate(product + softmax + cast + loss, by_rows),
         "backward_over_kept": Estimate(
-            softmax * (cast > 0 or bool(head.between)) + 2 * cast + backward + hidden + weight + sums, by_rows
+            softmax * (cast > 0 or bool(head.logit_ops)) + 2 * cast + backward + hidden + weight + sums, by_rows
         ),
         "backward_by_rows": Estimate(in_rows + softmax + 2 * cast + backward + hidden, by_rows),
         "settle_guess": Estimate(0.0, by_rows),

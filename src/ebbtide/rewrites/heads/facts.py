@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ebbtide.rewrites.facts import Fact, either, normal, own
-from ebbtide.rewrites.heads.between import applied, caps, taken_back
 from ebbtide.rewrites.heads.cuts import read, rows_read
+from ebbtide.rewrites.heads.logit_ops import applied, caps, taken_back
 from ebbtide.rewrites.heads.slices import weighted_loss, weighted_targets
 from ebbtide.rewrites.spans import LEAST, spans
 
@@ -46,7 +46,7 @@ class HeadSizes:
         cut: which rows the loss reads (``heads.cuts``).
         smoothed: whether labels are.
         weighted: whether classes have weights.
-        between: what is made of the logits before their softmax (``heads.between``); empty for a cast alone.
+        logit_ops: what is made of the logits before their softmax (``heads.logit_ops``); empty for a cast alone.
     """
 
     rows: int
@@ -62,7 +62,7 @@ class HeadSizes:
     cut: tuple[int, ...] = ()
     smoothed: bool = False
     weighted: bool = False
-    between: str = ""
+    logit_ops: str = ""
 
     @property
     def logits_bytes(self) -> int:
@@ -99,7 +99,7 @@ class HeadSizes:
         shapes = f"h[{self.rows},{self.width}]:{list(self.h_stride)} wt[{self.width},{self.vocabulary}]"
         cut = f" cut={list(self.cut)}" if self.cut else ""
         smoothed = (" smoothed" if self.smoothed else "") + (" weighted" if self.weighted else "")
-        smoothed += f" between=[{self.between}]" if self.between else ""
+        smoothed += f" logit_ops=[{self.logit_ops}]" if self.logit_ops else ""
         return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}{cut}{smoothed}"
 
 
@@ -222,7 +222,7 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
 
 def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
     """``values`` laid out as the gradient of some columns is: with one column more, or copied to another type."""
-    if sizes.dtype != sizes.softmax or sizes.between:
+    if sizes.dtype != sizes.softmax or sizes.logit_ops:
         return own(values)
     held = values.new_empty((values.shape[0], values.shape[1] + 1))
     held[:, :-1] = values
@@ -253,9 +253,9 @@ def softmax_facts(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Iterat
     yield _rows_fact(sizes, rows, _rows_fact(few, rows, None))
     for size in columns:
         yield _columns_fact(replace(sizes, cut=()), size, _columns_fact(few, size, None))
-    if sizes.between:
+    if sizes.logit_ops:
         whole = replace(sizes, cut=())
-        yield _between_fact(whole, rows, columns, _between_fact(few, rows, columns, None))
+        yield _logit_ops_fact(whole, rows, columns, _logit_ops_fact(few, rows, columns, None))
 
 
 def _rows_fact(sizes: HeadSizes, rows: int, smaller: Fact | None) -> Fact:
@@ -280,27 +280,27 @@ def _columns_fact(sizes: HeadSizes, columns: int, smaller: Fact | None) -> Fact:
     )
 
 
-def _between_fact(sizes: HeadSizes, rows: int, columns: Sequence[int], smaller: Fact | None) -> Fact:
+def _logit_ops_fact(sizes: HeadSizes, rows: int, columns: Sequence[int], smaller: Fact | None) -> Fact:
     by = f"{rows} rows" + "".join(f", {size} columns" for size in columns)
     return Fact(
-        f"between {sizes} by {by}",
-        f"{by} of what is made of the logits before their softmax ({sizes.between})",
-        (5 + caps(sizes.between)) * sizes.softmax_bytes,
-        lambda: _between_holds(sizes, rows, columns),
+        f"logit ops {sizes} by {by}",
+        f"{by} of what is made of the logits before their softmax ({sizes.logit_ops})",
+        (5 + caps(sizes.logit_ops)) * sizes.softmax_bytes,
+        lambda: _logit_ops_hold(sizes, rows, columns),
         smaller,
     )
 
 
-def _between_holds(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool:
+def _logit_ops_hold(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool:
     logits, gradient = _normal_logits(sizes, sizes.dtype, 7).mul_(8), _normal_logits(sizes, sizes.softmax, 8)
-    whole, kept = applied(sizes.between, logits, sizes.softmax)
-    back = taken_back(sizes.between, gradient, kept, sizes.dtype)
+    whole, kept = applied(sizes.logit_ops, logits, sizes.softmax)
+    back = taken_back(sizes.logit_ops, gradient, kept, sizes.dtype)
     del kept
     slices = [(slice(a, b), slice(None)) for a, b in spans(sizes.rows, rows)]
     slices += [(slice(None), slice(a, b)) for size in columns for a, b in spans(sizes.vocabulary, size)]
     for each in slices:
-        part, made = applied(sizes.between, own(logits[each]), sizes.softmax)
-        again = taken_back(sizes.between, own(gradient[each]), made, sizes.dtype)
+        part, made = applied(sizes.logit_ops, own(logits[each]), sizes.softmax)
+        again = taken_back(sizes.logit_ops, own(gradient[each]), made, sizes.dtype)
         if not torch.equal(part, whole[each]) or not torch.equal(again, back[each]):
             return False
     return True

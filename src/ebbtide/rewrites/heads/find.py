@@ -1,8 +1,8 @@
 """Heads of language models in a joint graph: a linear layer whose result goes into a cross-entropy, and nowhere else.
 
-1. Nodes are *seen through views* that keep the order of elements (``heads.ways``).
-2. A *head* is the product, a cast of it or none, numbers that scale and caps that bend it (``heads.between``), a cut of
-   its rows or none (``heads.cuts``), its log-softmax over the last dimension, the negative log-likelihood of class
+1. Nodes are *seen through views* that keep the order of elements (``heads.logit_path``).
+2. A *head* is the product, a cast of it or none, numbers that scale and caps that bend it (``heads.logit_ops``), a cut
+   of its rows or none (``heads.cuts``), its log-softmax over the last dimension, the negative log-likelihood of class
    indices, of classes with weights or without, by mean, sum or none, and their backward as autograd writes it, down to
    the products that make the gradients of the hidden states and of the weight.
 3. With *smoothed labels* the log-probabilities of each row are summed too, and their gradient is that of the loss plus
@@ -25,17 +25,17 @@ from ebbtide.capture.joint import Captured
 from ebbtide.capture.origin import module_of, source_of
 from ebbtide.rewrites.heads.cuts import rows_read
 from ebbtide.rewrites.heads.facts import HeadSizes
-from ebbtide.rewrites.heads.ways import (
+from ebbtide.rewrites.heads.logit_path import (
     BENDS,
     READ_AGAIN,
     NoHead,
     cut_of,
     is_call,
+    path_back,
+    path_to,
     readers,
     require,
     seen_through,
-    way_back,
-    way_to,
 )
 from ebbtide.rewrites.once import once
 from ebbtide.rewrites.rule import Left
@@ -84,8 +84,8 @@ class Head:
         tangent: the loss' gradient.
         backward: makes the gradient of the log-probabilities.
         gradient: makes that of what the softmax reads, in its type.
-        between: what scales and bends the logits before the softmax, in order.
-        between_back: makes the gradients of that, in order.
+        logit_ops: what scales and bends the logits before the softmax, in order.
+        logit_ops_back: makes the gradients of that, in order.
         hidden_gradient: makes the gradient of ``h``, N x D.
         weight_gradient: makes that of the weight, V x D; ``None`` where it is frozen.
         bias_gradient: makes that of the bias, 1 x V; ``None`` where there is none or it is frozen.
@@ -108,8 +108,8 @@ class Head:
     tangent: fx.Node
     backward: fx.Node
     gradient: fx.Node
-    between: tuple[fx.Node, ...]
-    between_back: tuple[fx.Node, ...]
+    logit_ops: tuple[fx.Node, ...]
+    logit_ops_back: tuple[fx.Node, ...]
     hidden_gradient: fx.Node
     weight_gradient: fx.Node | None
     bias_gradient: fx.Node | None
@@ -160,7 +160,7 @@ def _other_losses(captured: Captured) -> Iterator[Left]:
 
 def _source_of(node: Any) -> Any:
     """What ``node``, a loss or its logits, is made of, whatever lies between as a view, a copy, a cut or a softmax."""
-    between = (
+    logit_ops = (
         _aten._to_copy.default,
         _aten.clone.default,
         _aten.slice.Tensor,
@@ -171,7 +171,7 @@ def _source_of(node: Any) -> Any:
         _aten.nll_loss2d_forward.default,
         *BENDS,
     )
-    while is_call(node, *between, *SAME_ORDER):
+    while is_call(node, *logit_ops, *SAME_ORDER):
         node = arguments_of(node)[0]
     return node
 
@@ -190,8 +190,8 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     value = softmax.meta["val"]
     require(arguments_of(softmax)[1] in (value.dim() - 1, -1), "classes are not the last dimension")
     require(arguments_of(softmax)[2] is False, "the softmax changes the type by itself")
-    way = way_to(arguments_of(softmax)[0])
-    product, cast = way.product, way.cast
+    path = path_to(arguments_of(softmax)[0])
+    product, cast = path.product, path.cast
     require(
         not is_call(product, _aten.index.Tensor, _aten.index_select.default),
         "rows of the logits are picked before the loss: pick hidden states, or ignore labels",
@@ -202,13 +202,13 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     )
     bias, h, wt = arguments_of(product) if len(arguments_of(product)) == 3 else (None, *arguments_of(product))
     logits = product.meta["val"]
-    cut = cut_of(way)
+    cut = cut_of(path)
     require(
         value.shape[-1] == logits.shape[1] and value.numel() == rows_read(logits.shape[0], cut) * logits.shape[1],
         "logits are rearranged between product and loss",
     )
     require(logits.is_contiguous() and value.is_contiguous(), "logits are not contiguous")
-    returned = _only_read_by(product, [*way.steps, softmax][:1], captured)
+    returned = _only_read_by(product, [*path.steps, softmax][:1], captured)
     backward = [user for user, _ in readers(softmax) if is_call(user, _aten.nll_loss_backward.default)]
     require(len(backward) == 1, "its gradient is not made once")
     require(_is_of(backward[0], loss), "its gradient is made in another way than the loss")
@@ -221,10 +221,10 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     sums = [] if smoothing is None else [smoothing.sums]
     _only_read_by(softmax, [loss, backward[0], seeds[0], *sums], captured, returned=False)
     require(arguments_of(seeds[0])[3] == value.dtype, "the softmax changes the type by itself")
-    last, back = way_back(way, seeds[0])
-    for step, reader in pairwise([*way.steps, softmax]):
+    last, back = path_back(path, seeds[0])
+    for step, reader in pairwise([*path.steps, softmax]):
         outputs = _only_read_by(step, [reader, *(each for each in back if each.target in READ_AGAIN)], captured)
-        require(not outputs or step in way.between, "the logits are returned in another type or cut")
+        require(not outputs or step in path.logit_ops, "the logits are returned in another type or cut")
         returned += outputs
     hidden, weights, bias_sums = _products(last, h, wt)
     require(isinstance(labels, fx.Node) and labels.meta["val"].dim() == 1, "labels are no vector")
@@ -244,7 +244,7 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         cut=cut,
         smoothed=smoothing is not None,
         weighted=class_weights is not None,
-        between=way.text,
+        logit_ops=path.text,
     )
     return Head(
         product=product,
@@ -259,8 +259,8 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         tangent=arguments_of(backward[0])[0],
         backward=backward[0],
         gradient=seeds[0],
-        between=way.between,
-        between_back=back,
+        logit_ops=path.logit_ops,
+        logit_ops_back=back,
         hidden_gradient=hidden,
         weight_gradient=weights,
         bias_gradient=bias_sums,

@@ -183,7 +183,7 @@ class _Writer:
         self.form, self.settings = rewrite.form, dict(rewrite.settings)
         self.operands = tuple(self._of(each) for each in (head.h, head.wt, head.bias, head.labels))
         class_weights = self._of(head.class_weights)
-        self.how = (head.reduction, head.ignore_index, list(head.sizes.cut), class_weights, head.sizes.between)
+        self.how = (head.reduction, head.ignore_index, list(head.sizes.cut), class_weights, head.sizes.logit_ops)
         self.dtype = head.sizes.softmax
 
     def write(self) -> None:

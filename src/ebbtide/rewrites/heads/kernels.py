@@ -18,7 +18,7 @@ whole, where slices of a product are the rows or columns of the whole product (`
    weight's gradient is made from columns then.
 7. Where classes have weights, the loss of a row and its gradient are multiplied by the weight of its label. The sums
    are those of the kernel, taken apart: over the products, and over the weights, by which a mean is divided.
-8. What is made of the logits before their softmax, each number for itself (``heads.between``), is made of slices, and
+8. What is made of the logits before their softmax, each number for itself (``heads.logit_ops``), is made of slices, and
    so is the gradient of that.
 
 ``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` as many as ``cut`` leaves of
@@ -34,8 +34,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ebbtide.rewrites.heads.between import applied, taken_back
 from ebbtide.rewrites.heads.cuts import read, spread
+from ebbtide.rewrites.heads.logit_ops import applied, taken_back
 from ebbtide.rewrites.heads.slices import (
     TARGET,
     gradient_rows,
@@ -73,16 +73,16 @@ def forward_by_rows(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
     dtype: torch.dtype,
     rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, total weight and statistics (definitions 1 and 2)."""
     refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
-        logits = applied(how.between, logits_of(h[a:b], wt, bias), dtype)[0]
+        logits = applied(how.logit_ops, logits_of(h[a:b], wt, bias), dtype)[0]
         softmax = _aten._log_softmax(logits, 1, False)
         statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
         del logits, softmax
@@ -96,7 +96,7 @@ def _losses(h: Tensor, labels: Tensor, reduction: int, dtype: torch.dtype) -> tu
 
 
 @forward_by_rows.register_fake
-def _(h, wt, bias, labels, reduction, ignore_index, cut, class_weights, between, dtype, rows):  # type: ignore[no-untyped-def]
+def _(h, wt, bias, labels, reduction, ignore_index, cut, class_weights, logit_ops, dtype, rows):  # type: ignore[no-untyped-def]
     return *_losses(h, labels, reduction, dtype), h.new_empty((3, h.shape[0]), dtype=dtype)
 
 
@@ -111,27 +111,27 @@ def forward_with_guess(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
     dtype: torch.dtype,
     rows: int,
     known: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, total weight, statistics; by the guess, the gradient of ``h`` and ``known`` columns of the logits'."""
     refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     first = h.new_empty((h.shape[0], known))
     total_weight = loss_and_weight(statistics.new_zeros(h.shape[0]), how)[1]
     tangents = tangents_of(how, guess)
     for a, b in spans(h.shape[0], rows):
-        logits, made = applied(how.between, logits_of(h[a:b], wt, bias), dtype)
+        logits, made = applied(how.logit_ops, logits_of(h[a:b], wt, bias), dtype)
         softmax = _aten._log_softmax(logits, 1, False)
         statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
         del logits
         part = gradient_rows(softmax, how, tangents, total_weight, a, b)
         del softmax
-        part = taken_back(how.between, part, made, h.dtype)
+        part = taken_back(how.logit_ops, part, made, h.dtype)
         torch.mm(part, wt.t(), out=hidden[a:b])
         first[a:b] = part[:, :known]
         del part, made
@@ -140,7 +140,7 @@ def forward_with_guess(
 
 
 @forward_with_guess.register_fake
-def _(h, wt, bias, labels, guess, reduction, ignore_index, cut, class_weights, between, dtype, rows, known):  # type: ignore[no-untyped-def]
+def _(h, wt, bias, labels, guess, reduction, ignore_index, cut, class_weights, logit_ops, dtype, rows, known):  # type: ignore[no-untyped-def]
     statistics = h.new_empty((3, h.shape[0]), dtype=dtype)
     hidden = torch.empty_like(h, memory_format=torch.contiguous_format)
     return *_losses(h, labels, reduction, dtype), statistics, hidden, h.new_empty((h.shape[0], known))
@@ -156,7 +156,7 @@ def forward_that_keeps(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
     dtype: torch.dtype,
     rows: int,
     smoothed: bool,
@@ -166,16 +166,16 @@ def forward_that_keeps(
     The last are the sums of definition 6, none where labels are not smoothed.
     """
     refuse_other_labels(labels, wt.shape[1], ignore_index)
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     kept = logits_of(h, wt, bias)
     target = torch.empty(h.shape[0], dtype=dtype, device=h.device)
     sums = torch.empty(h.shape[0] if smoothed else 0, dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
-        softmax = _aten._log_softmax(applied(between, kept[a:b], dtype)[0], 1, False)
+        softmax = _aten._log_softmax(applied(logit_ops, kept[a:b], dtype)[0], 1, False)
         target[a:b] = targets_of(softmax, how.labels[a:b])
         if smoothed:
             sums[a:b] = torch.sum(softmax, [1])
-        if kept.dtype == dtype and not between:
+        if kept.dtype == dtype and not logit_ops:
             kept[a:b] = softmax
         del softmax
     loss, total_weight = loss_and_weight(target, how)
@@ -183,7 +183,7 @@ def forward_that_keeps(
 
 
 @forward_that_keeps.register_fake
-def _(h, wt, bias, labels, reduction, ignore_index, cut, class_weights, between, dtype, rows, smoothed):  # type: ignore[no-untyped-def]
+def _(h, wt, bias, labels, reduction, ignore_index, cut, class_weights, logit_ops, dtype, rows, smoothed):  # type: ignore[no-untyped-def]
     sums = h.new_empty((labels.shape[0] if smoothed else 0,), dtype=dtype)
     return *_losses(h, labels, reduction, dtype), h.new_empty((h.shape[0], wt.shape[1])), sums
 
@@ -202,7 +202,7 @@ def backward_over_kept(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
     dtype: torch.dtype,
     rows: int,
     trains: bool,
@@ -213,18 +213,18 @@ def backward_over_kept(
     """
     if in_backward() and keeps_graph():
         kept = kept.clone()
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     tangents = tangents_of(how, tangent)
     numbers = None if numbers is None else spread(numbers, cut, h.shape[0], 0.0)
     for a, b in spans(h.shape[0], rows):
         softmax, made = kept[a:b], list[Tensor]()
-        if kept.dtype != dtype or between:
-            logits, made = applied(between, kept[a:b], dtype)
+        if kept.dtype != dtype or logit_ops:
+            logits, made = applied(logit_ops, kept[a:b], dtype)
             softmax = _aten._log_softmax(logits, 1, False)
             del logits
         part = gradient_rows(softmax, how, tangents, total_weight, a, b, numbers)
         del softmax
-        kept[a:b] = taken_back(between, part, made, kept.dtype)
+        kept[a:b] = taken_back(logit_ops, part, made, kept.dtype)
         del part, made
     hidden = torch.mm(kept, wt.t())
     if not trains:
@@ -254,12 +254,12 @@ def backward_by_rows(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
     dtype: torch.dtype,
     rows: int,
 ) -> Tensor:
     """The gradient of ``h`` (definition 1)."""
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     return hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
 
 
@@ -277,14 +277,14 @@ def settle_guess(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
     dtype: torch.dtype,
     rows: int,
 ) -> Tensor:
     """The gradient of ``h``: ``hidden`` if the guess was right, else made anew (definition 5)."""
     if torch.equal(guess, tangent):
         return hidden.clone()
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     return hidden_gradient(h, wt, bias, how, tangent, total_weight, dtype, rows)
 
 
@@ -311,11 +311,11 @@ def backward_by_columns(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight (V x D) and bias (definition 3)."""
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     return gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, None, columns)
 
 
@@ -334,12 +334,12 @@ def backward_by_other_columns(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The same where the first columns of the logits' gradient are known if the guess was right."""
     first = known if torch.equal(guess, tangent) else None
-    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, between)
+    how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     return gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, first, columns)
 
 

@@ -25,7 +25,7 @@ from ebbtide.rewrites.heads.find import Head, find_heads
 from ebbtide.rewrites.heads.ops import HEAD_OPS, PARTS, head_op
 from ebbtide.rewrites.heads.samples import head_sample
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.stand_ins import StandIns
+from ebbtide.rewrites.rewrite_proof import RewriteProof
 from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
 from ebbtide.torch_seams.graphs import arguments_of
 from ebbtide.torch_seams.trees import tree_leaves
@@ -44,7 +44,7 @@ def prove_rewritten(captured: Captured, rewritten: Captured) -> list[Replaced]:
     return _Proof(captured).replaced(rewritten)
 
 
-class _Proof(StandIns):
+class _Proof(RewriteProof):
     """Claims are captured nodes, elements of the loss' call by their place, parts, or ``_FREE``."""
 
     def __init__(self, captured: Captured) -> None:
@@ -121,7 +121,7 @@ class _Proof(StandIns):
                 "reduction": head.reduction,
                 "ignore_index": head.ignore_index,
                 "cut": list(head.sizes.cut),
-                "between": head.sizes.between,
+                "logit_ops": head.sizes.logit_ops,
                 "dtype": head.sizes.softmax,
                 "smoothed": head.smoothing is not None,
             }

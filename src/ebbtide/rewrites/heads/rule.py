@@ -29,7 +29,7 @@ class HeadRule(Rule):
     name = RULE
     writes = frozenset({KEPT})
 
-    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+    def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """The same form for all heads, of which a step has one but in odd models."""
         heads = worthwhile_heads(step)
         if not heads:

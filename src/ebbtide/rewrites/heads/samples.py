@@ -32,7 +32,7 @@ def head_sample(sizes: HeadSizes, given: Mapping[str, Any], kind: str) -> Sample
     """
     names = list(given)
     if kind == "backward_over_kept":
-        plain = sizes.dtype == sizes.softmax and not sizes.between  # else what is kept are logits
+        plain = sizes.dtype == sizes.softmax and not sizes.logit_ops  # else what is kept are logits
         return _over_kept(sizes, names) if plain else None
     if kind in ("forward_that_keeps", "settle_guess"):  # one has no slices of a product, the other no product
         return None
@@ -67,7 +67,7 @@ def _over_kept(sizes: HeadSizes, names: Sequence[str]) -> Sample:
 def _gradient(own: Mapping[str, Any]) -> Tensor:
     """Of the logits, in the memory of that of the log-probabilities."""
     kept, cut, dtype = own["kept"], own["cut"], own["dtype"]
-    settings = (own["reduction"], own["ignore_index"], cut, own["class_weights"], own["between"])
+    settings = (own["reduction"], own["ignore_index"], cut, own["class_weights"], own["logit_ops"])
     how = loss_of(own["h"], own["labels"], *settings)
     last = (how.class_weights, how.reduction, how.ignore_index, own["total_weight"])
     gradient = _aten.nll_loss_backward(tangents_of(how, own["tangent"]), kept, how.labels, *last)

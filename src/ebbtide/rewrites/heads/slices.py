@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ebbtide.rewrites.heads.between import applied, taken_back
 from ebbtide.rewrites.heads.cuts import clear_unread, read, spread
+from ebbtide.rewrites.heads.logit_ops import applied, taken_back
 from ebbtide.rewrites.spans import spans
 from ebbtide.torch_seams.graphs import ASSERTS_TRUE
 
@@ -56,7 +56,7 @@ class Loss(NamedTuple):
         cut: likewise.
         class_weights: likewise.
         weights: of the label of each row, 0 where it does not count; ``None`` where classes have none.
-        between: as in the ops.
+        logit_ops: as in the ops.
     """
 
     labels: Tensor
@@ -65,7 +65,7 @@ class Loss(NamedTuple):
     cut: Sequence[int]
     class_weights: Tensor | None
     weights: Tensor | None
-    between: str
+    logit_ops: str
 
 
 def loss_of(
@@ -75,7 +75,7 @@ def loss_of(
     ignore_index: int,
     cut: Sequence[int],
     class_weights: Tensor | None,
-    between: str,
+    logit_ops: str,
 ) -> Loss:
     """Rows that are not read are as ignored ones."""
     labels = spread(labels, cut, h.shape[0], ignore_index)
@@ -83,14 +83,14 @@ def loss_of(
     if class_weights is not None:
         weights = class_weights.gather(0, labels.clamp(0, class_weights.shape[0] - 1))
         weights.masked_fill_(labels == ignore_index, 0)
-    return Loss(labels, reduction, ignore_index, cut, class_weights, weights, between)
+    return Loss(labels, reduction, ignore_index, cut, class_weights, weights, logit_ops)
 
 
 def softmax_rows(
     h: Tensor, wt: Tensor, bias: Tensor | None, how: Loss, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
     """The log-softmax of some rows, and what the gradient needs of the way there."""
-    logits, made = applied(how.between, logits_of(h, wt, bias), dtype)
+    logits, made = applied(how.logit_ops, logits_of(h, wt, bias), dtype)
     return _aten._log_softmax(logits, 1, False), made
 
 
@@ -197,7 +197,7 @@ def hidden_gradient(
         softmax, made = softmax_rows(h[a:b], wt, bias, how, dtype)
         part = gradient_rows(softmax, how, tangents, total_weight, a, b)
         del softmax
-        part = taken_back(how.between, part, made, h.dtype)
+        part = taken_back(how.logit_ops, part, made, h.dtype)
         torch.mm(part, wt.t(), out=gradient[a:b])
         del part, made
     return gradient
@@ -217,7 +217,7 @@ def _gradient_columns(
     width = end - begin
     softmax = statistics.new_empty((h.shape[0], width + 1))
     logits = logits_of(h, wt[:, begin:end], None if bias is None else bias[begin:end])
-    softmax[:, :width], made = applied(how.between, logits, softmax.dtype)
+    softmax[:, :width], made = applied(how.logit_ops, logits, softmax.dtype)
     del logits
     softmax[:, :width].sub_(statistics[MAX].unsqueeze(1)).add_(statistics[LOG_SUM].unsqueeze(1))
     labels = how.labels
@@ -228,7 +228,7 @@ def _gradient_columns(
     whole = _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
     del gradient, softmax
     whole = clear_unread(whole, how.cut, 0)[:, :width]
-    return taken_back(how.between, whole.contiguous() if how.between else whole, made, h.dtype)
+    return taken_back(how.logit_ops, whole.contiguous() if how.logit_ops else whole, made, h.dtype)
 
 
 def gradients_by_columns(

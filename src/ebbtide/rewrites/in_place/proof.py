@@ -1,15 +1,15 @@
-"""The proof that a step with islands is the step without them: nothing runs.
+"""The proof that a step with chains is the step without them: nothing runs.
 
 Every value of the new graph *claims* one of the old. By induction over the graph:
 1. A call that both have claims its like: the same name, target and constants, and arguments that claim the arguments
    of that one.
-2. The call of an island names old ops, its *parts*. Its own graph calls the first as the old graph does, and each
+2. The call of a chain names old ops, its *parts*. Its own graph calls the first as the old graph does, and each
    other one by its overwriting form: with the same constants, arguments that claim those of the old op, and one of
    them, which is also where it writes, that is what the part before has made, laid out as the old op reads it.
 3. What is written over is read in the old step by that op alone, by one argument, and is no result of the step; the
-   island reads it no more.
+   chain reads it no more.
 4. No part draws a random number or has an effect: how often and when they run is the schedule's.
-5. Each result of the island claims the last part that wrote there, or the first part's own; each output of the graph
+5. Each result of the chain claims the last part that wrote there, or the first part's own; each output of the graph
    claims the old one.
 """
 
@@ -26,18 +26,18 @@ from ebbtide.capture.joint import Captured
 from ebbtide.capture.traits import draws_random, has_effect
 from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.stand_ins import StandIns
+from ebbtide.rewrites.rewrite_proof import RewriteProof
 from ebbtide.torch_seams.graphs import arguments_of
 from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["PARTS", "prove_in_place"]
 
 PARTS = "ebbtide_parts"
-"""Key in an island's meta: the names of the ops that it is."""
+"""Key in a chain's meta: the names of the ops that it is."""
 
 
 def prove_in_place(step: Captured, after: Captured) -> list[Replaced]:
-    """What each island in ``after`` stands for, which is ``step`` but for them.
+    """What each chain in ``after`` stands for, which is ``step`` but for them.
 
     Raises:
         RewriteError: if it is not.
@@ -45,7 +45,7 @@ def prove_in_place(step: Captured, after: Captured) -> list[Replaced]:
     return _Proof(step, "a step that writes over what dies").replaced(after)
 
 
-class _Proof(StandIns):
+class _Proof(RewriteProof):
     """Claims are old nodes, and elements of old calls by their place."""
 
     def value_of(self, value: Any) -> Any:
@@ -58,12 +58,12 @@ class _Proof(StandIns):
         """Definitions 2 to 5."""
         if not isinstance(node.target, InPlace):
             return None
-        results = _Island(self, node, node.target).results()
+        results = _Chain(self, node, node.target).results()
         self.stands_for(node, results if isinstance(results, Results) else [results])
         return results
 
 
-class _Island:
+class _Chain:
     """Definitions 2 to 5 for one of them."""
 
     def __init__(self, proof: _Proof, node: fx.Node, target: InPlace) -> None:
@@ -83,7 +83,7 @@ class _Island:
         return part
 
     def results(self) -> Any:
-        """What the island's results claim."""
+        """What the chain's results claim."""
         given = iter(self.node.args)
         first, *others = self.parts
         pending = [first, *others]

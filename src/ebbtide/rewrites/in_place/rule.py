@@ -1,7 +1,7 @@
-"""The rule that writes over what dies, where an elementwise op makes as much again (``rewrites.in_place.islands``).
+"""The rule that writes over what dies, where an elementwise op makes as much again (``rewrites.in_place.chains``).
 
-Its two ways differ in what they put together: all that can be, or only what a schedule loses nothing by. In the first
-the unplanned step is lowest, in the second the floor.
+Its two candidates differ in what they put together: all that can be, or only what a schedule loses nothing by. In the
+first the unplanned step is lowest, in the second the floor.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import fx
 
 from ebbtide.capture.joint import Captured, reread
 from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.in_place.chains import Chain, Overwrite, chains_of, kind_of, operands_of
 from ebbtide.rewrites.in_place.facts import overwriting_fact
 from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
-from ebbtide.rewrites.in_place.islands import Island, Place, islands_of, kind_of, operands_of
 from ebbtide.rewrites.in_place.proof import PARTS, prove_in_place
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.rule import Estimate, Rule
@@ -38,12 +38,12 @@ class InPlaceRule(Rule):
     name = RULE
     free = True
 
-    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+    def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """What is lean, then all where that is more."""
-        found = [_kinds(islands_of(step, lean=lean)) for lean in (True, False)]
+        found = [_kinds(chains_of(step, lean=lean)) for lean in (True, False)]
         for form, kinds in zip((LEAN, ALL), found, strict=True):
             if kinds and (form == LEAN or kinds != found[0]):
-                yield tuple(_rewrite(step, form, first, places) for first, places in kinds.values())
+                yield tuple(_rewrite(step, form, first, overwrites) for first, overwrites in kinds.values())
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
         """That the op gives the same bits when it writes over its operand."""
@@ -51,22 +51,22 @@ class InPlaceRule(Rule):
         return [overwriting_fact(step.calls[index], rewrite["operand"])]
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
-        """All islands of the kinds that ``rewrites`` name."""
+        """All chains of the kinds that ``rewrites`` name."""
         kinds = {kind_of(step, _op_at(step, each), each["operand"]) for each in rewrites}
         graph = fx.Graph(owning_module=step.graph.owning_module)
         nodes: dict[fx.Node, fx.Node] = {}
         results = graph.graph_copy(step.graph, nodes)
         graph.output(tuple(tree_leaves(results))).meta = dict(step.graph.output_node().meta)
         writer = _Writer(step, graph, nodes)
-        for island in islands_of(step, lean=rewrites[0].form == LEAN, kinds=kinds):
-            writer.write(island)
+        for chain in chains_of(step, lean=rewrites[0].form == LEAN, kinds=kinds):
+            writer.write(chain)
         graph.lint()
         return reread(step, graph)
 
     def estimates(
         self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
     ) -> Mapping[str, Estimate]:
-        """The sum of what the ops take of an island."""
+        """The sum of what the ops take of a chain."""
         known = {op.name: op for op in program.ops}
         found: dict[str, Estimate] = {}
         for op, node in zip(after.program.ops, after.op_nodes, strict=True):
@@ -82,23 +82,23 @@ class InPlaceRule(Rule):
 
     def may_lower(self, step: Captured, op: int) -> bool:
         """Whether op number ``op`` can write over an operand."""
-        return any(place.op == op for island in islands_of(step, lean=True) for place in island.places)
+        return any(overwrite.op == op for chain in chains_of(step, lean=True) for overwrite in chain.overwrites)
 
 
-def _kinds(islands: Sequence[Island]) -> dict[str, tuple[Place, int]]:
-    """By kind, the first place and how many there are."""
-    places = [each for island in islands for each in island.places]
-    counts = Counter(each.kind for each in places)
-    first: dict[str, Place] = {}
-    for each in sorted(places, key=lambda each: each.op):
+def _kinds(chains: Sequence[Chain]) -> dict[str, tuple[Overwrite, int]]:
+    """By kind, the first overwrite and how many there are."""
+    overwrites = [each for chain in chains for each in chain.overwrites]
+    counts = Counter(each.kind for each in overwrites)
+    first: dict[str, Overwrite] = {}
+    for each in sorted(overwrites, key=lambda each: each.op):
         first.setdefault(each.kind, each)
-    return {kind: (place, counts[kind]) for kind, place in first.items()}
+    return {kind: (overwrite, counts[kind]) for kind, overwrite in first.items()}
 
 
-def _rewrite(step: Captured, form: str, place: Place, places: int) -> Rewrite:
-    op = step.program.ops[place.op]
-    (fact,) = [overwriting_fact(step.calls[place.op], place.operand)]
-    settings = (("operand", place.operand), ("places", places))
+def _rewrite(step: Captured, form: str, overwrite: Overwrite, overwrites: int) -> Rewrite:
+    op = step.program.ops[overwrite.op]
+    (fact,) = [overwriting_fact(step.calls[overwrite.op], overwrite.operand)]
+    settings = (("operand", overwrite.operand), ("places", overwrites))
     return Rewrite(RULE, op.name, op.source, form, settings, (fact.says,))
 
 
@@ -113,7 +113,7 @@ def _op_at(step: Captured, rewrite: Rewrite) -> int:
 
 
 class _Writer:
-    """Puts islands into a copy of the joint graph.
+    """Puts chains into a copy of the joint graph.
 
     Args:
         step: whose graph it is.
@@ -126,52 +126,52 @@ class _Writer:
         self.order = {node: index for index, node in enumerate(step.graph.nodes)}
         self.hoisted: set[fx.Node] = set()
 
-    def write(self, island: Island) -> None:
-        """One island in the place of its ops."""
-        head = self.step.op_nodes[island.head]
-        given = _given(self.step, island)
+    def write(self, chain: Chain) -> None:
+        """One chain in the place of its ops."""
+        head = self.step.op_nodes[chain.head]
+        given = _given(self.step, chain)
         for each in given:
             self._hoist(each, head)
         old = self.nodes[head]
-        places = [self.nodes[self.step.op_nodes[place.op]] for place in island.places]
-        last = {place.element: self.step.op_nodes[place.op] for place in island.places}
+        overwrites = [self.nodes[self.step.op_nodes[overwrite.op]] for overwrite in chain.overwrites]
+        last = {overwrite.element: self.step.op_nodes[overwrite.op] for overwrite in chain.overwrites}
         with self.graph.inserting_before(old):
-            name = f"{self.step.op_nodes[island.places[-1].op].name}_in_place"
+            name = f"{self.step.op_nodes[chain.overwrites[-1].op].name}_in_place"
             args = tuple(self.nodes[each] for each in given)
-            node = self.graph.create_node("call_function", _target(self.step, island, given), args, name=name)
+            node = self.graph.create_node("call_function", _target(self.step, chain, given), args, name=name)
         node.meta = dict(old.meta)
-        ops = [island.head, *(place.op for place in island.places)]
+        ops = [chain.head, *(overwrite.op for overwrite in chain.overwrites)]
         node.meta[PARTS] = tuple(self.step.program.ops[each].name for each in ops)
         if isinstance(head.meta["val"], torch.Tensor):
             node.meta["val"] = last[0].meta["val"]
             self._replace(last[0], node)
         else:
             self._several(node, old, last)
-        self._erase(old, places)
+        self._erase(old, overwrites)
 
     def _several(self, node: fx.Node, old: fx.Node, last: Mapping[int, fx.Node]) -> None:
         """The elements of a head with several results."""
         values = list(old.meta["val"])
-        for element, place in last.items():
-            values[element] = place.meta["val"]
+        for element, overwrite in last.items():
+            values[element] = overwrite.meta["val"]
         node.meta["val"] = tuple(values)
         for user in list(old.users):
             if user.args[1] not in last:
                 user.update_arg(0, node)
-        for element, place in last.items():
+        for element, overwrite in last.items():
             with self.graph.inserting_after(node):
                 made = self.graph.call_function(operator.getitem, (node, element))
             made.meta = dict(node.meta)
             made.meta.pop(PARTS)
-            made.meta["val"] = place.meta["val"]
-            self._replace(place, made)
+            made.meta["val"] = overwrite.meta["val"]
+            self._replace(overwrite, made)
 
-    def _replace(self, place: fx.Node, made: fx.Node) -> None:
-        self.nodes[place].replace_all_uses_with(made)
-        self.nodes[place] = made
+    def _replace(self, overwrite: fx.Node, made: fx.Node) -> None:
+        self.nodes[overwrite].replace_all_uses_with(made)
+        self.nodes[overwrite] = made
 
     def _hoist(self, node: fx.Node, head: fx.Node) -> None:
-        """Views that come after ``head`` and are read by its island go before it."""
+        """Views that come after ``head`` and are read by its chain go before it."""
         if self.order[node] < self.order[head] or node in self.hoisted:
             return
         for each in node.all_input_nodes:
@@ -179,9 +179,9 @@ class _Writer:
         self.hoisted.add(node)
         self.nodes[head].prepend(self.nodes[node])
 
-    def _erase(self, head: fx.Node, places: Sequence[fx.Node]) -> None:
-        """What nobody reads any more, from the last place to the head, views between them included."""
-        for node in reversed([head, *places]):
+    def _erase(self, head: fx.Node, overwrites: Sequence[fx.Node]) -> None:
+        """What nobody reads any more, from the last overwrite to the head, views between them included."""
+        for node in reversed([head, *overwrites]):
             self._erase_views(node)
             self.graph.erase_node(node)
 
@@ -191,23 +191,23 @@ class _Writer:
             self.graph.erase_node(user)
 
 
-def _given(step: Captured, island: Island) -> list[fx.Node]:
-    """What an island reads, each once: all arguments of its ops but those that they write over."""
-    head = step.op_nodes[island.head]
+def _given(step: Captured, chain: Chain) -> list[fx.Node]:
+    """What a chain reads, each once: all arguments of its ops but those that they write over."""
+    head = step.op_nodes[chain.head]
     found = [*head.all_input_nodes]
-    for place in island.places:
-        node = step.op_nodes[place.op]
-        over = operands_of(node)[place.operand]
+    for overwrite in chain.overwrites:
+        node = step.op_nodes[overwrite.op]
+        over = operands_of(node)[overwrite.operand]
         found += [each for each in node.all_input_nodes if each is not over]
     return list(dict.fromkeys(found))
 
 
-def _target(step: Captured, island: Island, given: Sequence[fx.Node]) -> InPlace:
-    """The call that an island is."""
+def _target(step: Captured, chain: Chain, given: Sequence[fx.Node]) -> InPlace:
+    """The call that a chain is."""
     graph = fx.Graph()
     inputs = {node: graph.placeholder(f"given_{index}") for index, node in enumerate(given)}
     words = {node: _Word(f"%{index}") for index, node in enumerate(given)}
-    head = step.op_nodes[island.head]
+    head = step.op_nodes[chain.head]
     args, kwargs = fx.map_arg((head.args, head.kwargs), inputs.__getitem__)
     assert callable(head.target)
     made = graph.call_function(head.target, args, kwargs)
@@ -216,11 +216,11 @@ def _target(step: Captured, island: Island, given: Sequence[fx.Node]) -> InPlace
     single = isinstance(value, torch.Tensor)
     results = {0: made} if single else {k: graph.call_function(operator.getitem, (made, k)) for k in range(len(value))}
     layouts = {0: value} if single else dict(enumerate(value))
-    for place in island.places:
-        node = step.op_nodes[place.op]
-        over = operands_of(node)[place.operand]
-        result = results[place.element]
-        wanted, had = over.meta["val"], layouts[place.element]
+    for overwrite in chain.overwrites:
+        node = step.op_nodes[overwrite.op]
+        over = operands_of(node)[overwrite.operand]
+        result = results[overwrite.element]
+        wanted, had = over.meta["val"], layouts[overwrite.element]
         laid_out = ""
         if (wanted.shape, wanted.stride()) != (had.shape, had.stride()):
             layout = (list(wanted.shape), list(wanted.stride()), 0)
@@ -229,9 +229,9 @@ def _target(step: Captured, island: Island, given: Sequence[fx.Node]) -> InPlace
         args, kwargs = fx.map_arg((node.args, node.kwargs), {**inputs, over: result}.__getitem__)
         form = overwriting_form(node.target)
         assert form is not None
-        results[place.element] = graph.call_function(form[0], args, {**kwargs, form[1]: result})
-        layouts[place.element] = node.meta["val"]
-        says.append(_says(node, {**words, over: _Word(f"_{place.element}{laid_out}")}))
+        results[overwrite.element] = graph.call_function(form[0], args, {**kwargs, form[1]: result})
+        layouts[overwrite.element] = node.meta["val"]
+        says.append(_says(node, {**words, over: _Word(f"_{overwrite.element}{laid_out}")}))
     graph.output(results[0] if single else tuple(results.values()))
     return InPlace(graph, f"in_place[{'; '.join(says)}]")
 

@@ -27,6 +27,7 @@ from ebbtide.capture.claims import Results, same
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.traits import draws_random, has_effect
 from ebbtide.rewrites.replaced import Replaced
+from ebbtide.rewrites.rewrite_proof import RewriteProof
 from ebbtide.rewrites.sliced.axes import (
     MIXES,
     SPREAD,
@@ -40,7 +41,6 @@ from ebbtide.rewrites.sliced.axes import (
 )
 from ebbtide.rewrites.sliced.calls import InSlices
 from ebbtide.rewrites.sliced.places import PARTS
-from ebbtide.rewrites.stand_ins import StandIns
 from ebbtide.rewrites.views import seen
 from ebbtide.torch_seams.graphs import arguments_of
 from ebbtide.torch_seams.trees import tree_leaves
@@ -59,7 +59,7 @@ def prove_sliced(step: Captured, after: Captured, name: str) -> list[Replaced]:
     return _Proof(step, f"a step with {name} in slices").replaced(after)
 
 
-class _Proof(StandIns):
+class _Proof(RewriteProof):
     """Claims are old nodes."""
 
     def own(self, node: fx.Node) -> Results | None:
@@ -80,7 +80,7 @@ class _Call:
         own: what it has made, and swapped views of that, which are true.
     """
 
-    def __init__(self, proof: StandIns, node: fx.Node, target: InSlices) -> None:
+    def __init__(self, proof: RewriteProof, node: fx.Node, target: InSlices) -> None:
         self.proof, self.node, self.target, self.axis = proof, node, target, target.axis
         self.require = proof.require
         size, *self.given = node.args

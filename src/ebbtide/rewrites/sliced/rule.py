@@ -53,7 +53,7 @@ class SlicedRule(Rule):
     parts: tuple[float, ...]
     matters: float
 
-    def ways(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
+    def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """Slices of the same share for all regions."""
         regions = self._worthwhile(step)
         candidates = [tuple(self._rewrite(each, part) for each in regions) for part in self.parts if regions]

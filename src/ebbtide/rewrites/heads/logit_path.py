@@ -1,7 +1,7 @@
-"""The way from the product of a head to its log-softmax, and the way back of the gradient, in a joint graph.
+"""The path from the product of a head to its log-softmax, and that of the gradient back, in a joint graph.
 
-On it logits are cast, scaled and capped (``heads.between``), and cut (``heads.cuts``), one after the other; all else is
-left, with the reason. A node is *seen through views* that keep the order of elements: they name the same numbers.
+On it logits are cast, scaled and capped (``heads.logit_ops``), and cut (``heads.cuts``), one after the other; all else
+is left, with the reason. A node is *seen through views* that keep the order of elements: they name the same numbers.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from ebbtide.rewrites.heads.between import CAST, DIV, MUL, TANH
+from ebbtide.rewrites.heads.logit_ops import CAST, DIV, MUL, TANH
 from ebbtide.rewrites.views import SAME_ORDER
 from ebbtide.torch_seams.graphs import arguments_of
 
 __all__ = [
     "BENDS",
     "READ_AGAIN",
+    "LogitPath",
     "NoHead",
-    "Way",
     "cut_of",
     "is_call",
+    "path_back",
+    "path_to",
     "readers",
     "require",
     "seen_through",
-    "way_back",
-    "way_to",
 ]
 
 _aten = torch.ops.aten
 BENDS = {_aten.div.Tensor: DIV, _aten.mul.Tensor: MUL, _aten.tanh.default: TANH}
-"""What scales and caps, by its word for ``heads.between``."""
+"""What scales and caps, by its word for ``heads.logit_ops``."""
 READ_AGAIN = frozenset({_aten.tanh_backward.default})
 """What reads the result of one of these for its gradient."""
 _CUT_FIRST = "logits are scaled or capped after they are cut: cut them after that"
@@ -82,7 +82,7 @@ def _changes_type_only(copy: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Way:
+class LogitPath:
     """From a product to what its log-softmax reads.
 
     Attributes:
@@ -98,16 +98,16 @@ class Way:
     cut: fx.Node | None
 
     @property
-    def between(self) -> tuple[fx.Node, ...]:
+    def logit_ops(self) -> tuple[fx.Node, ...]:
         """Those that scale and bend, which come before the cut."""
         return tuple(each for each in self.steps if each.target in BENDS)
 
     @property
     def text(self) -> str:
-        """For ``heads.between``; empty where there is none of these."""
-        if not self.between:
+        """For ``heads.logit_ops``; empty where there is none of these."""
+        if not self.logit_ops:
             return ""
-        words = [_word_of(each) for each in self.steps if each is self.cast or each in self.between]
+        words = [_word_of(each) for each in self.steps if each is self.cast or each in self.logit_ops]
         return ", ".join(words)
 
 
@@ -130,7 +130,7 @@ def _require_bends(made: fx.Node) -> None:
     require(same, "the logits are scaled to another type or layout before the loss")
 
 
-def way_to(node: fx.Node) -> Way:
+def path_to(node: fx.Node) -> LogitPath:
     """From what a log-softmax reads back to what makes its logits; raises :class:`NoHead`."""
     steps: list[fx.Node] = []
     found: dict[object, fx.Node] = {}
@@ -153,15 +153,15 @@ def way_to(node: fx.Node) -> Way:
             require(_changes_type_only(made), "the logits are copied to another device or layout before the loss")
         steps.insert(0, made)
         made = seen_through(arguments_of(made)[0])
-    return Way(made, tuple(steps), found.get(_aten._to_copy.default), found.get(_aten.slice.Tensor))
+    return LogitPath(made, tuple(steps), found.get(_aten._to_copy.default), found.get(_aten.slice.Tensor))
 
 
-def cut_of(way: Way) -> tuple[int, ...]:
+def cut_of(path: LogitPath) -> tuple[int, ...]:
     """The rows that are read (``heads.cuts``)."""
-    if way.cut is None:
+    if path.cut is None:
         return ()
-    source = arguments_of(way.cut)[0].meta["val"]
-    dimension, begin, end, step = _slice_of(way.cut)
+    source = arguments_of(path.cut)[0].meta["val"]
+    dimension, begin, end, step = _slice_of(path.cut)
     require(step == 1 and dimension < source.dim() - 1, "logits are cut along the classes, or by steps")
     inner = math.prod(source.shape[dimension + 1 : -1])
     return source.shape[dimension] * inner, begin * inner, end * inner
@@ -187,21 +187,21 @@ def _bent_back(step: fx.Node, made: fx.Node, gradient: fx.Node) -> bool:
     return same and arguments_of(made)[1:] == arguments_of(step)[1:] and seen_through(made.args[0]) is gradient
 
 
-def way_back(way: Way, gradient: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+def path_back(path: LogitPath, gradient: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     """From the gradient of what the softmax reads to that of the product; and the steps back that scale and bend."""
     back: list[fx.Node] = []
-    for step in reversed(way.steps):
+    for step in reversed(path.steps):
         if step.target is _aten.clone.default:
             continue
         found = [user for user, _ in readers(gradient)]
         require(len(found) == 1, "the gradient of the logits has other readers")
         (made,) = found
-        if step is way.cast:
+        if step is path.cast:
             require(
                 is_call(made, _aten._to_copy.default) and _changes_type_only(made),
                 "the gradient of the logits is not cast back once",
             )
-        elif step in way.between:
+        elif step in path.logit_ops:
             require(_bent_back(step, made, gradient), "the gradient of the logits is scaled or capped in another way")
             back.append(made)
         else:

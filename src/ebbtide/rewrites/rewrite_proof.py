@@ -11,10 +11,10 @@ from ebbtide.capture.claims import Claims
 from ebbtide.capture.joint import Captured
 from ebbtide.rewrites.replaced import Replaced, Sample, replaced_by
 
-__all__ = ["StandIns"]
+__all__ = ["RewriteProof"]
 
 
-class StandIns(Claims):
+class RewriteProof(Claims):
     """A proof that another graph is ``step`` but for ops of one rule."""
 
     def __init__(self, step: Captured, what: str = "a rewritten step") -> None:

@@ -1,14 +1,14 @@
 """Where a step can write over what dies: an op, and the ones after it that take its results over.
 
-1. A *place* is an op with an overwriting form (``rewrites.in_place.forms``) and an operand of it that is the whole of a
-   buffer, as large and laid out as the result, which this op alone reads, once. Nobody loses anything by its
+1. An *overwrite* is an op with an overwriting form (``rewrites.in_place.forms``) and an operand of it that is the whole
+   of a buffer, as large and laid out as the result, which this op alone reads, once. Nobody loses anything by its
    disappearance: to keep it costs as much as to keep the result.
-2. An *island* is the op that makes such an operand, its *head*, and all places that write over its results, one after
-   the other. It runs where the head runs in captured order, so all else that its places read is made before that.
-   Head and places are on one side of the boundary and may run again; no random number is drawn.
-3. An island needs what all of its ops read, at once. It is *lean* where that is no more than the largest of its ops
-   needs by itself: then no schedule has a reason to want the ops apart.
-4. Places of one *kind* call the same op with arguments alike, and write over the same operand: what is known of one
+2. A *chain* is the op that makes such an operand, its *head*, and all overwrites of its results, one after the other.
+   It runs where the head runs in captured order, so all else that its overwrites read is made before that. Head and
+   overwrites are on one side of the boundary and may run again; no random number is drawn.
+3. A chain needs what all of its ops read, at once. It is *lean* where that is no more than the largest of its ops needs
+   by itself: then no schedule has a reason to want the ops apart.
+4. Overwrites of one *kind* call the same op with arguments alike, and write over the same operand: what is known of one
    of them is known of all.
 """
 
@@ -26,15 +26,15 @@ from ebbtide.step.program import Op, Program
 from ebbtide.torch_seams.dispatcher import OpOverload
 from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["Island", "Place", "islands_of", "kind_of", "operands_of"]
+__all__ = ["Chain", "Overwrite", "chains_of", "kind_of", "operands_of"]
 
 _NOT_FRESH = frozenset({"lift_fresh_copy", "expand_copy", "_conj_physical", "conj_physical"})
 """Whose result may be less memory than it has elements, or memory of an argument."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Definition 1.
+class Overwrite:
+    """An op that can write over an operand (definition 1).
 
     Attributes:
         op: index in the program.
@@ -50,16 +50,16 @@ class Place:
 
 
 @dataclass
-class Island:
-    """Definition 2.
+class Chain:
+    """An op and what is done in the memory of its results (definition 2).
 
     Attributes:
         head: index of the op that comes first.
-        places: in captured order.
+        overwrites: in captured order.
     """
 
     head: int
-    places: list[Place] = field(default_factory=list[Place])
+    overwrites: list[Overwrite] = field(default_factory=list[Overwrite])
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
@@ -68,17 +68,17 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 def kind_of(step: Captured, op: int, operand: int) -> str:
-    """Definition 4."""
+    """What overwrites have in common of which one fact is known (definition 4)."""
     return f"operand {operand} of {step.calls[op].signature}"
 
 
-def islands_of(step: Captured, *, lean: bool, kinds: Collection[str] | None = None) -> list[Island]:
-    """All islands of a step in captured order, each with one place or more.
+def chains_of(step: Captured, *, lean: bool, kinds: Collection[str] | None = None) -> list[Chain]:
+    """All chains of a step in captured order, each with one overwrite or more.
 
     Args:
         step: any.
         lean: whether they have to be (definition 3).
-        kinds: of places, if not all.
+        kinds: of overwrites, if not all.
     """
     return list(_Finder(step, lean, kinds).found())
 
@@ -88,20 +88,20 @@ class _Finder:
         self.step, self.lean, self.kinds = step, lean, kinds
         self.program: Program = step.program
         self.stays = self.program.pinned | self.program.copied_back
-        self.island_of: dict[int, tuple[Island, int]] = {}  # by buffer: whose result it is, and which element
+        self.chain_of: dict[int, tuple[Chain, int]] = {}  # by buffer: whose result it is, and which element
         self.needs: dict[int, int] = {}  # by head: bytes
 
-    def found(self) -> Iterator[Island]:
-        islands: list[Island] = []
+    def found(self) -> Iterator[Chain]:
+        chains: list[Chain] = []
         for index, op in enumerate(self.program.ops):
             joined = self._join(index, op)
             if joined is None and self._may_be_head(op, self.step.op_nodes[index]):
-                joined = Island(index)
-                islands.append(joined)
+                joined = Chain(index)
+                chains.append(joined)
                 self.needs[index] = self._bytes({*op.inputs, *op.outputs})
                 for element, buffer in zip(self._elements(index), op.outputs, strict=True):
-                    self.island_of[buffer] = joined, element
-        return (each for each in islands if each.places)
+                    self.chain_of[buffer] = joined, element
+        return (each for each in chains if each.overwrites)
 
     def _elements(self, op: int) -> list[int]:
         value = self.step.op_nodes[op].meta["val"]
@@ -120,45 +120,47 @@ class _Finder:
     def _bytes(self, buffers: Collection[int]) -> int:
         return sum(self.program.buffers[each].bytes for each in buffers)
 
-    def _join(self, index: int, op: Op) -> Island | None:
-        """The island that op ``index`` is a place of from now on, if there is one."""
+    def _join(self, index: int, op: Op) -> Chain | None:
+        """The chain that op ``index`` is an overwrite of from now on, if there is one."""
         node = self.step.op_nodes[index]
         if overwriting_form(node.target) is None or not _repeats(op) or len(op.outputs) != 1:
             return None
-        best: tuple[Island, Place] | None = None
+        best: tuple[Chain, Overwrite] | None = None
         for operand, argument in enumerate(operands_of(node)):
-            place = self._place(index, op, node, operand, argument)
-            if place is not None and (best is None or place[0].head > best[0].head):
-                best = place
+            overwrite = self._overwrite(index, op, node, operand, argument)
+            if overwrite is not None and (best is None or overwrite[0].head > best[0].head):
+                best = overwrite
         if best is None:
             return None
-        island, place = best
-        over = self.step.buffer_of[operands_of(node)[place.operand]]
+        chain, overwrite = best
+        over = self.step.buffer_of[operands_of(node)[overwrite.operand]]
         assert over is not None
-        del self.island_of[over]
-        island.places.append(place)
-        self.needs[island.head] = self._joint_need(island, op)
-        self.island_of[op.outputs[0]] = island, place.element
-        return island
+        del self.chain_of[over]
+        chain.overwrites.append(overwrite)
+        self.needs[chain.head] = self._joint_need(chain, op)
+        self.chain_of[op.outputs[0]] = chain, overwrite.element
+        return chain
 
-    def _place(self, index: int, op: Op, node: fx.Node, operand: int, argument: fx.Node) -> tuple[Island, Place] | None:
+    def _overwrite(
+        self, index: int, op: Op, node: fx.Node, operand: int, argument: fx.Node
+    ) -> tuple[Chain, Overwrite] | None:
         buffer = self.step.buffer_of.get(argument)
-        if buffer is None or buffer not in self.island_of or buffer in self.stays:
+        if buffer is None or buffer not in self.chain_of or buffer in self.stays:
             return None
-        island, element = self.island_of[buffer]
+        chain, element = self.chain_of[buffer]
         kind = kind_of(self.step, index, operand)
         if self.kinds is not None and kind not in self.kinds:
             return None
-        head = island.head
+        head = chain.head
         if not (
             self._is_taken_over(index, op, node, argument, buffer) and self._comes_together(head, index, op, buffer)
         ):
             return None
         if self.lean:
             alone = self._bytes({*op.inputs, *op.outputs})
-            if self._joint_need(island, op) > max(self.needs[head], alone):
+            if self._joint_need(chain, op) > max(self.needs[head], alone):
                 return None
-        return island, Place(index, operand, element, kind)
+        return chain, Overwrite(index, operand, element, kind)
 
     def _is_taken_over(self, index: int, op: Op, node: fx.Node, argument: fx.Node, buffer: int) -> bool:
         """Definition 1."""
@@ -194,9 +196,9 @@ class _Finder:
                 return False
         return True
 
-    def _joint_need(self, island: Island, op: Op) -> int:
-        """What the island needs with ``op`` as its last place (definition 3)."""
-        ops = [self.program.ops[island.head], *(self.program.ops[each.op] for each in island.places), op]
+    def _joint_need(self, chain: Chain, op: Op) -> int:
+        """What the chain needs with ``op`` as its last overwrite (definition 3)."""
+        ops = [self.program.ops[chain.head], *(self.program.ops[each.op] for each in chain.overwrites), op]
         made = {each for one in ops for each in one.outputs}
         read = {each for one in ops for each in one.inputs}
         written_over = made & read
