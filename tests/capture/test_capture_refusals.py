@@ -156,7 +156,7 @@ def raises(error: Exception) -> Callable[..., object]:
 
 def test_a_fault_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An assertion that fails in our own code while the compiler calls us is no reason to change the model."""
-    monkeypatch.setattr("ebbtide.engine.executable.lower", lambda *_: None)
+    monkeypatch.setattr("ebbtide.engine.step_code.lower", lambda *_: None)
     model = ebbtide.fit(Model(fine), "1GiB")
     with pytest.raises(InternalError, match=r"AttributeError.*fault in Ebbtide") as raised:
         model(*arguments())
@@ -226,7 +226,7 @@ def test_a_fault_of_the_users_own_is_neither_ours_nor_torchs() -> None:
 
 
 def test_a_failed_proof_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.engine.executable.prove", raises(ProofError("mm claims nothing")))
+    monkeypatch.setattr("ebbtide.engine.step_code.prove", raises(ProofError("mm claims nothing")))
     model = ebbtide.fit(Model(fine), "1GiB")
     with pytest.raises(InternalError, match=r"mm claims nothing.*fault in Ebbtide"):
         model(*arguments())
@@ -255,5 +255,5 @@ def test_a_budget_error_ends_in_our_own_frames(entry: str) -> None:
     assert raised.value.__suppress_context__ or raised.value.__context__ is None
     torchs = [frame for frame in frames if "/torch/" in frame.filename]
     assert len(torchs) <= 2, "those of calling a module"
-    assert len(frames) <= 20, "and ours: the entry point, the spine, planning with and without rewrites"
+    assert len(frames) <= 20, "and ours: the entry point, the loop, planning with and without rewrites"
     assert "/ebbtide/" in frames[-1].filename

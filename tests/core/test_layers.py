@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,9 @@ def test_circles_are_found() -> None:
 )
 def test_a_program_is_planned_without_torch(path: Path) -> None:
     assert not {each.partition(".")[0] for each in imported(path)} & {"torch"}
+
+
+def test_the_engine_says_what_each_of_its_modules_is_for() -> None:
+    there = {path.stem for path in (ROOT / "engine").glob("*.py")} - {"__init__"}
+    named = set(re.findall(r"``(\w+)``", (ROOT / "engine" / "__init__.py").read_text(encoding="utf-8")))
+    assert there == named

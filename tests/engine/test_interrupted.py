@@ -18,9 +18,9 @@ from torch import nn
 import ebbtide
 from ebbtide.capture import trace
 from ebbtide.engine import flights
+from ebbtide.engine.captured_steps import CapturedSteps
 from ebbtide.engine.compiled import Capture
 from ebbtide.engine.fitted_class import FITTED
-from ebbtide.engine.model import FittedModel
 from ebbtide.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
 
 
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 def test_no_captured_step_is_lost(model: nn.Module) -> None:
     model(torch.randn(4, 8)).sum().backward()
-    fitted = FITTED[model]
+    fitted = FITTED[model].steps
     steps = fitted._steps  # pyright: ignore[reportPrivateUsage]
     ((key, (step,)),) = steps.items()
     now: Any = SimpleNamespace(key=key)
@@ -41,7 +41,7 @@ def test_no_captured_step_is_lost(model: nn.Module) -> None:
 
         def interrupt(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal left
-            if frame.f_code is not FittedModel.keep.__code__:
+            if frame.f_code is not CapturedSteps.keep.__code__:
                 return None
             if event == "line":
                 left -= 1

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.engine import spine
-from ebbtide.engine.reasons import CHANGED, FIRST, OTHER_WAY
+from ebbtide.engine import loop
+from ebbtide.engine.loop import CHANGED, FIRST, OTHER_WAY
 from ebbtide.errors import BudgetError
 from ebbtide.planners import Progress, narration
 from ebbtide.units import format_bytes
@@ -148,7 +148,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         said.append(why)
         yield
 
-    monkeypatch.setattr(spine, "narrated", noted)
+    monkeypatch.setattr(loop, "narrated", noted)
     return said
 
 
@@ -157,7 +157,7 @@ def tower(budget: str, *, inside: bool = True) -> Tower:
 
 
 ROWS = torch.randn(32, 64)
-FULL = r"planned again, since {}: with that the plans at hand would go over the budget by ([\d.]+) KiB"
+FULL = r"planned again, since {}: with that the plan at hand would go over the budget by ([\d.]+) KiB"
 ACCUMULATED = "gradients are accumulated, or were not cleared before the forward"
 
 
@@ -213,7 +213,7 @@ def test_a_loss_outside_and_accumulated_gradients(reasons: list[str]) -> None:
             made(ROWS).tanh().square().sum().backward()
     told = re.fullmatch(
         "planned again, since what happens between forward and backward, such as a loss outside the model, is measured "
-        rf"now, and {ACCUMULATED}: with that the plans at hand would go over the budget by ([\d.]+) KiB",
+        rf"now, and {ACCUMULATED}: with that the plan at hand would go over the budget by ([\d.]+) KiB",
         reasons[1],
     )
     assert told is not None

@@ -375,7 +375,7 @@ def test_parameters_that_an_optimizer_gets_later_are_looked_at() -> None:
     optimizer.step()
     optimizer.add_param_group({"params": list(model.parameters())})
     _step(model, optimizer, _plain)
-    assert optimizer in FITTED[model].other_optimizers
+    assert optimizer in FITTED[model].optimizers.others
     _refused(model, optimizer, _part, "no planned call has made any")
 
 

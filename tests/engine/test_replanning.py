@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.engine import compiled
-from ebbtide.engine.executable import Phase
+from ebbtide.engine.first_runs import Phase
 from ebbtide.engine.fitted_class import FITTED
 from ebbtide.errors import BudgetError, UsageError
 

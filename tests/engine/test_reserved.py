@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,8 +105,7 @@ def executable() -> Executable:
     step = ebbtide.step_of(model)
     assert step is not None
     (found,) = step.executables
-    found.device = "cuda"
-    return found
+    return replace(found, code=replace(found.code, device="cuda"))
 
 
 def gauged(above_bytes: int, requested_above_bytes: int | None = None) -> StepGauge:
@@ -134,9 +134,9 @@ def test_blocks_larger_than_foreseen_are_said_and_kept_free_from_then_on(executa
     over = plan.budget_bytes - plan.predicted_peak_bytes + 2**16
     requested = plan.timeline.above_bytes - 512 if tells else None
     with pytest.warns(UserWarning, match=r"its budget is .*kept free from the next step on.*expandable_segments:True"):
-        executable.measured(gauged(plan.timeline.above_bytes + over, requested))
-    assert executable.unsplit_bytes == over
-    assert plan.resident_bytes + plan.timeline.above_bytes + executable.unsplit_bytes > plan.budget_bytes, (
+        executable.hold_against(gauged(plan.timeline.above_bytes + over, requested))
+    assert executable.measured.unsplit_bytes == over
+    assert plan.resident_bytes + plan.timeline.above_bytes + executable.measured.unsplit_bytes > plan.budget_bytes, (
         "planned anew"
     )
 
@@ -147,13 +147,13 @@ def test_what_was_asked_for_is_not_taken_for_larger_blocks(executable: Executabl
     above = plan.timeline.above_bytes + plan.budget_bytes - plan.predicted_peak_bytes + 2**16
     assert 2**16 < most_unsplit_bytes(plan.program)
     with pytest.raises(BudgetExceeded, match="report the op"):
-        executable.measured(gauged(above, above - 4096))
+        executable.hold_against(gauged(above, above - 4096))
 
 
 def test_what_no_block_explains_is_over_the_budget(executable: Executable) -> None:
     plan = executable.plan
     most = most_unsplit_bytes(plan.program)
     with pytest.raises(BudgetExceeded, match="report the op"):
-        executable.measured(
+        executable.hold_against(
             gauged(plan.timeline.above_bytes + plan.budget_bytes - plan.predicted_peak_bytes + most + 1)
         )

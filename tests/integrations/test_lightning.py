@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ebbtide
-from ebbtide.engine import model
+from ebbtide.engine import captured_steps
 from ebbtide.errors import BudgetError, CaptureError, UsageError
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -280,7 +280,7 @@ class Weighs(Module):
 
 
 def test_a_step_for_each_number_of_a_batch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "_MOST_IN_A_ROW", 2)
+    monkeypatch.setattr(captured_steps, "MOST_IN_A_ROW", 2)
     budget = MemoryBudget("1MiB", options=ebbtide.Options(progress=None))
     with pytest.raises(CaptureError, match=r"self\.batch_idx == 1 .*on_train_batch_end"):
         trained(budget, kind=Weighs, batch=16)

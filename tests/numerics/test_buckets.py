@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 import ebbtide
 from ebbtide._api.fit import step_of
-from ebbtide.engine import model as fitted
-from ebbtide.engine import plans
+from ebbtide.engine import captured_steps, plans
 from ebbtide.errors import BudgetError
 from ebbtide.planning import pipeline as planning
 from ebbtide.zoo import GPTConfig, gpt
@@ -223,7 +222,7 @@ def test_the_last_batch_of_an_epoch_takes_the_plan_of_the_others(short: Text, se
 @pytest.mark.long
 def test_of_many_shapes_the_one_used_longest_ago_is_forgotten(short: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = copy.deepcopy(short.model)
-    monkeypatch.setattr(fitted, "_MOST_STEPS", 2)
+    monkeypatch.setattr(captured_steps, "MOST_STEPS", 2)
     model = ebbtide.fit(short.model, budget_for(short, 0.3), options=ebbtide.Options(effort=EFFORT))
     steps: list[weakref.ref[object]] = []
     for length in (16, 20):

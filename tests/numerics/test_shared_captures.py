@@ -13,8 +13,7 @@ from torch import nn
 import ebbtide
 from ebbtide._api.fit import step_of
 from ebbtide.capture.offline import capture
-from ebbtide.engine import compiled, shared_calls
-from ebbtide.engine import model as fitted_module
+from ebbtide.engine import captured_steps, compiled, shared_calls
 from ebbtide.engine.shared_calls import MOST_FAILURES, OWN_CAPTURES
 from ebbtide.errors import BudgetError
 from ebbtide.zoo import GPTConfig, gpt
@@ -107,12 +106,12 @@ def own_captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Per captured step that ran or was tried, whether it was to have a capture of its own."""
     made: list[bool] = []
 
-    class Counting(fitted_module.Step):
+    class Counting(captured_steps.Step):
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-            made.append(not self.capture.symbolic)
+            made.append(not self.piece.capture.symbolic)
 
-    monkeypatch.setattr(fitted_module, "Step", Counting)
+    monkeypatch.setattr(captured_steps, "Step", Counting)
     return made
 
 
@@ -267,7 +266,7 @@ def test_a_graph_that_reads_otherwise_at_other_sizes_is_not_used(
 def test_a_step_that_is_forgotten_in_flight_still_has_its_backward(
     warm: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitted_module, "_MOST_STEPS", 1)
+    monkeypatch.setattr(captured_steps, "MOST_STEPS", 1)
     both: list[list[torch.Tensor]] = []
     for each in warm:
         torch.manual_seed(7)

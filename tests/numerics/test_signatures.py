@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.engine import model as fitted_module
+from ebbtide.engine import captured_steps
 from ebbtide.errors import CaptureError
 from ebbtide.zoo import mlp_chain
 
@@ -147,7 +147,7 @@ class Logging(nn.Module):
 def test_what_grows_in_every_call_settles_or_is_refused_by_name(
     empty: Any, note: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fitted_module, "_MOST_IN_A_ROW", 3)
+    monkeypatch.setattr(captured_steps, "MOST_IN_A_ROW", 3)
     model = Logging(copy.copy(empty), note)
     plain = copy.deepcopy(model)
     ebbtide.fit(model, "1GiB")
@@ -224,7 +224,7 @@ def test_a_fitted_model_is_freed_with_its_last_reference() -> None:
 
 
 def test_calls_that_raise_as_in_eager_are_no_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitted_module, "_MOST_IN_A_ROW", 3)
+    monkeypatch.setattr(captured_steps, "MOST_IN_A_ROW", 3)
     model = ebbtide.fit(nn.Sequential(nn.Linear(8, 8), nn.GELU()), "1GiB")
     for _ in range(5):
         with pytest.raises(RuntimeError, match=r"reduction dim|cannot be multiplied") as raised:

@@ -21,9 +21,11 @@ from ebbtide._api.refusals import (
     require_module,
 )
 from ebbtide.engine.calls import Calls, watch_optimizers
+from ebbtide.engine.configuration import Configuration, Request
 from ebbtide.engine.fitted_class import FITTED, fitted_class, set_class, watched_of_fitted
 from ebbtide.engine.gradient_watcher import backwards_so_far
 from ebbtide.engine.model import FittedModel
+from ebbtide.engine.optimizer_link import OptimizerLink
 from ebbtide.engine.step import Step
 from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import PlanMismatch, UsageError
@@ -172,18 +174,21 @@ def _known_of(
     moves, updates = optimizer if options.offload_optimizer else None, optimizer if options.inside else None
     return FittedModel(
         plain_class=type(model),
-        budget=limit,
-        given_plan=given,
-        options=planning,
-        optimizer=optimizer,
-        verify=options.verify,
-        every_output=options.every_output,
-        start=options.start,
-        rewrites=options.rewrite_rules,
-        first_rewrites=options.first_rules,
-        tiers=tiers,
-        offloaded=None if moves is None else BudgetedOffload(moves, next(iter(tiers.values()))),
-        inside=None if updates is None else OptimizerInBackward(updates, options.clipping, options.scaler),
+        configuration=Configuration(
+            planning=planning,
+            verify=options.verify,
+            every_output=options.every_output,
+            start=options.start,
+            rewrites=options.rewrite_rules,
+            first_rewrites=options.first_rules,
+            tiers=tiers,
+        ),
+        request=Request(limit, given),
+        optimizers=OptimizerLink(
+            optimizer,
+            offloaded=None if moves is None else BudgetedOffload(moves, next(iter(tiers.values()))),
+            inside=None if updates is None else OptimizerInBackward(updates, options.clipping, options.scaler),
+        ),
         calls=Calls(
             fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters()),
             backwards_before=backwards_so_far(),
@@ -231,16 +236,19 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
     fitted = _fitted(model, "set_budget")
     limit, plan = _limit_of(budget)
     _warn_of_the_card(model, limit)
-    had = f"tiers={sorted(fitted.tiers)}" if fitted.tiers else "tiers"
-    how = "with" if fitted.tiers else "without"
+    configuration = fitted.configuration
+    tiers = configuration.tiers
+    had = f"tiers={sorted(tiers)}" if tiers else "tiers"
+    how = "with" if tiers else "without"
     _require_tiers(
         plan,
-        fitted.tiers,
+        tiers,
         f"the model was fitted {how} {had}; ebbtide.unfit(model), then ebbtide.fit(model, plan), takes the plan's",
     )
-    if plan is None and fitted.tiers and not fitted.options.tiers:  # a plan was given so far: no link had to be known
-        machine = _machine_at_hand(model, fitted.tiers)
-        fitted.options = replace(fitted.options, machine=machine, tiers=tuple(fitted.tiers))
+    planning = configuration.planning
+    if plan is None and tiers and not planning.tiers:  # a plan was given so far: no link had to be known
+        planning = replace(planning, machine=_machine_at_hand(model, tiers), tiers=tuple(tiers))
+        fitted.configure(replace(configuration, planning=planning))
     fitted.set_budget(limit, plan)
     return model
 
@@ -269,14 +277,15 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
             value=optimizer,
         )
     refuse_foreign_optimizer(model, optimizer)
-    if fitted.inside is not None and optimizer is not fitted.optimizer:
-        refuse_to_step_inside(optimizer, fitted.inside.scaler)
-    before = None if optimizer is fitted.optimizer else fitted.offloaded
+    link, tiers = fitted.optimizers, fitted.configuration.tiers
+    if link.inside is not None and optimizer is not link.told:
+        refuse_to_step_inside(optimizer, link.inside.scaler)
+    before = None if optimizer is link.told else link.offloaded
     if before is not None:
-        refuse_to_offload(optimizer, fitted.tiers)
+        refuse_to_offload(optimizer, tiers)
     fitted.set_optimizer(optimizer)
     if before is not None:
-        fitted.offloaded = BudgetedOffload(optimizer, next(iter(fitted.tiers.values())))
+        link.offloaded = BudgetedOffload(optimizer, next(iter(tiers.values())))
         before.close()
     return model
 
@@ -315,10 +324,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted.flights.disturb()
     fitted.arrivals.end()
     set_class(model, fitted.plain_class)
-    if fitted.inside is not None:
-        fitted.inside.close()
-    if fitted.offloaded is not None:
-        fitted.offloaded.close()
+    fitted.optimizers.close()
     return model
 
 
@@ -336,7 +342,7 @@ def no_update(model: torch.nn.Module) -> AbstractContextManager[None]:
     Raises:
         UsageError: if the model is not fitted.
     """
-    inside = _fitted(model, "no_update").inside
+    inside = _fitted(model, "no_update").optimizers.inside
     return nullcontext() if inside is None else inside.accumulating()
 
 
@@ -352,7 +358,7 @@ def total_norm(model: torch.nn.Module) -> torch.Tensor | None:
     Raises:
         UsageError: if the model is not fitted, or without ``max_norm``.
     """
-    inside = _fitted(model, "total_norm").inside
+    inside = _fitted(model, "total_norm").optimizers.inside
     if inside is None or inside.clipping is None:
         raise UsageError(
             "the model is fitted without max_norm, so its steps take no norm of its gradients; "

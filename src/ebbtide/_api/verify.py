@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +15,9 @@ from ebbtide.capture.loss import guarded
 from ebbtide.capture.trace import forward_of
 from ebbtide.cost.attach import is_measured_form
 from ebbtide.engine.compiled import Call, Capture
-from ebbtide.engine.executable import Executable
-from ebbtide.engine.executor import Unplanned
+from ebbtide.engine.executable import executable_of
 from ebbtide.engine.flights import Flight, Flights
+from ebbtide.engine.validity import Validity
 from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import PlanMismatch, UsageError
 from ebbtide.measurement.device import on_device_of
@@ -203,7 +202,10 @@ class Verifier:
 
     def _run_planned(self, state: _State, plan: Plan) -> _Result:
         tiers = open_tiers(self._tiers or parse_tiers(list(plan.tiers)), self._device)
-        executable = Executable(self._step(plan), plan, device=self._device, verify=False, tiers=tiers)
+        resting_on = Validity(
+            request=0, provisional=False, accumulates=False, updates=False, settings=(), moves=plan.schedule.moves
+        )
+        executable = executable_of(self._step(plan), plan, resting_on, device=self._device, verify=False, tiers=tiers)
         flights = Flights()
 
         def call() -> Any:
@@ -222,9 +224,8 @@ class Verifier:
     def _as_captured(self) -> Captured:
         """The step, captured once for all plans."""
         if not self._capture.made:
-            with contextlib.suppress(Unplanned):
-                self._capture(self._call, Flight(None, Flights()))
-        return self._capture.at({})
+            self._capture.inputs_of(self._call, Flight(None, Flights()))
+        return self._capture.at(())
 
     def _step(self, plan: Plan) -> Captured:
         """The step of ``plan``: as captured, or rewritten.

@@ -79,11 +79,11 @@ _current = _Current()
 
 
 @contextmanager
-def within(room: Room) -> Iterator[None]:
-    """While open, this thread tries ops out in ``room``."""
+def within(room: Room) -> Iterator[Room]:
+    """While open, this thread tries ops out in ``room``, which it gives."""
     before, _current.room = _current.room, room
     try:
-        yield
+        yield room
     finally:
         _current.room = before
 

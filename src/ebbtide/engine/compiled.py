@@ -164,6 +164,25 @@ class Capture:
             raise InternalError("the planned step did not run: this torch build bypassed the compiled function")
         return outputs, detached
 
+    def inputs_of(self, call: Call, flight: Flight) -> list[Any] | None:
+        """The inputs of the captured step, flat, as ``call`` gives them; ``None`` if nothing of it takes a gradient.
+
+        The call is captured if it was not yet. Nothing of the model has run. ``flight`` has no executable: the compiler
+        runs what it has compiled, and only an exception ends that before it computes anything.
+
+        Raises:
+            StaleCapture: if the model has changed since the first call.
+            CaptureError: if the call is not one graph.
+        """
+        assert flight.executable is None
+        try:
+            self(call, flight)
+        except Unplanned as asked:
+            return asked.inputs
+        except NothingToTrain:
+            return None
+        raise AssertionError("a step without a plan ran")
+
     def _first(self, call: Call, arguments: tuple[Any, ...]) -> Any:
         """The call that is captured, which ends once the joint graph is at hand, or once it is known that none is."""
 
@@ -225,11 +244,11 @@ class Capture:
             why = self._stance.why_not_compiled(self._compiled, *_arguments(call))
         return why.replace("module.", "self.", 1)
 
-    def at(self, sizes: Mapping[int, int]) -> Captured:
+    def at(self, inputs: Sequence[object]) -> Captured:
         """The step as a value, independent of any plan.
 
         Args:
-            sizes: of a symbolic capture, the inputs that are numbers, by position.
+            inputs: of the step, flat (:meth:`inputs_of`); of a symbolic capture those count that are numbers.
 
         Raises:
             NotAtTheseSizes: if the symbolic graph does not say what happens at these sizes.
@@ -241,7 +260,7 @@ class Capture:
                 self._captured = self._read(self._joint)
             return self._captured
         names = [node.name for node in self._joint.graph.find_nodes(op="placeholder")]
-        by_name = {names[i]: size for i, size in sizes.items()}
+        by_name = {names[i]: size for i, size in enumerate(inputs) if isinstance(size, int)}
         with signals_wait(), capture_settings(here=True):
             return self._read(at_sizes(self._joint, by_name, self._taken.conditions))
 

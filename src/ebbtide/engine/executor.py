@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from ebbtide.engine.between import learn_retained
-from ebbtide.engine.executable import Executable, Phase, executable_numbered
+from ebbtide.engine.executable import Executable, executable_numbered
+from ebbtide.engine.first_runs import Phase
 from ebbtide.engine.flights import Flight, aloft, flight_numbered, flights_of, learn_together
 from ebbtide.engine.gradient_watcher import note_planned
+from ebbtide.engine.known_windows import learn_retained
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.tickets import ANY_FLIGHT, read_ticket, ticket
 from ebbtide.errors import CaptureError, VerificationError
@@ -60,11 +61,6 @@ class Unplanned(Exception):
     def __init__(self, inputs: list[Any]) -> None:
         super().__init__("no plan is current")
         self.inputs = inputs
-
-    @property
-    def sizes(self) -> dict[int, int]:
-        """The inputs that are numbers, by position."""
-        return {index: value for index, value in enumerate(self.inputs) if isinstance(value, int)}
 
 
 class NothingToTrain(CaptureError):
@@ -132,16 +128,17 @@ def choose_checks(flight: Flight, device: str) -> None:
     with _choosing:
         _threads.add(threading.current_thread())
         executable.start()
-        if executable.phase is Phase.PROVING:
+        first_runs = executable.first_runs
+        if first_runs.phase is Phase.PROVING:
             if repeated or _may_be_proven(executable, flight):
-                assert executable.fingerprints is not None
-                executable.proving = flight.name
-                executable.fingerprints.restart()
-                if executable.always and executable.measured_above_bytes is None:
+                assert first_runs.fingerprints is not None
+                first_runs.proving = flight.name
+                first_runs.fingerprints.restart()
+                if first_runs.always and executable.measured.above_bytes is None:
                     flight.gauge = _gauge(flight, device, repeated=repeated)
-            elif executable.proving == ANY_FLIGHT:
-                executable.proving = None  # its backward could not be told from this one's
-        elif executable.phase is Phase.MEASURING:
+            elif first_runs.proving == ANY_FLIGHT:
+                first_runs.proving = None  # its backward could not be told from this one's
+        elif first_runs.phase is Phase.MEASURING:
             flight.gauge = _gauge(flight, device, repeated=repeated)
 
 
@@ -156,8 +153,8 @@ def _may_be_proven(executable: Executable, flight: Flight) -> bool:
 
     One whose node is not known may have come to nothing without a word; the next one takes its place.
     """
-    unseen = any(each.number == executable.proving for each in flight.home.unseen)
-    return not flights_of(executable) and (executable.proving is None or unseen)
+    unseen = any(each.number == executable.first_runs.proving for each in flight.home.unseen)
+    return not flights_of(executable) and (executable.first_runs.proving is None or unseen)
 
 
 def run_forward(args: list[Any]) -> tuple[Any, ...]:
@@ -170,28 +167,29 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     if executable is None:
         raise Unplanned(list(args))
     flight.ran = True
-    if executable.updates:
+    if executable.code.updates:
         _prepare_updates(flight, executable, args)
-    flight.arena = executable.arena(flight.number, flight.gauge is not None)
-    runs = executable.checked if flight.proves and executable.checked is not None else executable.plain
+    flight.arena = executable.code.arena(flight.number, flight.gauge is not None)
+    checked = executable.first_runs.checked if flight.proves else None
+    runs = executable.code.plain if checked is None else checked
     with travelling(flight.arena):
         if flight.gauge is not None:
             results = _gauged(flight.gauge, runs.forward, args)
             flight.gauge.forget(executable.left_behind_bytes)
         else:
             results = runs.forward(args)
-    count = executable.output_count
+    count = executable.code.output_count
     return (*results[:count], ticket(executable.number, flight.name), *results[count:])
 
 
 def _prepare_updates(flight: Flight, executable: Executable, args: list[Any]) -> None:
     """Definition 6: the step of this flight will update, and is proven first."""
     assert flight.inside is not None
-    parameters = {position: (args[position], name) for position, name in executable.updates.items()}
-    flight.updating = BackwardUpdates(flight.inside, parameters, executable.entries)
-    if flight.proves and not executable.rehearsed:
+    parameters = {position: (args[position], name) for position, name in executable.code.updates.items()}
+    flight.updating = BackwardUpdates(flight.inside, parameters, executable.code.entries)
+    if flight.proves and not executable.first_runs.rehearsed:
         _rehearse(flight, executable, list(args))
-        executable.rehearsed = True
+        executable.first_runs.rehearsed = True
 
 
 class _Dropping:
@@ -215,30 +213,32 @@ def _rehearse(flight: Flight, executable: Executable, args: list[Any]) -> None:
     Raises:
         VerificationError: if a buffer came back with other bits.
     """
-    assert executable.checked is not None
-    assert executable.fingerprints is not None
-    put_back = snapshot((), executable.device)
-    arena = executable.arena(flight.number)
+    first_runs, code = executable.first_runs, executable.code
+    checked = first_runs.checked
+    assert checked is not None
+    put_back = snapshot((), code.device)
+    arena = code.arena(flight.number)
     try:
         with travelling(arena), using_updater(_Dropping()):
-            results = executable.checked.forward(args)
-            saved = list(results[executable.output_count :])
-            results = results[: executable.output_count]
-            saved += executable.rehearsal_tangents()
-            executable.checked.backward(saved)  # which empties the list, so that each is freed after its last reader
+            results = checked.forward(args)
+            saved = list(results[code.output_count :])
+            results = results[: code.output_count]
+            saved += code.rehearsal_tangents()
+            checked.backward(saved)  # which empties the list, so that each is freed after its last reader
             del results
     except BaseException:
-        executable.proving = None
+        first_runs.proving = None
         raise
     finally:
         put_back()
         if arena is not None:
             arena.close()
-    executable.proven()
-    if executable.always:
-        executable.fingerprints.restart()
+    first_runs.proven()
+    if first_runs.always:
+        assert first_runs.fingerprints is not None
+        first_runs.fingerprints.restart()
     else:
-        executable.proving = None
+        first_runs.proving = None
 
 
 def run_nothing(args: list[Any]) -> Any:
@@ -253,19 +253,19 @@ def run_backward(args: list[Any]) -> Any:
     number, name = read_ticket(args.pop(0))
     executable = executable_numbered(number)
     arena = arena_numbered(name)
-    if arena is None and executable.moves:
+    if arena is None and executable.code.moves:
         raise gone(executable.plan.tiers[0])
     flight = _flight(executable, name)
     if flight is not None:
         flight.home.backwards += 1
     taken = _begin_updates(executable, flight)
-    with travelling(arena), _by_default(executable.default_dtype):
+    with travelling(arena), _by_default(executable.code.default_dtype):
         gradients = _gradients(executable, name, args, taken)
     if arena is not None:
-        executable.moved(arena.traffic)
+        executable.measured.moved(arena.traffic)
         if not keeps_graph():
             arena.close()
-    return executable.unused.dropped(gradients)
+    return executable.code.unused.dropped(gradients)
 
 
 def _begin_updates(executable: Executable, flight: Flight | None) -> BackwardUpdates | None:
@@ -276,7 +276,7 @@ def _begin_updates(executable: Executable, flight: Flight | None) -> BackwardUpd
     """
     if flight is not None and flight.inside is not None:
         flight.inside.refuse_to_begin()
-    if not executable.updates:
+    if not executable.code.updates:
         return None
     if flight is None or flight.updating is None or flight.node is None:
         raise CaptureError(
@@ -303,7 +303,7 @@ def _begin_updates(executable: Executable, flight: Flight | None) -> BackwardUpd
             remedy="call backward before the next forward; to accumulate, run all forwards and backwards but the last "
             "in ebbtide.no_update(model)",
         )
-    flight.updating.begin(flight.node(), executable.unused.left_out())
+    flight.updating.begin(flight.node(), executable.code.unused.left_out())
     return flight.updating
 
 
@@ -348,18 +348,18 @@ def _gradients(executable: Executable, name: int, args: list[Any], taken: Backwa
         gauge, flight.gauge = flight.gauge, None
         if flight.between is not None:
             flight.between.mark()
-    backward = executable.plain.backward
-    if executable.proving == name and executable.checked is not None:
-        backward = functools.partial(_proven, executable, executable.checked.backward, flight)
+    backward = executable.code.plain.backward
+    if executable.first_runs.proving == name and executable.first_runs.checked is not None:
+        backward = functools.partial(_proven, executable, executable.first_runs.checked.backward, flight)
     if taken is not None:
         backward = functools.partial(_updating, taken, backward)
-    if gauge is None or being_watched(executable.device) or retained:  # what is retained is in no plan
+    if gauge is None or being_watched(executable.code.device) or retained:  # what is retained is in no plan
         gradients = backward(args)
     else:
         gradients = _gauged(gauge, backward, args)
         gauge.close()
         if not gauge.disturbed:
-            executable.measured(gauge)
+            executable.hold_against(gauge)
     if flight is not None and flight.between is not None:
         flight.between.returned()
     return gradients
@@ -369,7 +369,7 @@ def _flight(executable: Executable, name: int) -> Flight | None:
     """Whose backward this is. Under hooks it can be told only of a single one; the others end with their graphs."""
     if name != ANY_FLIGHT:
         return flight_numbered(name)
-    hooked = [each for each in flights_of(executable) if each.hooked]
+    hooked = [each for each in flights_of(executable) if each.hooked and each.executable is executable]
     return hooked[0] if len(hooked) == 1 else None
 
 
@@ -377,7 +377,7 @@ def _proven(executable: Executable, backward: Callable[..., Any], flight: Flight
     try:
         gradients = backward(args)
     except BaseException as error:
-        executable.proving = None
+        executable.first_runs.proving = None
         if isinstance(error, VerificationError):
             if flight is not None and flight.restore is not None:
                 flight.restore()
@@ -391,7 +391,7 @@ def _proven(executable: Executable, backward: Callable[..., Any], flight: Flight
                     op=error.op,
                 ) from error
         raise
-    executable.proven()
+    executable.first_runs.proven()
     return gradients
 
 

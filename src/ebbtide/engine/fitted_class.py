@@ -24,16 +24,13 @@ import torch
 
 from ebbtide.capture.trace import without_model
 from ebbtide.engine.calls import ADVICE, PAST_THE_MODEL, SWITCHED_ON, Watched
-from ebbtide.engine.compiled import Call
 from ebbtide.engine.copies import copying
 from ebbtide.engine.flights import returned_tensors
+from ebbtide.engine.loop import train
 from ebbtide.engine.model import FittedModel
-from ebbtide.engine.offload_hooks import refuse_place
-from ebbtide.engine.spine import train
 from ebbtide.errors import UsageError
-from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.leftovers import leave, watches_of
-from ebbtide.measurement.resident import device_of, tensors_in
+from ebbtide.measurement.resident import tensors_in
 from ebbtide.signals import raised_by_a_handler
 from ebbtide.torch_seams.graphs import own_names_of
 from ebbtide.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
@@ -54,11 +51,11 @@ def watched_of_fitted() -> Iterator[Watched]:
         Watched(
             model,
             fitted.calls,
-            fitted.meet,
+            fitted.optimizers.meet,
             fitted.flights.backwards,
             fitted.arrivals,
-            fitted.advice,
-            fitted.inside is not None and bool(fitted.inside.updated_and_not_stepped),
+            fitted.configuration.advice,
+            fitted.optimizers.updated_and_not_stepped,
         )
         for model, fitted in list(FITTED.items())
     )
@@ -143,7 +140,7 @@ class _ClassOfModel:
             set_class(model, kind)
             return
         set_class(model, fitted_class(kind))
-        fitted.plain_class = kind
+        fitted.take_class(kind)
 
 
 class _ForwardOfModel:
@@ -203,7 +200,10 @@ def _entry(forward: _Forward) -> _Forward:
             called = forward if _traced() else functools.partial(_without_gradients, forward)
             return called(self, *args, **kwargs)
         # Where somebody else's compilation is running, what it traces ends here.
-        return planned(self, forward, args, kwargs) if _traced() else _train(self, forward, args, kwargs)
+        if _traced():
+            return planned(self, forward, args, kwargs)
+        fitted = FITTED.get(self)
+        return forward(self, *args, **kwargs) if fitted is None else train(fitted, self, forward, args, kwargs)
 
     return entry
 
@@ -259,15 +259,7 @@ def _planned() -> Callable[..., Any]:
 
 def _train(model: torch.nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fitted = FITTED.get(model)
-    if fitted is None:
-        return forward(model, *args, **kwargs)
-    call = Call(model, forward, args, kwargs, device_of([model]), fitted.every_output)
-    if call.device == "cpu":
-        return train(fitted, call)
-    if call.device != "cuda":
-        refuse_place(model, call.device)
-    with on_device_of([model]):  # which may not be the current one
-        return train(fitted, call)
+    return forward(model, *args, **kwargs) if fitted is None else train(fitted, model, forward, args, kwargs)
 
 
 def _with_a_planned_call(training_step: _Forward) -> _Forward:

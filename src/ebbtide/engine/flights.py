@@ -115,7 +115,7 @@ class Flight:
     @property
     def proves(self) -> bool:
         """Whether its executable is being proven on it."""
-        return self.executable is not None and self.executable.proving == self.name
+        return self.executable is not None and self.executable.first_runs.proving == self.name
 
     def take_off(self, outputs: object) -> None:
         """The forward has returned ``outputs``: in the air until the backward begins or the graph is gone."""
@@ -135,7 +135,7 @@ class Flight:
         node.register_prehook(functools.partial(_refuse_other_products, _products()))
         node.register_prehook(note_arrived)
         if self.executable is not None:
-            node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.gradient_order))
+            node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.code.gradient_order))
         node.register_hook(refuse_second_derivative)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
@@ -150,8 +150,8 @@ class Flight:
     def give_up(self) -> None:
         """It came to nothing: its forward raised, or its graph is gone."""
         executable = self.executable
-        if executable is not None and executable.proving == self.name:
-            executable.proving = None
+        if executable is not None and executable.first_runs.proving == self.name:
+            executable.first_runs.proving = None
         self.land()
         self.stop_learning()
         if self.arena is not None:
@@ -170,7 +170,7 @@ class Flight:
 
 
 class Learner(Protocol):
-    """What is known of a model that its flights are flights of (``between.Knowledge``)."""
+    """What is known of a model that its flights are flights of (``known_windows.KnownWindows``)."""
 
     def expects_forwards(self, slot: Slot) -> bool:
         """Whether another forward is known to start before the backward of a call of ``slot``."""
@@ -259,8 +259,14 @@ def flight_numbered(number: int) -> Flight | None:
 
 
 def flights_of(executable: Executable) -> list[Flight]:
-    """All in the air that run ``executable``."""
-    return [each for each in _keepers() if each.executable is executable and each.number in each.home.in_the_air]
+    """All in the air that run the code of ``executable``."""
+    return [
+        each
+        for each in _keepers()
+        if each.executable is not None
+        and each.executable.code is executable.code
+        and each.number in each.home.in_the_air
+    ]
 
 
 def _end(number: int) -> None:

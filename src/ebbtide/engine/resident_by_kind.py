@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ebbtide.engine.circumstances import Circumstances
+from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.flights import kept_bytes
 from ebbtide.engine.step import Step
@@ -26,7 +26,7 @@ _LEFT = "batches of data loaders, what earlier calls returned, and constants"
 
 def resident_by_kind(
     step: Step,
-    now: Circumstances,
+    now: CallContext,
     arguments: object,
     optimizers: Sequence[torch.optim.Optimizer],
     *,
@@ -52,7 +52,7 @@ def resident_by_kind(
     parts[_FLIGHTS] = kept_bytes()
     if now.device == "cpu":
         parts[_BUCKETS] = bucket_bytes(now.module)
-        parts[_HIDDEN] = step.hidden_bytes(now.reached)
+        parts[_HIDDEN] = step.piece.hidden_bytes(now.reached)
     for kind, size in to_come.items():
         parts[kind] = parts.get(kind, 0) + size
     if now.device == "cpu":

@@ -1,8 +1,8 @@
-"""One captured step of a model: its plans as they run, one of them current.
+"""One captured step of a model: the plans that it has, as they run, one of them current.
 
-A plan is replaced without a new capture. Plans that were current stay at hand, the best that holds is taken, so
-circumstances that come and go (gradients that are accumulated and cleared) cost a search once each. The same schedule
-is lowered and proven once.
+A plan is replaced without a new capture. Plans that were current stay at hand, the best that holds is taken, so what
+comes and goes (gradients that are accumulated and cleared) costs a search once each. The same schedule is lowered and
+proven once.
 
 While gradients are accumulated, a step that copies its gradients (``capture.rules.gradient_copies``) is another one,
 which does not and needs less. A plan with the copies will do then too, if it holds.
@@ -10,18 +10,18 @@ which does not and needs less. A plan with the copies will do then too, if it ho
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
-import torch
-
 from ebbtide.capture.joint import Captured
-from ebbtide.engine.compiled import Call, Capture
-from ebbtide.engine.executable import Executable, Phase
+from ebbtide.engine.call_context import CallContext
+from ebbtide.engine.compiled import Capture
+from ebbtide.engine.executable import Executable, executable_of
+from ebbtide.engine.first_runs import Phase
+from ebbtide.engine.flights import flights_of
+from ebbtide.engine.piece import Piece
+from ebbtide.engine.validity import Demand, Validity
 from ebbtide.measurement.reserved import Reserved
-from ebbtide.measurement.resident import hidden_in, storages_in
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import apply_proven
@@ -43,29 +43,19 @@ class Step:
         tiers: by name, those that plans may move buffers to.
 
     Attributes:
-        captured: the step as a value; ``None`` before its first call.
+        piece: its captured graph.
         executable: what ran last; ``None`` before the first plan.
         forward_calls: how many forwards ran.
-        hidden: its inputs that no walk over model and arguments finds.
         optimizer_traffic: of the optimizer's state, what has moved since it left last; ``None`` if it does not move.
-        cramped: whether its capture had no room to ask kernels how they lay out their results.
-        accumulated: primals whose gradients are copied, unless all of the model's parameters have gradients.
     """
 
     def __init__(
         self, capture: Capture, *, verify: bool | Literal["always"], tiers: Mapping[str, Way] | None = None
     ) -> None:
-        self.capture = capture
-        self.captured: Captured | None = None
+        self.piece = Piece(capture)
         self.executable: Executable | None = None
         self.forward_calls = 0
-        self.hidden: list[weakref.ref[torch.Tensor]] = []
         self.optimizer_traffic: Traffic | None = None
-        self.cramped = False
-        self._changed_buffers: list[str] = []
-        self._changed_others: list[weakref.ref[torch.Tensor]] = []
-        self.accumulated: frozenset[int] = frozenset()
-        self._accumulating: Captured | None = None
         self._verify: bool | Literal["always"] = verify
         self._tiers = tiers or {}
         self._executables: list[Executable] = []  # used last comes last
@@ -82,10 +72,12 @@ class Step:
             f"{''.join(f', {count} rewritten {how}' for how, count in self.rewrites_held.items())}>"
         )
 
+    # -- what runs ----------------------------------------------------------------------------------------------
+
     @property
     def phase(self) -> Phase:
         """Where it is on the way from captured to steady."""
-        return Phase.CAPTURED if self.executable is None else self.executable.phase
+        return Phase.CAPTURED if self.executable is None else self.executable.first_runs.phase
 
     @property
     def plan(self) -> Plan | None:
@@ -95,7 +87,7 @@ class Step:
     @property
     def verified_buffers(self) -> int:
         """How many buffers came back with their bits in the proven step of the plan that runs."""
-        return 0 if self.executable is None else self.executable.verified_buffers
+        return 0 if self.executable is None else self.executable.first_runs.verified_buffers
 
     @property
     def rewrites_held(self) -> Mapping[str, int]:
@@ -105,22 +97,24 @@ class Step:
         bits. ``"held in samples"``: there was room for the largest of these alone. ``"on measured facts"``: there was
         no room, and all that is known is what was measured of the kernels on made-up numbers.
         """
-        return {} if self.executable is None else self.executable.rewrites_held
+        return {} if self.executable is None else self.executable.first_runs.rewrites_held
 
     @property
     def measured_above_bytes(self) -> int | None:
         """The measured peak above the step's start under the plan that runs; ``None`` before it is measured."""
-        return None if self.executable is None else self.executable.measured_above_bytes
+        return None if self.executable is None else self.executable.measured.above_bytes
 
     @property
     def reserved(self) -> Reserved | None:
         """What the card's allocator held at the most in the measured step; ``None`` before, and on CPU."""
-        return None if self.executable is None else self.executable.reserved
+        return None if self.executable is None else self.executable.measured.reserved
 
     @property
     def traffic(self) -> Traffic | None:
         """What moved in the last step that ended; ``None`` before, and where nothing moves."""
-        return None if self.executable is None else self.executable.traffic
+        return None if self.executable is None else self.executable.measured.traffic
+
+    # -- its plans ----------------------------------------------------------------------------------------------
 
     @property
     def executables(self) -> list[Executable]:
@@ -131,79 +125,70 @@ class Step:
         """The plans at hand."""
         return (each.plan for each in self._executables)
 
-    def look_at_inputs(self, inputs: Sequence[object], call: Call) -> None:
-        """Find out what the captured step's inputs are; they are those of ``call``."""
-        self.hidden = hidden_in(inputs, call.module, (call.args, call.kwargs))
-        assert self.captured is not None
-        parameters = {id(each): name for name, each in call.module.named_parameters()}
-        self.captured = replace(self.captured, parameters=tuple(parameters.get(id(each), "") for each in inputs))
-        names = {id(each): name for name, each in call.module.named_buffers()}
-        changed = [
-            value for node, value in zip(self.captured.primals, inputs, strict=True) if node in self.captured.mutated
-        ]
-        self._changed_buffers = [names[id(each)] for each in changed if id(each) in names]
-        self._changed_others = [
-            weakref.ref(each) for each in changed if isinstance(each, torch.Tensor) and id(each) not in names
-        ]
-        if copied := self.captured.copied_gradients:
-            own = {id(each) for each in call.module.parameters()}
-            self.accumulated = frozenset(i for i in copied if id(inputs[i]) in own)
+    def resident_bytes(self, now: CallContext) -> int:
+        """What is resident before a call of it; the allocator of a card has its hidden inputs."""
+        return now.resident_bytes + (self.piece.hidden_bytes(now.reached) if now.device == "cpu" else 0)
 
-    def changed_in(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """What the step changes: buffers of ``module``, and inputs that are none."""
-        others = [reference() for reference in self._changed_others]
-        return [*map(module.get_buffer, self._changed_buffers), *(each for each in others if each is not None)]
+    def of_checkpoint(self, now: CallContext) -> Executable | None:
+        """What a call inside of somebody's checkpoint has to run, if one of its forwards is in flight.
 
-    def captured_for(self, *, accumulating: bool) -> Captured:
-        """The step as a value, where the model's parameters have gradients or not."""
-        assert self.captured is not None
-        if not (accumulating and self.accumulated):
-            return self.captured
-        if self._accumulating is None:
-            self._accumulating = self.capture.accumulating(self.captured, self.accumulated)
-        return self._accumulating
+        A checkpoint compares what a repeated forward saves with what the first one did, so while that is in flight
+        under saved-tensor hooks, its plan stays, for calls under hooks. Its backward cannot be told which forward it
+        belongs to, so no plan that moves buffers holds there.
+        """
+        if now.checkpointed:
+            for each in reversed(self._executables):
+                hooked = [flight.executable for flight in flights_of(each) if flight.hooked]
+                if hooked:
+                    return hooked[0]
+        return None
 
-    def made_for(self, captured: Captured, plan: Plan, inside: OptimizerInBackward | None = None) -> Executable:
+    def holding(self, demand: Demand) -> Executable | None:
+        """Of the plans that hold for a call the one of least overhead; ``None`` if none does."""
+        fitting = [each for each in self._executables if each.differs(demand) is None]
+        return min(fitting, key=lambda each: each.overhead) if fitting else None
+
+    def why_none_holds(self, demand: Demand) -> str:
+        """What the plan that ran last lacks for a call, for people; no plan holds for it."""
+        if not self._executables:
+            return demand.request.news or "no plan was found for it before"
+        return self._executables[-1].differs(demand) or "its plan has been forgotten"
+
+    def executable_for(
+        self, captured: Captured, plan: Plan, validity: Validity, *, inside: OptimizerInBackward | None = None
+    ) -> Executable:
         """``plan`` for ``captured``, or for what its rewrites and updates make of that, lowered and proven.
 
         What has its schedule already is not made again.
         """
         for each in self._executables:
             if each.plan.schedule == plan.schedule and each.plan.program == plan.program:
-                each.adopt(plan)
-                return each
-        step, replaced = captured, []
+                return each.rests_on(plan, validity)
+        rewritten, replaced = captured, []
         if plan.rewritten is not None:
-            step, replaced = apply_proven(captured, plan.rewritten.rewrites)
+            rewritten, replaced = apply_proven(captured, plan.rewritten.rewrites)
         if inside is not None:
-            step = inside.inside(step)
-        executable = Executable(
-            step, plan, device=self.capture.device, verify=self._verify, tiers=self._tiers, replaced=replaced
+            rewritten = inside.inside(rewritten)
+        return executable_of(
+            rewritten,
+            plan,
+            validity,
+            device=self.piece.capture.device,
+            verify=self._verify,
+            tiers=self._tiers,
+            replaced=replaced,
         )
-        executable.accumulates = captured is self._accumulating
-        return executable
 
     def ran(self, executable: Executable) -> None:
-        """A forward ran under ``executable``."""
+        """Note that a forward ran under ``executable``."""
         self.forward_calls += 1
         if self.executable is executable:
             return
         self.executable = executable
-        if executable in self._executables:
-            self._executables.remove(executable)
+        same = (executable.code, executable.validity)
+        self._executables = [each for each in self._executables if (each.code, each.validity) != same]
         self._executables.append(executable)
         del self._executables[:-_MOST_EXECUTABLES]
-
-    @property
-    def hidden_inputs(self) -> list[torch.Tensor]:
-        """Those of ``hidden`` that live."""
-        return [each for each in (reference() for reference in self.hidden) if each is not None]
-
-    def hidden_bytes(self, reached: Container[int]) -> int:
-        """Bytes of ``hidden`` and of their gradients, without the storages that have been ``reached`` by now."""
-        if not self.hidden:
-            return 0
-        return sum(size for key, size in storages_in(self.hidden_inputs).items() if key not in reached)
 
     def forget_plans(self) -> None:
         """Plan anew at the next call: what was asked for has changed."""

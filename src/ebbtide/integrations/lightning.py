@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ebbtide._api.fit import calls_of, fit, step_of, unfit
@@ -89,7 +90,7 @@ class MemoryBudget(Callback):
         losses = losses_of(pl_module, self._losses or (TRAINING_STEP,))
         fit(losses, self._budget, optimizer=optimizer_of(trainer.optimizers), options=self._options)
         fitted = FITTED[losses]
-        fitted.gradients_stay, fitted.advice = True, _ADVICE
+        fitted.configure(replace(fitted.configuration, gradients_stay=True, advice=_ADVICE))
         losses.install()
         self._fitted = losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ebbtide.errors import BudgetError, UsageError
 from ebbtide.options import Options
@@ -121,16 +122,8 @@ def make_plan(
     with interruption_noted(changes_to(options.progress)) as progress:
         told = replace(options, progress=progress, alternatives=())
         if not options.alternatives or options.planner not in REWRITE:
-            return _best_plan(program, budget, resident_bytes, reserve_bytes, end, seeds, told)
+            return _best_plan(program, None, budget, resident_bytes, reserve_bytes, end, seeds=seeds, options=told)
         within = Budget(bytes=end.budget_bytes(budget, program, resident_bytes, reserve_bytes))
-
-        def plan_one(candidate: Program, rewritten: Rewritten | None) -> Plan:
-            if rewritten is None:
-                return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, seeds, told)
-            same = [each.schedule for each in options.known if each.program.fingerprint == candidate.fingerprint]
-            how = replace(told, rewritten=rewritten, progress=_telling_of(rewritten, candidate, progress))
-            return _best_plan(candidate, within, resident_bytes, reserve_bytes, end, same, how)
-
         assert within.bytes is not None
         above_budget = within.bytes - resident_bytes - reserve_bytes
         stop = options.interrupt
@@ -138,7 +131,15 @@ def make_plan(
             program,
             options.alternatives,
             above_budget,
-            plan_one,
+            partial(
+                _best_plan,
+                budget=within,
+                resident_bytes=resident_bytes,
+                reserve_bytes=reserve_bytes,
+                end=end,
+                seeds=seeds,
+                options=told,
+            ),
             interrupted=lambda: stop is not None and bool(stop),
             links=_links(told),
             hints=Hints.of(options.known, program, above_budget),
@@ -160,14 +161,22 @@ def _telling_of(
 
 def _best_plan(
     program: Program,
+    rewritten: Rewritten | None,
     budget: Budget,
     resident_bytes: int,
     reserve_bytes: int,
     end: StepEnd,
+    *,
     seeds: Sequence[Schedule],
     options: PlanningOptions,
 ) -> Plan:
-    """What :func:`make_plan` gives."""
+    """The best plan found for ``program`` alone, which is the captured one or comes from it as ``rewritten`` says.
+
+    ``seeds`` are schedules of the captured program.
+    """
+    if rewritten is not None:
+        seeds = [each.schedule for each in options.known if each.program.fingerprint == program.fingerprint]
+        options = replace(options, rewritten=rewritten, progress=_telling_of(rewritten, program, options.progress))
     plan_with = planner_named(options.planner)
     options = _with_tiers(options)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is known of the time between forward and backward: a loss outside, other forwards; whether a graph is retained.
+"""What is known of the user window, between forward and backward: a loss outside, other forwards, a retained graph.
 
 1. What is known is known of a *slot* (``key``): two calls of one key in a row, as in a siamese network, have two.
 2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
@@ -21,48 +21,26 @@ from dataclasses import dataclass, field
 from ebbtide.engine.flights import Flight
 from ebbtide.engine.key import Slot
 from ebbtide.engine.retained import Retained
+from ebbtide.engine.user_window import UserWindow
 from ebbtide.faults import users_level
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.units import format_bytes
 
-__all__ = ["Between", "Knowledge", "learn_flight", "learn_retained"]
-
-
-@dataclass(frozen=True, slots=True)
-class Between:
-    """Bytes between the two graphs of a step, above the level that its forward left.
-
-    Attributes:
-        peak_bytes: at the most.
-        held_bytes: kept until the step's end.
-        least_bytes: the peak if whatever else runs there were planned for the least memory.
-    """
-
-    peak_bytes: int
-    held_bytes: int
-    least_bytes: int
-
-    def joined(self, other: Between) -> Between:
-        """What covers both."""
-        return Between(
-            max(self.peak_bytes, other.peak_bytes),
-            max(self.held_bytes, other.held_bytes),
-            max(self.least_bytes, other.least_bytes),
-        )
+__all__ = ["KnownWindows", "learn_flight", "learn_retained"]
 
 
 @dataclass
-class Knowledge:
-    """All that was learned of one model (definition 2)."""
+class KnownWindows:
+    """What the user windows of one model's steps take, as far as it was learned (definition 2)."""
 
-    _losses: dict[Slot, Between] = field(default_factory=dict[Slot, Between])
+    _losses: dict[Slot, UserWindow] = field(default_factory=dict[Slot, UserWindow])
     _sizes: dict[Slot, tuple[int, int]] = field(default_factory=dict[Slot, "tuple[int, int]"])
-    _forwards: dict[Slot, dict[Slot, Between]] = field(default_factory=dict[Slot, "dict[Slot, Between]"])
+    _forwards: dict[Slot, dict[Slot, UserWindow]] = field(default_factory=dict[Slot, "dict[Slot, UserWindow]"])
     _retained: dict[Slot, Retained] = field(default_factory=dict[Slot, Retained])
     _together: set[tuple[Slot, Slot]] = field(default_factory=set[tuple[Slot, Slot]])
 
-    def of(self, slot: Slot) -> Between | None:
+    def of(self, slot: Slot) -> UserWindow | None:
         """All that happens between the graphs of calls of ``slot``, as far as it is known."""
         known = [*self._forwards.get(slot, {}).values()]
         if slot in self._losses:
@@ -88,19 +66,19 @@ class Knowledge:
 
     def learn_loss(self, slot: Slot, peak_bytes: int, held_bytes: int, program: Program) -> None:
         """What user code took, once, and the step."""
-        self._losses[slot] = Between(peak_bytes, held_bytes, peak_bytes)
+        self._losses[slot] = UserWindow(peak_bytes, held_bytes, peak_bytes)
         self._sizes[slot] = _sizes_of(program)
 
-    def likely(self, program: Program) -> Between | None:
+    def likely(self, program: Program) -> UserWindow | None:
         """What user code may take in a step that has not run (definition 3)."""
-        found: Between | None = None
+        found: UserWindow | None = None
         own = _sizes_of(program)
         for slot, known in self._losses.items():
             if not known.peak_bytes:
                 continue
             times = max(1.0, *(mine / theirs for mine, theirs in zip(own, self._sizes[slot], strict=True) if theirs))
             peak = math.ceil(times * known.peak_bytes)
-            each = Between(peak, math.ceil(times * known.held_bytes), peak)
+            each = UserWindow(peak, math.ceil(times * known.held_bytes), peak)
             found = each if found is None else found.joined(each)
         return found
 
@@ -121,7 +99,7 @@ class Knowledge:
         """No plan has the room."""
         self._retained[slot] = Retained(again=True, hopeless=True)
 
-    def learn_forward(self, slot: Slot, other: Slot, between: Between) -> None:
+    def learn_forward(self, slot: Slot, other: Slot, between: UserWindow) -> None:
         """A call of ``other`` starts before the backward of one of ``slot``, of this model or of another fitted one."""
         self._forwards.setdefault(slot, {})[other] = between
 
@@ -154,6 +132,7 @@ def learn_flight(flight: Flight, before: list[Flight]) -> None:
     executable = flight.executable
     assert executable is not None
     plan, others = executable.plan, 0
+    needs = plan.timeline.above_bytes
     least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
     for earlier in reversed(before):
         earlier.meanwhile.add(flight.slot)
@@ -162,9 +141,7 @@ def learn_flight(flight: Flight, before: list[Flight]) -> None:
         shared = {each.key for each in earlier.inputs}
         own = others + sum(each.bytes for each in flight.inputs if each.key not in shared)
         proof = own + plan.reserve_bytes  # it may be proven again and again, by other plans
-        found = Between(
-            proof + executable.needs_bytes, own + executable.leaves_bytes, proof + min(least, executable.needs_bytes)
-        )
+        found = UserWindow(proof + needs, own + executable.leaves_bytes, proof + min(least, needs))
         earlier.home.knowledge.learn_forward(earlier.slot, flight.slot, found)
         others += earlier.executable.leaves_bytes
 

@@ -1,0 +1,505 @@
+"""The way of a training call, from top to bottom: look, capture, plan, lower, prove, run.
+
+1. A call is first tried on what is there: a captured step whose guards hold, under a plan that holds. That is all that
+   happens in a steady step.
+2. If no captured step's guards hold, the call is *captured*: one joint graph, read as a program.
+3. If no plan holds, one is made, outside of the compiler and before anything of the model runs: the ops get their
+   *costs*, a schedule within the budget is *planned*, *lowered* to two graphs, and these are *proven* to be the
+   program.
+4. Then the step *runs*: its forward now, its backward when autograd comes to it (``executor``).
+5. What did not do is tried once more where something can be done about it (``attempts.Again``).
+
+A call of which nothing takes a gradient has no step: the capture says so, and it runs as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ebbtide.capture.joint import Captured
+from ebbtide.capture.loss import guarded
+from ebbtide.cost.attach import with_measured_costs
+from ebbtide.cost.cuda_workspace import has_product
+from ebbtide.cost.room import Room, within
+from ebbtide.engine.attempts import Again, Attempts
+from ebbtide.engine.call_context import CallContext
+from ebbtide.engine.calls import NOTHING_TO_TRAIN
+from ebbtide.engine.compiled import Call, StaleCapture
+from ebbtide.engine.derivatives import refuse_transforms
+from ebbtide.engine.executable import Executable
+from ebbtide.engine.executor import being_watched, choose_checks
+from ebbtide.engine.flights import Flight, returned_tensors
+from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
+from ebbtide.engine.known_windows import learn_flight
+from ebbtide.engine.model import FittedModel
+from ebbtide.engine.offload_hooks import refuse_place
+from ebbtide.engine.plans import PlanTask, demand_of, plan_for, warn_of_forward
+from ebbtide.engine.snapshot import snapshot
+from ebbtide.engine.step import Step
+from ebbtide.engine.validity import Demand, Validity
+from ebbtide.errors import BudgetError, CaptureError, EbbtideError, InternalError, VerificationError
+from ebbtide.faults import forget_frames, own_faults
+from ebbtide.measurement.between import BetweenGauge
+from ebbtide.measurement.device import on_device_of
+from ebbtide.measurement.leftovers import forget_dead, leave, watches_of
+from ebbtide.measurement.libraries import take_workspaces
+from ebbtide.measurement.resident import device_of, tensors_in
+from ebbtide.planners import Progress
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.narration import narrated
+from ebbtide.report.plan import Plan
+from ebbtide.rewrites.choices import may_be_rewritten
+from ebbtide.signals import signals_wait
+from ebbtide.step.program import Program
+from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.torch_seams.autograd import release_failed_backward
+from ebbtide.torch_seams.stance import NO_FRAMES
+from ebbtide.torch_seams.trees import tree_leaves
+from ebbtide.units import format_allowed, format_count
+
+__all__ = ["CHANGED", "FIRST", "OTHER_WAY", "train"]
+
+FIRST = "this takes a while, once for each shape of inputs"
+CHANGED = (
+    "captured again, since something besides its inputs has changed that the step depends on (a mode, an attribute, "
+    "a hook)"
+)
+OTHER_WAY = "captured for another way through the model, which asks for values of its inputs: {}, and is not here"
+"""Why a call waits, where it is captured."""
+
+
+def train(
+    model: FittedModel,
+    module: torch.nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """One training call of a fitted model, planned; what its forward returns.
+
+    Args:
+        model: what is known of ``module``.
+        module: the fitted model itself.
+        forward: of its class, which takes the module first.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+
+    Raises:
+        CaptureError: if the call is not one graph.
+        BudgetError: if no schedule within the budget was found; nothing of the model has run.
+        PlanMismatch: if the plan that the user gave is not of this step.
+        TierError: if a tier has no room or fails.
+    """
+    call = Call(module, forward, args, kwargs, device_of([module]), model.configuration.every_output)
+    attempts = Attempts()
+    with _begun(model, call) as outside:
+        while True:
+            now = _look(model, call, attempts)
+            if model.steps.is_no_graph(now):
+                return _as_it_is(model, call)
+            may_share = model.request.given_plan is None
+            step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
+            fresh = not step.piece.capture.made
+            try:
+                executable = step.of_checkpoint(now) or _holding(model, step, now)
+                if executable is None:
+                    now, executable = _made(model, step, call, now, attempts)
+                    if executable is None:
+                        return _as_it_is(model, call)
+                    if executable.validity.request != model.request.number and attempts.may(Again.ASKED):
+                        attempts.refused = None
+                        continue
+                return _run(model, step, executable, call, now)
+            except StaleCapture as error:
+                attempts.reject(step, model.steps, now)
+                attempts.count_stale(error, fresh=fresh)
+            except BudgetError as error:
+                if not _more_can_be_found_out(model, step, call, now, attempts, error):
+                    raise
+                forget_frames(error, outside)
+                error.with_traceback(None)  # this frame is in it, and holds the attempts, which hold the error
+            except (CaptureError, InternalError) as error:
+                if step.piece.capture.symbolic and not step.forward_calls:
+                    attempts.reject(step, model.steps, now)
+                elif _takes_gradients(call, now):
+                    raise
+                else:
+                    return _unless_trained(model, call, now, error)
+
+
+@contextmanager
+def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
+    """Open around a call, which it refuses where no step can be planned; gives the error that was handled before."""
+    if call.device not in ("cpu", "cuda"):
+        refuse_place(call.module, call.device)
+    refuse_transforms()
+    release_failed_backward()
+    note_planned_again()
+    if model.arrivals.watches:
+        model.arrivals.call_begins(call.module.parameters(), first=not model.calls.planned)
+    outside, inside = sys.exception(), model.optimizers.inside
+    on_device = nullcontext() if call.device == "cpu" else on_device_of([call.module])  # may not be the current one
+    aside = nullcontext() if inside is None else inside.applied.aside()
+    try:
+        with on_device, aside:
+            yield outside
+    except EbbtideError as error:
+        forget_frames(error, outside)  # or a batch that was refused would have a place in no later step
+        raise
+
+
+# -- look ---------------------------------------------------------------------------------------------------
+
+
+def _look(model: FittedModel, call: Call, attempts: Attempts) -> CallContext:
+    """What surrounds ``call``; what the optimizer keeps is away by then, if it is to be."""
+    optimizers = model.optimizers
+    if optimizers.offloaded is not None:
+        optimizers.offloaded.leave()
+    now = model.observe(call)
+    if optimizers.inside is not None:
+        optimizers.inside.refuse_surroundings(call.module, checkpointed=now.checkpointed, hooked=bool(now.hooks))
+    if attempts.first and not now.checkpointed and not model.steps.is_no_graph(now):
+        own = [each for each in now.aloft if each.home is model.flights]
+        if own and not any(model.learned.windows.expects_forwards(each.slot) for each in own):
+            warn_of_forward("another forward of this model")
+    attempts.first = False
+    return now
+
+
+def _holding(model: FittedModel, step: Step, now: CallContext) -> Executable | None:
+    """A plan of ``step`` that holds."""
+    found = step.holding(_demand(model, step, now))
+    if found is not None:
+        model.optimizers.plan_holds()
+    return found
+
+
+def _demand(model: FittedModel, step: Step, now: CallContext) -> Demand:
+    return demand_of(step, now, request=model.request, learned=model.learned, optimizers=model.optimizers)
+
+
+def _as_it_is(model: FittedModel, call: Call) -> Any:
+    """``call`` as eager runs it: it has nothing to train, so that nothing is kept and nothing needs a plan."""
+    model.calls.count_unplanned(NOTHING_TO_TRAIN)
+    outputs = call.forward(call.module, *call.args, **call.kwargs)
+    leave(watches_of(returned_tensors(outputs)))
+    return outputs
+
+
+def _takes_gradients(call: Call, now: CallContext) -> bool:
+    """Whether a parameter or an argument of ``call`` does, as far as can be seen."""
+    arguments = tree_leaves((call.args, call.kwargs))
+    return any(now.trained) or any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
+
+
+def _unless_trained(model: FittedModel, call: Call, now: CallContext, error: Exception) -> Any:
+    """``call`` as it is, though it is no graph; what is hidden and takes gradients raises ``error``: it says why."""
+    outputs = _as_it_is(model, call)
+    if any(each.requires_grad for each in returned_tensors(outputs)):
+        raise error
+    model.steps.note_no_graph(now)
+    return outputs
+
+
+# -- capture, plan, lower, prove ------------------------------------------------------------------------------
+
+
+def _made(
+    model: FittedModel, step: Step, call: Call, now: CallContext, attempts: Attempts
+) -> tuple[CallContext, Executable | None]:
+    """What surrounds ``call`` once ``step`` is captured, and an executable for it; ``None`` if it trains nothing."""
+    why = _why(model, step, call, now)
+    progress = model.configuration.planning.progress
+    if step.piece.captured is not None:
+        progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
+    with own_backwards(), narrated(progress, why):
+        with within(_room(model, step, call, now, attempts.refused)) as room:
+            found = _capture(model, step, call, now)
+        step.piece.profiled_without_memory = step.piece.profiled_without_memory or bool(room.untried)
+        model.steps.keep(step, now)
+        if not found:
+            return now, None
+        now = _settled(model, step, call, now)
+        if (executable := _holding(model, step, now)) is not None:
+            return now, executable
+        request, inside = model.request, model.optimizers.inside if now.updates else None
+        accumulating = now.accumulating and request.given_plan is None and inside is None
+        captured = step.piece.captured_for(accumulating=accumulating)
+        if inside is not None:
+            inside.know(call.module)
+            captured = inside.looked(captured)
+        attempts.room = _room(model, step, call, now, attempts.refused)
+        with within(attempts.room), own_faults():
+            program = _cost(model, captured if inside is None else inside.inside(captured), now)
+            demand = _demand(model, step, now)
+            plan, provisional = plan_for(
+                PlanTask(
+                    step=step,
+                    captured=captured,
+                    program=program,
+                    now=now,
+                    demand=demand,
+                    arguments=(call.args, call.kwargs),
+                    configuration=model.configuration,
+                    request=request,
+                    windows=model.learned.windows,
+                    optimizers=model.optimizers,
+                    flights=model.flights,
+                    known=model.steps.plans(),
+                )
+            )
+        if attempts.refused is not None:  # its trials took more than the budget: no step may follow
+            attempts.refused = _found_out(attempts.refused, plan)
+            raise attempts.refused
+        progress(Progress("lowering the plan and proving its graphs"))
+        validity = Validity(
+            request=request.number,
+            provisional=provisional,
+            accumulates=step.piece.accumulates(captured),
+            updates=now.updates,
+            settings=demand.settings,
+            moves=plan.schedule.moves,
+        )
+        with own_faults():
+            return now, step.executable_for(captured, plan, validity, inside=inside)
+
+
+def _why(model: FittedModel, step: Step, call: Call, now: CallContext) -> str:
+    """Why ``call``, of ``step``, has no plan that holds."""
+    if step.piece.captured is not None:
+        return f"planned again, since {step.why_none_holds(_demand(model, step, now))}"
+    other = model.steps.answered_otherwise(call, now)
+    if other is not None:
+        return OTHER_WAY.format(other)
+    return CHANGED if model.steps.knows(now) and not step.piece.capture.made else FIRST
+
+
+def _capture(model: FittedModel, step: Step, call: Call, now: CallContext) -> bool:
+    """Make the step a value, found by a call with nothing to run; whether it trains anything.
+
+    Raises:
+        StaleCapture: if the step does not serve the call.
+        CaptureError: if the call is not one graph.
+    """
+    piece, flight = step.piece, _flight(model, step, None, now)
+    try:
+        with _dispatch_modes_named():
+            inputs = piece.capture.inputs_of(call, flight)
+    except StaleCapture:
+        raise
+    except BaseException:
+        if piece.capture.made:  # it was captured when a signal came, which has waited; the next call needs no other
+            model.steps.keep(step, now)
+        raise
+    finally:
+        flight.give_up()
+    if inputs is None:
+        return False
+    if piece.captured is None:
+        piece.captured = piece.capture.at(inputs)
+        if not piece.capture.symbolic:
+            model.steps.count_capture(now)
+    piece.see_inputs(inputs, call)
+    leave(watches_of(piece.captured.constants))
+    inputs.clear()  # frames of the compiler may live on
+    return True
+
+
+def _settled(model: FittedModel, step: Step, call: Call, now: CallContext) -> CallContext:
+    """What surrounds ``call``, without what only its capture held, and with what libraries keep once they were used."""
+    step.piece.capture.weigh_questions(call)
+    with signals_wait():  # the callbacks of what dies would swallow what a handler raises
+        gc.collect()  # what only garbage holds is not to be planned around
+    forget_dead()
+    captured = step.piece.captured
+    if now.device == "cuda" and captured is not None and has_product(captured.program):
+        take_workspaces()  # likewise: they would be taken in the step
+    return model.observe(call)
+
+
+def _cost(model: FittedModel, captured: Captured, now: CallContext) -> Program:
+    """The program with seconds and workspaces; those of a plan that the user gave are the plan's own.
+
+    ``captured`` has the optimizer in it, where it is.
+    """
+    if model.request.given_plan is not None:
+        return captured.program
+    count = format_count(len(captured.program.ops), "op")
+    model.configuration.planning.progress(Progress(f"profiling its {count}"))
+    return with_measured_costs(captured.program, captured.calls, now.device)
+
+
+# -- a refused budget -----------------------------------------------------------------------------------------
+
+
+def _more_can_be_found_out(
+    model: FittedModel, step: Step, call: Call, now: CallContext, attempts: Attempts, error: BudgetError
+) -> bool:
+    """Whether ``error`` is made anew, with more known; what it rests on is added to one that stands.
+
+    A refused budget may have left no room to try some ops out, and what their kernels take besides their results is
+    missing in the budget that the refusal names. They are tried out in what that one leaves then, as they would be if
+    it were asked for, and the refusal is made anew. So is the capture, if it had no room to ask kernels how they lay
+    out results, on which the refusal rests.
+    """
+    room, stands = attempts.room, error is attempts.refused
+    if not stands and step.piece.profiled_without_memory and not room.trial_bytes:
+        if attempts.may(Again.CAPTURED_IN_ROOM):
+            model.steps.forget(step, now)
+            attempts.refused = error
+            return True
+    named = _room(model, step, call, now, error)
+    if not stands and any(map(named.holds, (*room.untried, *room.unknown))) and attempts.may(Again.ROOM):
+        attempts.refused = error
+        return True
+    for note in _rests_on(room, step):
+        error.add_note(note)
+    attempts.refused = None
+    return False
+
+
+def _found_out(refused: BudgetError, plan: Plan) -> BudgetError:
+    """The refusal of a budget for which there is ``plan``, which rests on what more than the budget found out."""
+    smallest = min(plan.smallest_bytes, refused.budget_bytes)
+    return BudgetError(
+        f"whether a budget of {format_allowed(refused.budget_bytes)} is enough could not be found out within it. "
+        "It is, as has been found out now with more memory than that: call the model again, and it trains within this "
+        f"budget. The smallest for which a plan was found is {format_allowed(smallest)}",
+        budget_bytes=refused.budget_bytes,
+        floor_bytes=min(refused.floor_bytes, smallest),
+        smallest_bytes=smallest,
+        resident_bytes=refused.resident_bytes,
+        pinned_by=refused.pinned_by,
+        resident_parts=refused.resident_parts,
+    )
+
+
+def _rests_on(room: Room, step: Step) -> Iterator[str]:
+    """What a refusal says of ops whose trial the budget had no room for."""
+    if room.trial_bytes:
+        yield "The smallest budget rests on what all ops took that were tried out in what that budget leaves"
+    if room.untried or step.piece.profiled_without_memory:
+        yield (
+            "The smallest budget rests on estimates where ops had no room to be tried out: what their kernels take "
+            "besides their results is not in it"
+        )
+
+
+def _room(model: FittedModel, step: Step, call: Call, now: CallContext, refused: BudgetError | None) -> Room:
+    """What of the budget is free for finding out about a step; nothing is known of a share before the capture.
+
+    Where a budget was ``refused``, that is what the one leaves which the refusal names, or, if that is more, what no
+    plan of the captured step stays below: what rewrites rest on is then found out whichever of them was planned so far.
+    """
+    captured, budget, rewrites = step.piece.captured, model.request.budget, model.configuration.rewrites
+    resident = step.resident_bytes(now)
+    above = 0 if captured is None else unplanned_bytes(captured.program)
+    if budget.share is not None and captured is None:
+        free = None
+    else:
+        free = max(0, budget.resolve(resident + above) - resident)
+    lenders = list(tensors_in([call.module, call.args, call.kwargs, step.piece.hidden_inputs]))
+    if captured is None:  # an op that has no room may be one that is rewritten, and is in no plan otherwise
+        strict = bool(rewrites) and budget.share is None
+    else:
+        strict = free is not None and above > free and may_be_rewritten(captured, rewrites)
+    trial = 0
+    if refused is not None:
+        floor = 0 if captured is None else floor_bytes(captured.program)[0]
+        trial = max((refused.smallest_bytes or 0) - resident, floor, 0)
+    return Room(free, lenders, strict=strict, trial_bytes=trial)
+
+
+# -- run ------------------------------------------------------------------------------------------------------
+
+
+def _flight(model: FittedModel, step: Step, executable: Executable | None, now: CallContext) -> Flight:
+    expected = model.learned.windows.expected(now.slot)
+    flight = Flight(
+        executable, model.flights, now.slot, now.inputs, expected, hooked=now.hooked, capture=step.piece.capture
+    )
+    flight.inside = model.optimizers.inside
+    return flight
+
+
+def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now: CallContext) -> Any:
+    """The forward of ``call`` under ``executable``."""
+    flight = _flight(model, step, executable, now)
+    alone = not model.flights
+    model.flights.disturb()
+    choose_checks(flight, now.device)
+    if executable.code.updates and flight.inside is not None and not flight.inside.has_updated:
+        flight.gauge = None  # the optimizer makes its state in this step, which is counted as there already
+    if flight.proves and alone:
+        flight.restore = snapshot(step.piece.changed_in(call.module), now.device)
+    try:
+        with _dispatch_modes_named():
+            outputs, detached = step.piece.capture(call, flight)
+    except BaseException as error:
+        flight.give_up()
+        if isinstance(error, VerificationError) and flight.restore is not None:
+            flight.restore()
+        raise
+    step.ran(executable)
+    flight.take_off(outputs)
+    _ran(model, step, flight, now)
+    model.calls.count_planned()
+    return guarded(outputs, detached)
+
+
+@contextmanager
+def _dispatch_modes_named() -> Generator[None]:
+    """While open, what torch says of a dispatch mode, under which it compiles nothing, is said as a refusal."""
+    try:
+        yield
+    except RuntimeError as error:
+        if NO_FRAMES not in str(error):
+            raise
+        raise CaptureError(
+            "a torch dispatch mode (FlopCounterMode, allow_mutation_on_saved_tensors, ...) is active, under which "
+            "torch compiles nothing, so this call cannot be planned",
+            remedy="leave the mode around training calls; count or trace under torch.no_grad(), or on a copy of "
+            "the model (copy.deepcopy), which is a plain one",
+        ) from None
+
+
+def _ran(model: FittedModel, step: Step, flight: Flight, now: CallContext) -> None:
+    """Note that the forward of ``step`` has returned, and have measured what user code does from here on."""
+    optimizers, learned = model.optimizers, model.learned
+    model.steps.keep(step, now)
+    model.last = step
+    if optimizers.offloaded is not None:
+        step.optimizer_traffic = optimizers.offloaded.traffic
+    if step.forward_calls > 1:
+        model.steps.served_again(now)
+    plan = None if flight.executable is None else flight.executable.plan
+    optimizers.forward_ran(plan, now, step.piece.hidden_bytes(now.reached) if now.device == "cpu" else 0)
+    if now.checkpointed:
+        return
+    if now.flying_bytes:
+        learn_flight(flight, [each for each in now.aloft if each.number in each.home.in_the_air])
+    elif not learned.is_known(now.slot, now.hooks) and not being_watched(now.device):
+        sizes = optimizers.state_sizes()
+
+        def learn(peak_bytes: int, left_bytes: int, after_bytes: int, after_left_bytes: int) -> None:
+            if step.plan is not None:
+                learned.learn(
+                    now.slot,
+                    now.hooks,
+                    step.plan,
+                    optimizers.made_since(sizes),
+                    peak_bytes=peak_bytes,
+                    left_bytes=left_bytes,
+                    after_bytes=after_bytes,
+                    after_left_bytes=after_left_bytes,
+                )
+
+        flight.between = BetweenGauge(now.device, learn)
+        flight.between.begin()

@@ -1,0 +1,288 @@
+"""The optimizers that train one fitted model: the one that was told of, and those that were met stepping its weights.
+
+Their state counts as resident, that of the first one before it exists.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from ebbtide.engine.call_context import CallContext
+from ebbtide.errors import UsageError
+from ebbtide.measurement.resident import held_by, optimizers_in, resident_bytes, stepping
+from ebbtide.optimizer.cost.step_end import OptimizerStepCost, StepRecheck, taken_of
+from ebbtide.optimizer.cost.update_costs import settings_of
+from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
+from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
+from ebbtide.optimizer.state.combined import class_names, parts_of
+from ebbtide.optimizer.state.future_bytes import future_state_bytes
+from ebbtide.planning.step_end import StepEnd
+from ebbtide.report.plan import Plan
+from ebbtide.step.provenance import IN_THE_STEP
+from ebbtide.torch_seams.optimizers import is_of_torch
+
+__all__ = ["OptimizerLink"]
+
+
+class OptimizerLink:
+    """What one fitted model knows of its optimizers.
+
+    Args:
+        told: whose state counts, also before it exists; ``None`` if no optimizer was told of.
+        offloaded: where its state is in a step, if not in place.
+        inside: the optimizer in its steps, if it is.
+
+    Attributes:
+        told: likewise. ``None`` from where another one steps all that it steps.
+        offloaded: likewise.
+        inside: likewise.
+        others: that have stepped weights of the model and were not told of: what state they have counts.
+    """
+
+    def __init__(
+        self,
+        told: torch.optim.Optimizer | None,
+        *,
+        offloaded: BudgetedOffload | None = None,
+        inside: OptimizerInBackward | None = None,
+    ) -> None:
+        self.told = told
+        self.offloaded = offloaded
+        self.inside = inside
+        self.others = weakref.WeakSet[torch.optim.Optimizer]()
+        self._state_when_met = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._stepping: OptimizerStepCost | None = None
+        self._at_the_step: StepRecheck | None = None
+        self._parameters_planned_for: int | None = None
+
+    @property
+    def all(self) -> list[torch.optim.Optimizer]:
+        """All whose state counts."""
+        told = [] if self.told is None else [self.told]
+        return [*told, *(each for each in self.others if each is not self.told)]
+
+    @property
+    def stepping(self) -> OptimizerStepCost | None:
+        """The step of the optimizer that was told of, where its state stays in place."""
+        if self.told is None or self.offloaded is not None:
+            return None
+        if self._stepping is None or self._stepping.optimizer is not self.told:
+            one_by_one = self.inside is not None and is_of_torch(self.told)
+            self._stepping = OptimizerStepCost(self.told, one_by_one=one_by_one)
+        return self._stepping
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether a backward of a call that this thread makes now applies its gradients."""
+        return self.inside is not None and not self.inside.accumulates
+
+    @property
+    def updated_and_not_stepped(self) -> bool:
+        """Whether the last backward has updated weights, and their optimizer has not stepped since."""
+        return self.inside is not None and bool(self.inside.updated_and_not_stepped)
+
+    def close(self) -> None:
+        """Leave the optimizer as it was: the model is not fitted any more.
+
+        Raises:
+            TierError: if its state could not be brought back.
+        """
+        if self.inside is not None:
+            self.inside.close()
+        if self.offloaded is not None:
+            self.offloaded.close()
+
+    # -- which optimizers there are ---------------------------------------------------------------------------
+
+    def tell(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Count the state of another optimizer; whether it is another.
+
+        The state of those that it replaces counts as long as somebody has them.
+
+        Raises:
+            UsageError: if the one that it replaces has updated weights inside of a backward, and has not stepped yet.
+        """
+        if optimizer is self.told:
+            return False
+        if self.inside is not None and self.inside.updated_and_not_stepped:
+            raise UsageError(
+                f'{class_names(self.inside.optimizer)} has updated the weights in the backward (step="inside"), and '
+                "its step has not been called: call it and clear gradients, and tell of the other optimizer then",
+                argument="optimizer",
+                value=optimizer,
+            )
+        replaced = [each for each in self.all if _state_bytes(each) and each is not optimizer]
+        self.told, self._stepping, self._parameters_planned_for = optimizer, None, None
+        self.others = weakref.WeakSet(replaced)
+        if self.inside is not None:
+            self.inside.close()
+            self.inside = OptimizerInBackward(optimizer, self.inside.clipping, self.inside.scaler)
+        return True
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer is about to step weights of the model, maybe one that nobody told of.
+
+        Its state counts from the next call on, and that of one whose place it takes as long as somebody else has it.
+
+        Raises:
+            UsageError: if another has stepped these weights inside of a step, and its own step has not been called.
+                Nothing has been changed.
+            BudgetError: if options have been changed since the last call, for which its budget has no room.
+        """
+        told = self.told
+        if self._at_the_step is not None and self.stepping is not None and told is not None:
+            if any(each is optimizer for each in optimizers_in(told)):
+                self._at_the_step.refuse_more(self.stepping)
+                self._at_the_step = None
+        if optimizer is told or (self.inside is None and optimizer in self.others):
+            return
+        if told is not None and any(each is optimizer for each in optimizers_in(told)):
+            return
+        inside = self.inside
+        holds_it = inside is not None and any(each is inside.optimizer for each in optimizers_in(optimizer))
+        if inside is not None and not holds_it and inside.updated_and_not_stepped & _parameters_of(optimizer):
+            raise UsageError(
+                f"another optimizer ({class_names(optimizer)}) is about to step weights that the fitted model's own "
+                f'({class_names(inside.optimizer)}) has stepped in the backward (step="inside"), and whose step has '
+                "not been called. If the other one takes its place, ebbtide.set_optimizer(model, optimizer) before the "
+                "forward says so; if both train these weights, call the step of the model's own first, after its "
+                "backward",
+                argument="optimizer",
+                value=optimizer,
+            )
+        if optimizer in self.others:
+            return
+        self.others.add(optimizer)
+        self._state_when_met[optimizer] = _state_bytes(optimizer)
+        if told is not None and self.offloaded is None and _parameters_of(told) <= _parameters_of(optimizer):
+            self.others.add(told)
+            self.told = self._stepping = None
+
+    # -- what they keep, and will keep --------------------------------------------------------------------------
+
+    def state_sizes(self) -> dict[int, int]:
+        """Bytes of the state of each optimizer, by its ``id``."""
+        return {id(each): _state_bytes(each) for each in self.all}
+
+    def made_since(self, sizes: dict[int, int]) -> int:
+        """Bytes of state that were made since :meth:`state_sizes` gave ``sizes``; 0 of an optimizer in the step."""
+        if self.inside is not None:
+            return 0
+        return sum(_state_bytes(each) - sizes.get(id(each), self._state_when_met.get(each, 0)) for each in self.all)
+
+    def state_to_come_bytes(self) -> int:
+        """What the optimizer that was told of will make in its first step and keep through a training step."""
+        if self.told is None:
+            return 0
+        return future_state_bytes(self.told) if self.offloaded is None else self.offloaded.resident_to_come_bytes
+
+    def state_not_planned_for_bytes(self) -> int:
+        """Bytes of state to come that plans may have no room for: none once it is there, or there was room for it.
+
+        Asked until there is any state, so that a budget is refused before the weights have changed, and again where it
+        has got other parameters since, until a plan with room for their state holds.
+        """
+        optimizer = self.told
+        if optimizer is None or _without_state.get(optimizer, self) == _options_of(optimizer):
+            return 0
+        if any(any(stepping(each).state.values()) for each in parts_of(optimizer)):
+            known, there = self._parameters_planned_for, _parameter_count(optimizer)
+            if known is None:
+                self._parameters_planned_for = there
+            return 0 if known in (None, there) else self.state_to_come_bytes()
+        found = self.state_to_come_bytes()
+        if not found:
+            _without_state[optimizer] = _options_of(optimizer)
+        return found
+
+    def plan_holds(self) -> None:
+        """Note that a plan has room for all state that is to come."""
+        if self.told is not None and self._parameters_planned_for is not None:
+            self._parameters_planned_for = _parameter_count(self.told)
+
+    # -- what its step takes ------------------------------------------------------------------------------------
+
+    def end_of(self, now: CallContext) -> StepEnd | None:
+        """What is taken where the optimizer steps after a call; ``None`` if it does inside, or is not known."""
+        kept = {"summed": now.accumulating, "gone_bytes": now.flying_bytes}
+        if self.offloaded is not None:
+            return replace(self.offloaded.end, **kept)
+        step = self.stepping
+        if step is None or (now.updates and not step.one_by_one):
+            return None
+        return replace(step.end(now.trained), **kept)
+
+    def step_in_words(self, now: CallContext) -> str:
+        """What is counted of the step of the optimizer that was told of."""
+        if now.updates:
+            return IN_THE_STEP
+        return "" if (step := self.stepping) is None else taken_of(step.taken_bytes(now.trained))
+
+    def forward_ran(self, plan: Plan | None, now: CallContext, hidden_bytes: int) -> None:
+        """Note under which ``plan`` a forward ran, so that options changed before the step are held against it.
+
+        Args:
+            plan: that it ran under.
+            now: what surrounded its call.
+            hidden_bytes: of inputs that no walk over model and arguments finds.
+        """
+        if (step := self.stepping) is None or plan is None or self.inside is not None or now.checkpointed:
+            self._at_the_step = None
+            return
+        self._at_the_step = StepRecheck(
+            plan,
+            now.resident_bytes + hidden_bytes,
+            now.trained,
+            step.key(now.trained),
+            now.accumulating,
+            now.flying_bytes,
+            any(map(any, (each.state.values() for each in optimizers_in(step.optimizer)))),
+        )
+
+    def forget_forward(self) -> None:
+        """Hold nothing against the plan of the last forward: another budget or optimizer was asked for."""
+        self._at_the_step = None
+
+    # -- in words -----------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> str:
+        """Classes of all whose state counts."""
+        return _names_of(self.all)
+
+    def advice_to_tell(self) -> Iterator[str]:
+        """What a refusal says of optimizers that have come after the first plan."""
+        if self.told is None and self.others:
+            yield (
+                f"The state of {self.names} counts since its first step. optimizer= of ebbtide.fit, or "
+                "ebbtide.set_optimizer(model, optimizer), tells of it before, so that a budget without room for it is "
+                "refused before training"
+            )
+
+
+_without_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakKeyDictionary()
+"""Optimizers that have been found to keep nothing, and their options then: a momentum may be warmed up from 0."""
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> object:
+    return [settings_of(group) for each in parts_of(optimizer) for group in stepping(each).param_groups]
+
+
+def _parameter_count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for each in parts_of(optimizer) for group in stepping(each).param_groups)
+
+
+def _names_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    return " and ".join(sorted({class_names(each) for each in optimizers}))
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return resident_bytes(map(held_by, optimizers_in(optimizer)))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
