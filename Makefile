@@ -32,11 +32,11 @@ help:
 setup: $(STAMP)
 
 # Set-up runs again only when what it installs from has changed.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml published/pyproject.toml constraints.txt
 	@$(if $(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),,$(error \
 		ebbtide needs Python 3.11 or later, and $(PYTHON) is not; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)))
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]" -e "./published[cp]"
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -51,8 +51,8 @@ test-all: lint
 
 # Without ruff's cache, which holds imports for sorted that are not any more once a module has moved.
 lint: $(STAMP)
-	$(BIN)/ruff check --no-cache src tests benchmarks
-	$(BIN)/ruff format --no-cache --check src tests benchmarks
+	$(BIN)/ruff check --no-cache src tests benchmarks published conftest.py
+	$(BIN)/ruff format --no-cache --check src tests benchmarks published conftest.py
 
 types: $(STAMP)
 	$(BIN)/pyright
@@ -67,7 +67,7 @@ unit-all: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS)
 
 # Paths, not a marker: what is not named here is not even imported.
-QUICK := tests/core tests/planners tests/engine/test_quick_steps.py
+QUICK := tests/core tests/planners published/tests tests/engine/test_quick_steps.py
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses=2 -m "not slow and not long" --hypothesis-profile=quick $(QUICK)
@@ -75,7 +75,7 @@ quick: $(STAMP)
 # GPU_PYTHON names an interpreter that has torch and the rest already: nothing is installed then.
 GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo $(WORKERS))
-GPU_RUN = PYTHONPATH=src:tests:benchmarks $(GPU_PYTHON)
+GPU_RUN = PYTHONPATH=src:published/src:tests:benchmarks $(GPU_PYTHON)
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 	@$(GPU_RUN) benchmarks/gpu.py --card
@@ -84,7 +84,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 	$(GPU_RUN) benchmarks/gpu.py $(GPU_OPTIONS)
 
 # Both go on where they were cut off. GRAPHS names the folder of the published graphs, if it is there.
-BENCH = PYTHONPATH=src:benchmarks $(BIN)/python -m harness.bench $(if $(GRAPHS),--graphs $(GRAPHS))
+BENCH = PYTHONPATH=src:published/src:benchmarks $(BIN)/python -m harness.bench $(if $(GRAPHS),--graphs $(GRAPHS))
 
 bench: $(STAMP)
 	$(BENCH)
@@ -147,10 +147,10 @@ test-torch:
 	@$(if $(TORCH),,$(error name a release of torch, for example: make test-torch TORCH=2.12.0))
 	test -d $(TORCH_VENV) || $(PYTHON) -m venv $(TORCH_VENV)
 	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
-	$(TORCH_PYTHON) -m pip install --quiet -c $(TORCH_VENV)/constraints.txt "torch==$(TORCH)" -e ".[dev]" \
-		|| $(TORCH_PYTHON) -m pip install --quiet "torch==$(TORCH)" -e ".[dev]"
+	$(TORCH_PYTHON) -m pip install --quiet -c $(TORCH_VENV)/constraints.txt "torch==$(TORCH)" -e ".[dev]" -e ./published \
+		|| $(TORCH_PYTHON) -m pip install --quiet "torch==$(TORCH)" -e ".[dev]" -e ./published
 	$(TORCH_PYTHON) benchmarks/torch_versions.py
 
 clean:
 	rm -rf $(VENV) $(VISION_VENV) $(DOCS_VENV) $(WHEEL_VENV) .venv-torch-* .pytest_cache .ruff_cache .hypothesis build dist
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src published tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

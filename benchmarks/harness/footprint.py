@@ -5,7 +5,7 @@
 2. The *smallest peak at a limit* of ``auto`` is found by bisection on the budget: the plan of least peak that was found
    whose overhead is within the limit, and beside it the largest budget of which a bound proves that no plan within the
    limit fits it (or the floor, where no such budget was met). That of ``echo`` is the least peak of its plans at
-   :data:`CAPS` (``ebbtide.planners.published.echo``, definition 3) within the limit.
+   :data:`CAPS` (``ebbtide_published.planners.echo``, definition 3) within the limit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ebbtide.planners import Answer
 from ebbtide.planners.base import DEFAULT_EFFORT
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.floor import floor_with_tiers
-from ebbtide.planners.published.echo import decided, residents_of
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
 from ebbtide.step.machine import Machine
 from ebbtide.step.program import Program
+from ebbtide_published.planners.echo import decided, residents_of
 from harness.batched import ABOVE, Planned, planned, unplanned_peak, with_link
 
 __all__ = ["MB", "Footprint", "Smallest"]

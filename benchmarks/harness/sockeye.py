@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ebbtide import Case
-from ebbtide.zoo import NMTConfig, nmt
+from ebbtide_published.zoo.nmt import NMTConfig, nmt
 
 __all__ = ["BATCHES", "CONFIGS", "scaled_down", "sockeye"]
 

@@ -27,7 +27,7 @@ swapping in one plan). Their tables, computed again here; `make pages` writes th
 
 Each table has one layout. *Theirs* are published figures, without and with their system, from their hardware and
 framework. *Here* is the same step on the same card's figures: unplanned, under their algorithm as it is written in
-`src/ebbtide/planners/published`, and under Ebbtide's default planner. The last column is what a proven bound or floor
+`published/` of this repository, and under Ebbtide's default planner. The last column is what a proven bound or floor
 leaves to any plan. Overheads are over the unplanned step at the same size. Seconds, and overheads with them, are
 predicted from the card's catalogue by roofline, since none of these cards was at hand; bytes are counted as PyTorch's
 allocator counts them. Plans of each kind were also run at small size on a CPU, with bits and bytes compared

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from ebbtide import Program
 from ebbtide._api.estimate import capture_ahead
 from ebbtide.options import Options
-from ebbtide.planners.published.echo import decided, residents_of
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
 from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide_published.planners.echo import decided, residents_of
 from harness.planned import plan_with
 from harness.record import Row, at_most, holds
 from questions.gap import MACHINE, MODELS

@@ -21,11 +21,11 @@ from torch import nn
 from ebbtide import Case, Program
 from ebbtide._api.estimate import capture_ahead
 from ebbtide.options import Options
-from ebbtide.planners.published.echo import charged, decided, residents_of, stash_bytes
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.zoo import resnet152
+from ebbtide_published.planners.echo import charged, decided, residents_of, stash_bytes
 from harness.planned import plan_with
 from harness.preactivation import preactivation_resnet152
 from harness.record import Row, at_most, holds

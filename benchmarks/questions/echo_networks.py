@@ -20,7 +20,9 @@ from typing import Any
 
 from ebbtide import Case
 from ebbtide.step.machine import machine_named
-from ebbtide.zoo import deepspeech2, resnet152, transformer_base
+from ebbtide.zoo import resnet152
+from ebbtide_published.zoo.deepspeech import deepspeech2
+from ebbtide_published.zoo.transformer import transformer_base
 from harness.footprint import MB, Footprint, Smallest
 from harness.preactivation import preactivation_resnet152
 from harness.record import Row, at_most, holds

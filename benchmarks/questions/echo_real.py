@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ebbtide import Case
-from ebbtide.zoo.small import SMALL
+from ebbtide_published.zoo.small import SMALL
 from harness.record import Row
 from harness.sockeye import CONFIGS, scaled_down
 from harness.verified import grid_rows

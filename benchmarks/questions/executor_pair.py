@@ -155,7 +155,7 @@ def _builders():
     from functools import partial
 
     from ebbtide.zoo import GPTConfig, gpt, resnet50
-    from ebbtide.zoo.small import SMALL
+    from ebbtide_published.zoo.small import SMALL
 
     sizes = {"vocabulary": 512, "length": 256, "layers": 24, "width": 128, "heads": 4}
     wider = {"vocabulary": 4096, "length": 256, "layers": 12, "width": 512, "heads": 8}

@@ -19,7 +19,7 @@ from ebbtide.measurement.cpu_allocations import AllocationRecorder
 from ebbtide.measurement.peak import peak_above
 from ebbtide.measurement.resident import resident_bytes
 from ebbtide.optimizer.in_step.updates import PREFIX
-from ebbtide.zoo.small import SMALL
+from ebbtide_published.zoo.small import SMALL
 from harness.record import Check, Row, at_most, holds
 
 TITLE = "The optimizer in the step: twenty steps against the loop outside"

@@ -23,8 +23,8 @@ from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.units import Budget
-from ebbtide.zoo.small import SMALL
-from ebbtide.zoo.transformer import TransformerConfig, transformer_base
+from ebbtide_published.zoo.small import SMALL
+from ebbtide_published.zoo.transformer import TransformerConfig, transformer_base
 from harness.record import Row, at_most, holds
 
 TITLE = "Zoo at small size: results written over what dies against the captured step"

@@ -16,26 +16,17 @@ from ebbtide import Case, Program
 from ebbtide._api.estimate import capture_ahead
 from ebbtide.options import Options
 from ebbtide.planners.bounds.floor import floor_bytes
-from ebbtide.planners.published.per_block import blocks_of
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.smallest import smallest_schedule
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import simulate
-from ebbtide.zoo import (
-    GPTConfig,
-    densenet121,
-    gpt,
-    hf_bert,
-    hf_llama,
-    hf_t5,
-    lstm_lm,
-    mlp_chain,
-    mobilenet,
-    nmt,
-    resnet50,
-    unet,
-    vgg16,
-)
+from ebbtide.zoo import GPTConfig, gpt, hf_bert, hf_llama, hf_t5, mlp_chain, resnet50, unet
+from ebbtide_published.planners.per_block import blocks_of
+from ebbtide_published.zoo.densenet import densenet121
+from ebbtide_published.zoo.lstm_lm import lstm_lm
+from ebbtide_published.zoo.mobilenet import mobilenet
+from ebbtide_published.zoo.nmt import nmt
+from ebbtide_published.zoo.vgg import vgg16
 from harness.graphs import unplanned_bytes
 from harness.planned import plan_with
 from harness.record import Row, at_most, holds

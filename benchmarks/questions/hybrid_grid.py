@@ -14,24 +14,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ebbtide import Case
 from ebbtide._api.estimate import capture_ahead
 from ebbtide.options import Options
-from ebbtide.planners.base import Problem, planner_named
+from ebbtide.planners.base import Problem
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.portfolio import moves_alone
+from ebbtide.planners.registry import planner_named
 from ebbtide.step.legality import check
 from ebbtide.step.machine import machine_named
 from ebbtide.step.simulate import overhead_of
 from ebbtide.step.unplanned import unplanned_bytes
-from ebbtide.zoo.densenet import densenet121
-from ebbtide.zoo.fcn import fcn8
 from ebbtide.zoo.hf import hf_bert, hf_t5
 from ebbtide.zoo.llama import LlamaSizes, llama
-from ebbtide.zoo.lstm_lm import lstm_lm
-from ebbtide.zoo.mobilenet import mobilenet
-from ebbtide.zoo.nmt import nmt
 from ebbtide.zoo.resnet import resnet50
-from ebbtide.zoo.segnet import segnet
 from ebbtide.zoo.unet import unet
-from ebbtide.zoo.vgg import vgg16
+from ebbtide_published.zoo.densenet import densenet121
+from ebbtide_published.zoo.fcn import fcn8
+from ebbtide_published.zoo.lstm_lm import lstm_lm
+from ebbtide_published.zoo.mobilenet import mobilenet
+from ebbtide_published.zoo.nmt import nmt
+from ebbtide_published.zoo.segnet import segnet
+from ebbtide_published.zoo.vgg import vgg16
 from harness.batched import with_link
 from harness.record import Row, at_most, holds
 

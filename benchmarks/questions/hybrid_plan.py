@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ebbtide import Case, Program
 from ebbtide._api.estimate import capture_ahead
 from ebbtide.options import Options
-from ebbtide.planners.base import Problem, planner_named
+from ebbtide.planners.base import Problem
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.portfolio import moves_alone
+from ebbtide.planners.registry import planner_named
 from ebbtide.step.legality import check
 from ebbtide.step.machine import Machine, machine_named
 from ebbtide.step.schedule import Schedule

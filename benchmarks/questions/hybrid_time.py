@@ -24,9 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ebbtide import Case
 from ebbtide._api.estimate import capture_ahead
 from ebbtide.options import Options
-from ebbtide.planners.base import Problem, Progress, planner_named
+from ebbtide.planners.base import Problem, Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.bounds import lane_bounds
+from ebbtide.planners.registry import planner_named
 from ebbtide.step.machine import machine_named
 from ebbtide.step.simulate import overhead_of
 from ebbtide.step.unplanned import unplanned_bytes

@@ -14,7 +14,7 @@ import torch
 
 import ebbtide
 from ebbtide.zoo import GPTConfig, gpt, resnet50
-from ebbtide.zoo.small import SMALL
+from ebbtide_published.zoo.small import SMALL
 from harness.measuring import Times
 from harness.record import Row, at_most
 from questions.zoo import CAUSES

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import ebbtide
 from ebbtide.zoo import GPTConfig, gpt
-from ebbtide.zoo.small import SMALL
+from ebbtide_published.zoo.small import SMALL
 from harness.grid import captured
 from harness.min_cut import budget_of, min_cut_compiled
 from harness.record import Row, at_most, holds

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ebbtide import Case
-from ebbtide.planners.base import moves_buffers
+from ebbtide.planners.registry import moves_buffers
 from ebbtide.step.machine import machine_named
 from ebbtide.zoo.gpt import GPT2_SMALL, gpt2_small
 from ebbtide.zoo.llama import llama_small

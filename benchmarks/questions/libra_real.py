@@ -26,7 +26,7 @@ from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.step.schedule import Offload
 from ebbtide.transfers.disk import disk_tier
 from ebbtide.transfers.links import this_machine
-from ebbtide.zoo.small import SMALL
+from ebbtide_published.zoo.small import SMALL
 from harness.grid import captured
 from harness.record import Row, at_most, holds
 from questions.zoo import CAUSES

@@ -12,25 +12,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ebbtide import Case, Program
-from ebbtide.planners.base import Problem, moves_buffers, planner_named
+from ebbtide.planners.base import Problem
 from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.registry import moves_buffers, planner_named
 from ebbtide.step.machine import machine_named
 from ebbtide.step.unplanned import unplanned_bytes
-from ebbtide.zoo.dcgan import dcgan
-from ebbtide.zoo.deepspeech import deepspeech2
-from ebbtide.zoo.densenet import densenet121
 from ebbtide.zoo.gpt import gpt2_small
 from ebbtide.zoo.hf import hf_bert
-from ebbtide.zoo.inception import inception_v3
 from ebbtide.zoo.llama import llama_small
-from ebbtide.zoo.lstm_lm import lstm_lm
-from ebbtide.zoo.mobilenet import mobilenet
-from ebbtide.zoo.nmt import nmt
 from ebbtide.zoo.resnet import resnet50
-from ebbtide.zoo.segnet import segnet
-from ebbtide.zoo.transformer import transformer_base
 from ebbtide.zoo.unet import unet
-from ebbtide.zoo.vgg import vgg16
+from ebbtide_published.zoo.dcgan import dcgan
+from ebbtide_published.zoo.deepspeech import deepspeech2
+from ebbtide_published.zoo.densenet import densenet121
+from ebbtide_published.zoo.inception import inception_v3
+from ebbtide_published.zoo.lstm_lm import lstm_lm
+from ebbtide_published.zoo.mobilenet import mobilenet
+from ebbtide_published.zoo.nmt import nmt
+from ebbtide_published.zoo.segnet import segnet
+from ebbtide_published.zoo.transformer import transformer_base
+from ebbtide_published.zoo.vgg import vgg16
 from harness.batched import captured, planned_above
 from harness.record import Row, at_most, holds
 

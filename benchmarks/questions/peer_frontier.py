@@ -35,7 +35,7 @@ import torch
 import ebbtide
 from ebbtide import Budget, Case, Plan
 from ebbtide.errors import BudgetError
-from ebbtide.planners.base import NEED_TIERS
+from ebbtide.planners.registry import needs_tiers
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.transfers.disk import disk_tier
 from ebbtide.transfers.links import this_machine
@@ -155,7 +155,7 @@ def _entrants(build: Build, quick: bool, planners: Sequence[str], directory: str
         _add_rewritten(entrants)
     if CHECKPOINT in entrants.ran:
         for planner in planners:
-            tiers = directory if planner in NEED_TIERS else None
+            tiers = directory if needs_tiers(planner) else None
             _add_planned(entrants, f"planner {planner}", planner, entrants.ran[CHECKPOINT].peak_bytes, tiers)
     return entrants
 

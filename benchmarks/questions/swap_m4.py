@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ebbtide._api.estimate import AheadStep
-from ebbtide.zoo.nmt import nmt
+from ebbtide_published.zoo.nmt import nmt
 from harness.batched import Batched, unplanned_peak
 from harness.record import Row, at_least
 from questions.swap_cells import (

@@ -19,11 +19,12 @@ from functools import partial
 
 from ebbtide import Case
 from ebbtide.step.machine import machine_named
-from ebbtide.zoo.dcgan import dcgan
-from ebbtide.zoo.inception import inception_v3
-from ebbtide.zoo.lstm_lm import lstm_lm
-from ebbtide.zoo.nmt import nmt
-from ebbtide.zoo.resnet import resnet50, resnet101, resnet200, resnet1001, resnet2000
+from ebbtide.zoo.resnet import resnet50, resnet101, resnet200
+from ebbtide_published.zoo.dcgan import dcgan
+from ebbtide_published.zoo.inception import inception_v3
+from ebbtide_published.zoo.lstm_lm import lstm_lm
+from ebbtide_published.zoo.nmt import nmt
+from ebbtide_published.zoo.resnet import resnet1001, resnet2000
 
 __all__ = ["CARD", "MB", "TABLES", "TOLERANCE", "Published"]
 

@@ -25,7 +25,7 @@ from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.transfers.disk import disk_tier
 from ebbtide.transfers.links import this_machine
-from ebbtide.zoo.small import SMALL
+from ebbtide_published.zoo.small import SMALL
 from harness.grid import Captured, captured
 from harness.record import Row, at_least, at_most, holds
 from questions.zoo import CAUSES

@@ -12,7 +12,7 @@ import torch
 import ebbtide
 from ebbtide.planners.search.smallest import forget_smallest
 from ebbtide.step.provenance import Planned
-from ebbtide.zoo.small import SMALL
+from ebbtide_published.zoo.small import SMALL
 from harness.record import Row, at_most, holds
 
 TITLE = "Plan cache: seconds that planning adds to capture, first and second start of the same script"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ebbtide.zoo.small import SMALL
+from ebbtide_published.zoo.small import SMALL
 from harness.record import Row
 from harness.verified import grid_rows
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide import Case, zoo
-from ebbtide.zoo import GPTConfig, TransformerConfig
+from ebbtide.zoo import GPTConfig
+from ebbtide_published.zoo.fcn import fcn8
+from ebbtide_published.zoo.mobilenet import mobilenet
+from ebbtide_published.zoo.transformer import TransformerConfig, transformer_base
 from suite.subject import Subject, checkpoint_lists
 
 __all__ = ["MODELS"]
@@ -52,13 +55,13 @@ MODELS: dict[str, Callable[[], Subject]] = {
     "chain-64": partial(_subject, _chain, ("layers",)),
     "gpt-12L": partial(_subject, partial(_gpt, 12, 0.0), ("blocks",)),
     "gpt-8L dropout": partial(_subject, partial(_gpt, 8, 0.1), ("blocks",)),
-    "mobilenet": partial(_subject, partial(zoo.mobilenet, 8, image=64, width=24, classes=10), ("features",)),
+    "mobilenet": partial(_subject, partial(mobilenet, 8, image=64, width=24, classes=10), ("features",)),
     "unet": partial(_subject, partial(zoo.unet, 2, image=96, width=16), ("down", "merge")),
     "bert-4L": partial(_subject, partial(zoo.hf_bert, 4, layers=4, **_HUGGING), ("layer",)),
     "llama-4L": partial(_subject, partial(zoo.hf_llama, 4, layers=4, **_HUGGING), ("layers",)),
-    "fcn8": partial(_subject, partial(zoo.fcn8, 2, image=128, width=16, hidden=64), ("stages",)),
+    "fcn8": partial(_subject, partial(fcn8, 2, image=128, width=16, hidden=64), ("stages",)),
     "transformer-2L": partial(
-        _subject, partial(zoo.transformer_base, 8, length=64, config=_TRANSFORMER), ("encoder", "decoder")
+        _subject, partial(transformer_base, 8, length=64, config=_TRANSFORMER), ("encoder", "decoder")
     ),
     "resnet50": partial(_subject, partial(zoo.resnet50, 4, image=64, width=16, classes=10), ("stages",)),
     "t5-2L": partial(_subject, partial(zoo.hf_t5, 4, layers=2, **_HUGGING), ("block",)),

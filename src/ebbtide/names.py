@@ -10,43 +10,100 @@ from typing import Any, TypeVar, cast
 
 from ebbtide.errors import UnknownArgument, UsageError
 
-__all__ = ["ZOO", "did_you_mean", "require_zoo_name", "with_known_keywords"]
+__all__ = [
+    "PUBLISHED_PLANNERS",
+    "PUBLISHED_ZOO",
+    "ZOO",
+    "ZOO_GROUP",
+    "brought",
+    "did_you_mean",
+    "how_to_install_published",
+    "require_zoo_name",
+    "with_known_keywords",
+    "zoo_names",
+]
 
 ZOO = (
-    "dcgan",
-    "deepspeech2",
-    "densenet121",
-    "fcn8",
     "gpt",
     "gpt2_small",
     "hf_bert",
     "hf_gpt2",
     "hf_llama",
     "hf_t5",
-    "inception_v3",
     "llama",
     "llama_70b",
     "llama_70b_lora",
     "llama_8b",
     "llama_small",
-    "lstm_lm",
     "mlp_chain",
+    "resnet101",
+    "resnet152",
+    "resnet200",
+    "resnet50",
+    "unet",
+)
+"""What ``zoo:NAME`` may name; here, so that who mistypes one is answered without importing the models and torch."""
+ZOO_GROUP = "ebbtide.zoo"
+"""The group of entry points by which other installed packages bring models: per name the function of its case."""
+PUBLISHED_ZOO = (
+    "dcgan",
+    "deepspeech2",
+    "densenet121",
+    "fcn8",
+    "inception_v3",
+    "lstm_lm",
     "mobilenet",
     "nmt",
     "nmt_luong",
     "resnet1001",
-    "resnet101",
-    "resnet152",
-    "resnet200",
     "resnet2000",
-    "resnet50",
     "segnet",
     "transformer_base",
-    "unet",
     "vgg16",
     "vgg19",
 )
-"""What ``zoo:NAME`` may name; here, so that who mistypes one is answered without importing the models and torch."""
+PUBLISHED_PLANNERS = (
+    "anneal",
+    "ap_greedy",
+    "ap_sqrt",
+    "capuchin",
+    "chain",
+    "checkmate",
+    "checkmate_free",
+    "checkmate_lp",
+    "checkmate_lp_pure",
+    "chen_greedy",
+    "chen_sqrt",
+    "echo",
+    "libra",
+    "linearized_greedy",
+    "linearized_sqrt",
+    "min_cut",
+    "per_block",
+    "retention",
+    "revolve",
+    "swap",
+    "tflms",
+)
+"""What the package ``ebbtide-published`` brings, so that who lacks it is told."""
+
+
+@functools.cache
+def brought(group: str) -> dict[str, str]:
+    """What other installed packages bring, by name: the values of their entry points of ``group``."""
+    from importlib.metadata import entry_points  # takes a tenth of a second
+
+    return {each.name: each.value for each in entry_points(group=group)}
+
+
+def how_to_install_published() -> str:
+    """How to get the published planners and the papers' models."""
+    return "they are the package ebbtide-published; from a checkout of Ebbtide: pip install ./published"
+
+
+def zoo_names() -> tuple[str, ...]:
+    """All that ``zoo:NAME`` may name here."""
+    return tuple(sorted({*ZOO, *brought(ZOO_GROUP)}))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -118,10 +175,12 @@ def require_zoo_name(name: str) -> None:
     Raises:
         UsageError: listing those there are.
     """
-    if name not in ZOO:
-        raise UsageError(
-            f"the zoo has no model {name!r}; it has: {', '.join(ZOO)}{did_you_mean(name, ZOO)}",
-            argument="case",
-            value=name,
-            accepted=ZOO,
-        )
+    if name in ZOO or name in brought(ZOO_GROUP):
+        return
+    known = zoo_names()
+    if name in PUBLISHED_ZOO:
+        why = f"{name!r} is one of the papers' models, which are not installed: {how_to_install_published()}"
+    else:
+        near = did_you_mean(name, (*known, *PUBLISHED_ZOO))
+        why = f"the zoo has no model {name!r}; it has: {', '.join(known)}{near}"
+    raise UsageError(why, argument="case", value=name, accepted=known)

@@ -20,8 +20,9 @@ from ebbtide.checks import flag, function, one_of, refusal, seconds, whole
 from ebbtide.clipping import Clipping, clipping_of
 from ebbtide.errors import UsageError
 from ebbtide.names import with_known_keywords
-from ebbtide.planners.base import DEFAULT_EFFORT, Interrupt, Progress, require_planner, require_tiers, silent
+from ebbtide.planners.base import DEFAULT_EFFORT, Interrupt, Progress, silent
 from ebbtide.planners.narration import aloud
+from ebbtide.planners.registry import require_planner, require_tiers
 from ebbtide.tiers import parse_tiers
 
 if TYPE_CHECKING:

@@ -35,8 +35,9 @@ from ebbtide.step.program import Program
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_schedule
 from ebbtide.units import Budget
-from ebbtide.zoo import GPTConfig, MobileNet, gpt
+from ebbtide.zoo import GPTConfig, gpt
 from ebbtide.zoo.small import SMALL
+from papers import paper_model
 
 aten = torch.ops.aten
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -382,9 +383,8 @@ def vit() -> Case:
 
 def short_mobilenet() -> Case:
     """The stem and two separable convolutions of it."""
-    case = SMALL["mobilenet"]()
-    model = case.model
-    assert isinstance(model, MobileNet)
+    case = paper_model("mobilenet", small=True)()
+    model: Any = case.model
     model.features, model.head = model.features[:7], nn.Linear(96, 10)
     return case
 
@@ -403,8 +403,8 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "vit": (vit, "efficient"),
     "mobilenet": (short_mobilenet, ""),
     "unet": (partial(SMALL["unet"], levels=2), ""),
-    "lstm_lm": (partial(SMALL["lstm_lm"], length=3), ""),
-    "nmt": (partial(SMALL["nmt"], length=2), "_thnn_fused_lstm_cell"),
+    "lstm_lm": (lambda: paper_model("lstm_lm", small=True)(length=3), ""),
+    "nmt": (lambda: paper_model("nmt", small=True)(length=2), "_thnn_fused_lstm_cell"),
 }
 QUICK = ("gpt", "hf_llama", "vit", "nmt")
 SLOW = ("hf_bert", "lstm_lm")  # the others are long

@@ -159,7 +159,7 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     assert complete("ebbtide plan --pla") == ["--planner"]
     assert complete("ebbtide plan --planner gre") == ["greedy"]
     assert complete("ebbtide plan --machine a100") == ["a100-40gb", "a100-80gb"]
-    assert complete("ebbtide plan zoo:mob") == ["zoo:mobilenet"]
+    assert complete("ebbtide plan zoo:mlp") == ["zoo:mlp_chain"]
     assert complete("ebbtide doctor --optimizer adamw") == ["adamw"]
 
 

@@ -266,12 +266,11 @@ def test_elapsed_time_ticks_while_nothing_is_told(monkeypatch: pytest.MonkeyPatc
     [
         ("plan zoo:mlp_chain --budget 60% --step inside", "--optimizer adamw --step inside"),
         ("plan zoo:mlp_chain --budget 60% --max-norm 1", "give --step inside and --optimizer besides"),
-        ("plan zoo:mlp_chain --budget 60% --planner swap", "give --tiers disk where the model is on CPU"),
         ("plan zoo:mlp_chain --budget 60% --tiers foo", "or none for no movement"),
         ("max-batch zoo:mlp_chain --budget 1MiB --overhead -1", "one-forward, or any"),
         ("max-batch zoo:mlp_chain --budget 60%", "for example --budget 16GiB"),
         ("plan zoo:gpt2 --budget 60%", "did you mean 'gpt2_small' or 'hf_gpt2'?"),
-        ("doctor zoo:mlp_chain --planner min_cut", "give --budget 60% besides"),
+        ("doctor zoo:mlp_chain --planner greedy", "give --budget 60% besides"),
         ("compare zoo:mlp_chain --budgets ,", "--budgets names none"),
     ],
 )

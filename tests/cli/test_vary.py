@@ -13,7 +13,9 @@ import ebbtide
 from ebbtide.case import Case
 from ebbtide.cli import app
 from ebbtide.errors import BudgetError, UsageError
-from ebbtide.zoo import MODELS, GPTConfig, build, gpt, lstm_lm, mlp_chain, sizes_of
+from ebbtide.names import zoo_names
+from ebbtide.zoo import GPTConfig, build, gpt, mlp_chain, sizes_of
+from papers import paper_model
 
 TINY = GPTConfig(vocabulary=64, length=16, layers=1, width=32, heads=2, dropout=0.0)
 
@@ -72,7 +74,7 @@ def test_the_greatest_length_is_found_where_ops_stay_and_bytes_do_not_grow_evenl
 @pytest.mark.slow
 def test_the_greatest_length_is_found_where_each_token_adds_ops() -> None:
     def make(length: int) -> Case:
-        return lstm_lm(4, vocabulary=16, width=8, layers=1, dropout=0.0, length=length)
+        return paper_model("lstm_lm")(4, vocabulary=16, width=8, layers=1, dropout=0.0, length=length)
 
     found = ebbtide.max_batch(make, budget=24_500, vary="length", options=ebbtide.Options(effort=100, progress=None))
     assert found.batch > 2
@@ -94,7 +96,7 @@ def test_what_does_not_fit_once_is_refused_by_its_name() -> None:
             ebbtide.max_batch(chain, budget="1GiB", vary=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", zoo_names())
 def test_every_model_says_its_sizes(name: str) -> None:
     sizes = sizes_of(name)
     assert sizes[0] in ("batch", "length")
@@ -105,7 +107,7 @@ def test_the_zoo_builds_by_size() -> None:
     assert build("mlp_chain", 8, layers=3).name.startswith("mlp_chain-3L")
     tokens, _ = build("gpt", 2, layers=1, length=8).args
     assert tokens.shape == (2, 8)
-    assert len(build("transformer_base", 1, layers=2, length=4).model.get_submodule("encoder")) == 2  # type: ignore[arg-type]
+    assert len(build("llama", 1, layers=2, length=4).model.get_submodule("blocks")) == 2  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="zoo:resnet50 has no layers to choose; it takes: batch"):
         build("resnet50", layers=3)
     with pytest.raises(UsageError, match="the zoo has no model"):

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT, PUBLISHED = (
+    tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for folder in ("", "published")
+)
 
 COME_ALONG = {"sympy", "llvmlite"}
 """Parts of torch's and numba's own interfaces: torch hands out sympy's symbols, numba takes llvmlite's."""
@@ -45,8 +48,10 @@ def test_a_core_dependency_is_imported(requirement: str) -> None:
 def test_every_requirement_has_its_exact_version_in_the_constraints() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {_name(line) for line in lines if "==" in line}
-    extras = PROJECT["optional-dependencies"]
-    needed = [*PROJECT["dependencies"], *(each for requirements in extras.values() for each in requirements)]
+    lists = [
+        each for one in (PROJECT, PUBLISHED) for each in (one["dependencies"], *one["optional-dependencies"].values())
+    ]
+    needed = [requirement for requirements in lists for requirement in requirements]
     missing = {_name(each).replace("-", "_") for each in needed} - {each.replace("-", "_") for each in pinned}
     assert missing <= {"ebbtide"}, f"constraints.txt lacks {missing}"
 

@@ -20,6 +20,7 @@ from ebbtide.cost.profile import profile_calls
 from ebbtide.step.machine import Machine, machine_named
 from ebbtide.step.program import Program
 from ebbtide.zoo.small import SMALL
+from papers import paper_model
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -65,8 +66,9 @@ def in_dtype(build: Callable[[], Case], dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt", "hf_bert", "hf_llama", "llama", "nmt", "lstm_lm", "resnet50", "unet"])
 def test_each_op_of_a_model_has_the_same_bytes(name: str, dtype: torch.dtype) -> None:
-    mapped = rows(program_of(in_dtype(SMALL[name], dtype), "cpu"))
-    true = rows(program_of(in_dtype(SMALL[name], dtype), "cuda"))
+    make = SMALL.get(name) or paper_model(name, small=True)
+    mapped = rows(program_of(in_dtype(make, dtype), "cpu"))
+    true = rows(program_of(in_dtype(make, dtype), "cuda"))
     for index, (mine, theirs) in enumerate(itertools.zip_longest(mapped, true)):
         assert mine == theirs, f"op {index}"
 

@@ -29,7 +29,7 @@ from ebbtide.optimizer.in_step.proof import prove_norms, prove_recompute_pass, p
 from ebbtide.optimizer.in_step.updates import PREFIX, updatable, updates_in, with_updates
 from ebbtide.options import Options
 from ebbtide.planners import planner_names
-from ebbtide.planners.base import NEED_TIERS
+from ebbtide.planners.registry import needs_tiers
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.step.legality import check
 from ebbtide.step.program import Program
@@ -132,7 +132,7 @@ def test_what_is_used_later_without_a_gradient_keeps_the_update_waiting() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [each for each in planner_names() if each not in NEED_TIERS])
+@pytest.mark.parametrize("name", [each for each in planner_names() if not needs_tiers(each)])
 def test_every_planner_gives_legal_schedules_of_steps_with_updates(name: str) -> None:
     model, *args = small_gpt(layers=1)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ebbtide._api.estimate import capture_ahead
 from ebbtide.options import Options
-from ebbtide.planners import Interrupt, Problem, planner_named
-from ebbtide.planners.bounds.cut_bound import CutModel, cut_bound, quick_bound
+from ebbtide.planners import Interrupt
+from ebbtide.planners.bounds.cut_bound import CutModel, quick_bound
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.orders import CapturedOrder, FreeOrder
@@ -72,17 +72,3 @@ def test_more_cuts_lower_the_linear_bound_of_a_transformer_only_where_spans_are_
     merged.merge()
     assert solved(plain, whole=False)[0] < 0.95 * one
     assert solved(merged, whole=False)[0] >= one - TOLERANCE
-
-
-@pytest.mark.slow
-def test_a_plan_that_fills_its_budget_to_the_byte_is_not_below_the_bound() -> None:
-    case = gpt(8, GPTConfig(vocabulary=8192, length=512, layers=4, width=512, heads=8, dropout=0.1))
-    program = capture_ahead(
-        case.model, case.args, case.kwargs, name="gpt", options=Options(machine="v100-16gb")
-    ).program
-    plan = planner_named("min_cut")(
-        Problem(program, 4 * simulate(program, unplanned_schedule(program)).above_bytes // 5)
-    )
-    assert plan.schedule is not None
-    timeline = simulate(program, plan.schedule)
-    assert cut_bound(program, timeline.above_bytes).bound <= timeline.seconds / program.seconds - 1.0

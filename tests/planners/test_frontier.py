@@ -196,7 +196,7 @@ def test_progress_of_several_plans_says_which_is_made() -> None:
 
 @pytest.mark.slow
 def test_a_table_of_measured_plans_says_what_its_bounds_are_of() -> None:
-    rows = [row_of("chain", each).measured(1, 0.01) for each in outcomes(["45%"], ["auto", "checkmate"], chain(6))]
+    rows = [row_of("chain", each).measured(1, 0.01) for each in outcomes(["45%"], ["auto", "auto_free"], chain(6))]
     assert all(row.bound is not None and row.bound > 0.01 for row in rows)
     stream = StringIO()
     write_rows(rows, stream)
@@ -256,7 +256,7 @@ def graph_file(folder: Path) -> Path:
 
 def test_compare_prints_a_table_and_a_list(tmp_path: Path) -> None:
     path = str(graph_file(tmp_path))
-    options = ["--budgets", "100%,70%", "--planners", "auto,keep_all,checkmate"]
+    options = ["--budgets", "100%,70%", "--planners", "auto,keep_all,greedy"]
     text = CliRunner().invoke(app, ["compare", path, *options])
     assert text.exit_code == 0
     assert "small within" in text.stdout
@@ -314,11 +314,11 @@ def test_max_batch_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["plan"]["overhead"] <= 0.3
     graph = CliRunner().invoke(app, ["max-batch", str(graph_file(tmp_path)), "--budget", "1GiB"])
     assert "has a fixed batch" in graph.stderr
-    limit = CliRunner().invoke(app, ["max-batch", "zoo:vgg16", "--budget", "1GiB", "--overhead", "much"])
+    limit = CliRunner().invoke(app, ["max-batch", "zoo:resnet50", "--budget", "1GiB", "--overhead", "much"])
     assert "accepted: one-forward" in limit.stderr
 
 
-@pytest.mark.parametrize("planner", ["auto", "greedy", "checkmate", "checkmate_lp", "chain", "anneal", "chen_greedy"])
+@pytest.mark.parametrize("planner", ["auto", "auto_free", "greedy"])
 def test_a_limit_too_short_for_any_plan_gives_one_all_the_same(planner: str) -> None:
     options = PlanningOptions(planner=planner, time_limit_seconds=0.0)
     found = make_plan(PROGRAM, Budget.parse("60%"), resident_bytes=0, options=options)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import BudgetError, UsageError
-from ebbtide.planners.base import Interrupt, Problem, Status, planner_named
+from ebbtide.planners.base import Interrupt, Problem, Status
 from ebbtide.planners.hybrid.portfolio import moves_alone
+from ebbtide.planners.registry import planner_named
 from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.planning.cache import PlanCache
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
@@ -142,7 +143,7 @@ def test_plans_with_and_without_tiers_are_cached_apart(tmp_path: Path):
         assert plan.tiers == each.tiers
 
 
-@pytest.mark.parametrize("planner", ["greedy", "per_block", "least_memory"])
+@pytest.mark.parametrize("planner", ["greedy", "auto_free", "least_memory"])
 def test_other_planners_leave_tiers_alone(planner: str):
     program, card = layers(12), machine(10.0)
     options = PlanningOptions(machine=card, tiers=("host",), planner=planner, effort=500)

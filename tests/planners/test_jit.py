@@ -20,8 +20,8 @@ def test_a_file_of_other_sources_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> N
 
     first = jit.inner(three)
     kept = first._cache._cache_file._source_stamp  # type: ignore[attr-defined]
-    assert kept[1] == jit.sources_digest()
-    monkeypatch.setattr(jit, "sources_digest", lambda: "another")
+    assert kept[1] == jit.sources_digest(Path(__file__).parent)
+    monkeypatch.setattr(jit, "sources_digest", lambda own: "another")
     second = jit.inner(three)
     assert second._cache._cache_file._source_stamp != kept  # type: ignore[attr-defined]
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.planners.base import Answer, Interrupt, Problem, Status, planner_named
+from ebbtide.planners.base import Interrupt, Problem
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid import bounds, portfolio
+from ebbtide.planners.registry import planner_named
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.smallest import _descended
 from ebbtide.step.legality import check
@@ -60,22 +61,6 @@ def test_starts_with_slower_lanes_make_no_plan_worse(rate: float, monkeypatch: p
     assert "cut relaxation with slower lanes" not in told
     monkeypatch.setattr(portfolio, "LARGE_OPS", 10)
     assert overhead() <= without + 1e-12
-
-
-def test_where_nothing_fits_published_planners_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = layered(20, sizes=[100, 60, 140, 80] * 5, seconds=[1.0, 0.3, 2.0, 0.7] * 5)
-    machine, budget = linked(0.6), int(0.3 * unplanned_bytes(program))
-    problem = Problem(program, budget, machine=machine, tiers=("host",), effort=300)
-    recompute = Answer(Status.TIME_LIMIT, None)
-    monkeypatch.setattr(portfolio._Found, "start_from", lambda *args, **kwargs: None)  # as where work runs out
-    schedule = portfolio.hybrid(problem, recompute).schedule
-    assert schedule is not None
-    assert not check(program, schedule, budget, machine.links)
-    for name in portfolio.PUBLISHED:
-        other = planner_named(name)(problem).schedule
-        assert other is None or overhead_of(program, schedule, machine) <= overhead_of(program, other, machine)
-    monkeypatch.setattr(portfolio, "PUBLISHED", ())
-    assert portfolio.hybrid(problem, recompute).schedule is None
 
 
 def test_a_large_program_has_more_work_for_its_repairs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from ebbtide.planners.reductions.starts import linear_start
 from ebbtide.planners.search.interval_state import IntervalState, reruns_of
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.simulate import simulate
-from ebbtide.zoo import GPTConfig, gpt, lstm_lm
+from ebbtide.zoo import GPTConfig, gpt
+from papers import paper_model
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ def layers(count: int) -> Program:
 
 @functools.cache
 def steps(count: int) -> Program:
-    case = lstm_lm(2, vocabulary=32, length=count, width=8)
+    case = paper_model("lstm_lm")(2, vocabulary=32, length=count, width=8)
     return capture_ahead(case.model, case.args, case.kwargs, options=Options(machine="v100-16gb")).program
 
 

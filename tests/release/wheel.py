@@ -27,7 +27,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 DIST = ROOT / "dist"
 IN_ARCHIVE = (
-    "src/ebbtide/py.typed", "src/ebbtide/step/machines.toml", "tests/conftest.py", "docs/api.md",
+    "src/ebbtide/py.typed", "src/ebbtide/step/machines.toml", "conftest.py", "docs/api.md",
+    "published/pyproject.toml", "published/src/ebbtide_published/py.typed", "published/tests",
     "benchmarks/path.py", "benchmarks/results/path.json", "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md",
     "CITATION.cff", "CONTRIBUTING.md", "Makefile", "constraints.txt", "pyproject.toml",
 )  # fmt: skip

@@ -17,7 +17,7 @@ from functools import partial
 from ebbtide._api.estimate import AheadStep
 from ebbtide.errors import BudgetError
 from ebbtide.planners import Interrupt, Progress
-from ebbtide.planners.base import finds_smallest
+from ebbtide.planners.registry import finds_smallest
 from ebbtide.planning.alternatives import Alternative, Costed
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.report.plan import Plan

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbtide.errors import UsageError
-from ebbtide.names import ZOO, did_you_mean
+from ebbtide.names import did_you_mean, zoo_names
 from ebbtide.options import REWRITES, STEPS, no_optimizer
 from ebbtide.planners import planner_names
 from ebbtide.tiers import TIERS
@@ -84,7 +84,7 @@ def _machine_names() -> Iterable[str]:
 
 
 def _case_names() -> Iterable[str]:
-    return [f"zoo:{name}" for name in ZOO]
+    return [f"zoo:{name}" for name in zoo_names()]
 
 
 CaseName = Annotated[

@@ -45,7 +45,7 @@ from ebbtide.cli.output import check_page, check_picture, save_frontier, save_re
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import UsageError
 from ebbtide.options import DEFAULT_EFFORT, Options
-from ebbtide.planners.base import require_planner
+from ebbtide.planners.registry import require_planner
 from ebbtide.planners.settings import several_planners
 from ebbtide.step.machine import is_elsewhere
 from ebbtide.units import Budget
@@ -198,8 +198,7 @@ def _planned(
 
 def _names(planners: str, *, moving: bool) -> list[str]:
     """The planners asked for; of ``all``, those that are installed, and without tiers those that need none."""
-    from ebbtide.planners import missing_package, planner_named, planner_names
-    from ebbtide.planners.base import NEED_TIERS
+    from ebbtide.planners.registry import missing_package, needs_tiers, planner_named, planner_names
 
     if planners != "all":
         names = several_planners(planners)
@@ -209,7 +208,7 @@ def _names(planners: str, *, moving: bool) -> list[str]:
     for name in planner_names():
         if missing := missing_package(name):
             print(f"left out: {missing}", file=sys.stderr)
-    return [name for name in planner_names() if not missing_package(name) and (moving or name not in NEED_TIERS)]
+    return [name for name in planner_names() if not missing_package(name) and (moving or not needs_tiers(name))]
 
 
 def _tried(

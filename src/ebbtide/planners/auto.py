@@ -13,10 +13,7 @@
 5. Annealing from the best, in rounds; they end once the bound is near. On programs of up to two hundred ops a round
    goes to each of the two next best start points, if it is still far.
 6. On programs of some tens of ops, what is left of the solver's work goes to the whole model (``exact``).
-7. On programs of up to three hundred ops the other planners of the class are asked as well, so that none of them is
-   better (``finalists``).
-
-8. Where buffers may be moved, the answer so far is a start point of ``hybrid.portfolio``.
+7. Where buffers may be moved, the answer so far is a start point of ``hybrid.portfolio``.
 
 A move costs time in proportion to the ops, so on large programs fewer are made: effort buys about the same time.
 """
@@ -25,24 +22,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.planners.base import (
-    DEFAULT_EFFORT,
-    FREE_ORDER,
-    LARGE_OPS,
-    PROGRAM_ORDER,
-    Answer,
-    Problem,
-    Status,
-    planner,
-)
+from ebbtide.planners.base import DEFAULT_EFFORT, FREE_ORDER, LARGE_OPS, PROGRAM_ORDER, Answer, Problem, Status
 from ebbtide.planners.bounds.cut_bound import WORK, CutBound, cut_bounds, quick_bound
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.chains.plan import start_from_paths
-from ebbtide.planners.finalists import best_of_class
 from ebbtide.planners.keep_all import keep_all
 from ebbtide.planners.reductions.coarse_starts import coarse_starts
 from ebbtide.planners.reductions.proxy import Proxy, proxy_of
 from ebbtide.planners.reductions.starts import linear_start, start_from_proxy, start_quickly
+from ebbtide.planners.registry import planner
 from ebbtide.planners.search.exact import start_from_model
 from ebbtide.planners.search.greedy import PROVEN, Found, checked, seeds_of, start_from
 from ebbtide.planners.search.interval_state import reruns_of
@@ -70,11 +58,11 @@ DEEP_OVERHEAD = 0.25  # beyond this the descent is tried too: recomputation chai
 def auto(problem: Problem) -> Answer:
     """The best of several starts, improved within the effort, with a proven bound."""
     if not problem.links:
-        return best_of_class(problem, portfolio(problem))
+        return portfolio(problem)
     from ebbtide.planners.hybrid.portfolio import hybrid  # compiled code that is not needed otherwise
 
     alone = replace(problem, tiers=(), seeds=tuple(each for each in problem.seeds if not each.moves))
-    return best_of_class(problem, hybrid(problem, best_of_class(alone, portfolio(alone))))
+    return hybrid(problem, portfolio(alone))
 
 
 def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:

@@ -14,13 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ebbtide.planners.auto import portfolio
-from ebbtide.planners.base import FREE_ORDER, Answer, Problem, Status, planner
+from ebbtide.planners.base import FREE_ORDER, Answer, Problem, Status
 from ebbtide.planners.keep_all import keep_all
-from ebbtide.planners.published.fastsa import HOT, OVER, WARM, RunSequence, search
 from ebbtide.planners.reductions.reorder import reorder
+from ebbtide.planners.registry import planner
 from ebbtide.planners.search.greedy import PROVEN, Found, assert_within, start_from
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.orders import FreeOrder, first_runs
+from ebbtide.planners.search.run_sequence import HOT, OVER, WARM, RunSequence, anneal_sequence
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import overhead_of, simulate
@@ -84,7 +85,7 @@ def auto_free(problem: Problem) -> Answer:
         sequence = RunSequence(program, problem.above_budget_bytes)
         if sequence.load(best.schedule.computes):
             sequence.keep_if_best()
-            search(sequence, problem, round(POLISH * moves), problem.seed, over=0.0, hot=WARM)
+            anneal_sequence(sequence, problem, round(POLISH * moves), problem.seed, over=0.0, hot=WARM)
             best.offer(_scheduled(program, sequence))
     return _answer(best)
 
@@ -107,7 +108,7 @@ def _best_order(best: _Best, moves: float) -> list[int | None] | None:
             break
         sequence = RunSequence(program, problem.above_budget_bytes)
         sequence.load(chosen if chosen is not None and turn % 2 else unplanned_schedule(program).computes)
-        search(sequence, problem, round(share * moves), problem.seed + turn, over=OVER, hot=HOT)
+        anneal_sequence(sequence, problem, round(share * moves), problem.seed + turn, over=OVER, hot=HOT)
         schedule = _scheduled(program, sequence)
         best.offer(schedule)
         order = first_runs(sequence.order() if schedule is None else schedule.computes)

@@ -1,24 +1,19 @@
 """The contract of a planner: a pure function from a program and a budget to a schedule.
 
-One algorithm per file; a planner registers itself under its name with :func:`planner` and is found by
-:func:`planner_named`. A planner may assume a valid program with costs, must never return a schedule that is
-illegal or over its budget (status ``FEASIBLE`` or ``OPTIMAL`` promises both), and must return its best so far
-when its effort, its time limit or Ctrl-C ends it. It never prints: it reports through ``Problem.progress``.
+One algorithm per file; a planner registers itself under its name (``planners/registry.py``). A planner may assume a
+valid program with costs, must never return a schedule that is illegal or over its budget (status ``FEASIBLE`` or
+``OPTIMAL`` promises both), and must return its best so far when its effort, its time limit or Ctrl-C ends it. It never
+prints: it reports through ``Problem.progress``.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.errors import UsageError
-from ebbtide.names import did_you_mean
-from ebbtide.planners.settings import base_name, has_settings, settings_from
 from ebbtide.step.status import Status
 from ebbtide.units import format_bytes, format_gap, format_percent
 
@@ -31,24 +26,13 @@ __all__ = [
     "AS_CAPTURED",
     "DEFAULT_EFFORT",
     "FREE_ORDER",
-    "HOMES",
     "LARGE_OPS",
-    "NEED_TIERS",
     "PROGRAM_ORDER",
     "Answer",
     "Interrupt",
-    "Planner",
     "Problem",
     "Progress",
     "Status",
-    "finds_smallest",
-    "missing_package",
-    "moves_buffers",
-    "planner",
-    "planner_named",
-    "planner_names",
-    "require_planner",
-    "require_tiers",
     "silent",
     "tiers_order",
 ]
@@ -231,177 +215,3 @@ class Answer:
     bound: float | None = None
     bound_class: str = ""
     notes: dict[str, str] = field(default_factory=dict[str, str])
-
-
-Planner = Callable[[Problem], Answer]
-
-HOMES = {
-    "anneal": "ebbtide.planners.published.fastsa",
-    "ap_greedy": "ebbtide.planners.published.chen",
-    "ap_sqrt": "ebbtide.planners.published.chen",
-    "auto": "ebbtide.planners.auto",
-    "auto_free": "ebbtide.planners.auto_free",
-    "capuchin": "ebbtide.planners.published.capuchin",
-    "chain": "ebbtide.planners.published.rotor",
-    "checkmate": "ebbtide.planners.published.checkmate",
-    "checkmate_free": "ebbtide.planners.published.checkmate",
-    "checkmate_lp": "ebbtide.planners.published.checkmate_lp",
-    "checkmate_lp_pure": "ebbtide.planners.published.checkmate_lp",
-    "chen_greedy": "ebbtide.planners.published.chen",
-    "chen_sqrt": "ebbtide.planners.published.chen",
-    "echo": "ebbtide.planners.published.echo",
-    "greedy": "ebbtide.planners.search.greedy",
-    "keep_all": "ebbtide.planners.keep_all",
-    "least_memory": "ebbtide.planners.search.smallest",
-    "libra": "ebbtide.planners.published.libra",
-    "linearized_greedy": "ebbtide.planners.published.chen",
-    "linearized_sqrt": "ebbtide.planners.published.chen",
-    "min_cut": "ebbtide.planners.published.min_cut",
-    "per_block": "ebbtide.planners.published.per_block",
-    "retention": "ebbtide.planners.published.moccasin",
-    "revolve": "ebbtide.planners.published.revolve",
-    "swap": "ebbtide.planners.published.swap",
-    "tflms": "ebbtide.planners.published.tflms",
-}
-"""Per planner of this package its module, imported when it is first asked for: most need numba, some a solver."""
-
-NEED_TIERS = frozenset({"capuchin", "libra", "swap", "tflms"})
-"""Planners of :data:`HOMES` whose plans are about moving buffers: entry points refuse them where there is no tier."""
-
-_REGISTRY: dict[str, Planner] = {}
-_SETTINGS: dict[str, type[Any]] = {}
-_NEEDS: dict[str, str] = {}  # per planner that needs one: a package that is not of the core install
-_FIND_SMALLEST: set[str] = set()
-_MOVE: set[str] = set()
-
-
-def planner(
-    name: str,
-    *,
-    module: str = "",
-    finds_smallest: bool = False,
-    moves: bool = False,
-    settings: type[Any] | None = None,
-) -> Callable[[Planner], Planner]:
-    """Register a planner.
-
-    Args:
-        name: what ``planner=`` calls it.
-        module: one that it imports and that may not be installed.
-        finds_smallest: whether it looks for the schedule of least memory itself where the budget is deep; others
-            are given that schedule as a seed.
-        moves: whether it moves buffers to the problem's tiers; others only recompute.
-        settings: a dataclass of what may follow its name (``planners/settings.py``).
-    """
-
-    def register(function: Planner) -> Planner:
-        assert name not in _REGISTRY, f"two planners are named {name}"
-        _REGISTRY[name] = function
-        if module:
-            _NEEDS[name] = module
-        if finds_smallest:
-            _FIND_SMALLEST.add(name)
-        if moves:
-            _MOVE.add(name)
-        if settings is not None:
-            _SETTINGS[name] = settings
-        return function
-
-    return register
-
-
-def planner_names() -> list[str]:
-    """Names that ``planner=`` knows."""
-    return sorted({*HOMES, *_REGISTRY})
-
-
-def finds_smallest(name: str) -> bool:
-    """Whether planner ``name`` needs no seed to find a plan at the smallest workable budget."""
-    return _loaded(name) in _FIND_SMALLEST
-
-
-def moves_buffers(name: str) -> bool:
-    """Whether planner ``name`` moves buffers to the tiers that it is given."""
-    return _loaded(name) in _MOVE
-
-
-def missing_package(name: str) -> str:
-    """How to install what planner ``name`` needs and is not there; empty if nothing is missing."""
-    name = _loaded(name)
-    module = _NEEDS.get(name, "")
-    if not module or importlib.util.find_spec(module) is not None:
-        return ""
-    return f"planner {name!r} needs {module}, which is not installed: pip install {module}"
-
-
-def require_planner(name: object) -> None:
-    """Refuse a name that no planner has, and settings that it does not take; imports none that is given no settings.
-
-    Raises:
-        UsageError: listing the names there are, or the settings.
-    """
-    base = base_name(name) if isinstance(name, str) else ""
-    if not isinstance(name, str) or (base not in HOMES and base not in _REGISTRY):
-        near = did_you_mean(base, planner_names()) if isinstance(name, str) else ""
-        raise UsageError(
-            f"planner {name!r} does not exist; accepted: {', '.join(planner_names())}{near}",
-            argument="planner",
-            value=name,
-            accepted=planner_names(),
-        )
-    if has_settings(name):
-        settings_from(name, _SETTINGS.get(_loaded(name)))
-
-
-def require_tiers(name: str, tiers: Sequence[object], machine: object, links: Sequence[str] | None) -> None:
-    """Refuse a planner that moves buffers where there is no tier to move them to.
-
-    Args:
-        name: of a planner.
-        tiers: that are given.
-        machine: its name; ``None`` for the one at hand.
-        links: the tiers to which that one has links, if known.
-
-    Raises:
-        UsageError: naming the machine, and what it has links to.
-    """
-    if tiers or base_name(name) not in NEED_TIERS:
-        return
-    what = "this machine" if machine is None else f"machine {machine!r}"
-    if links:
-        said = f"{what} has a link to {' and '.join(links)}: give tiers={links[0]!r}"
-    elif links is None:
-        said = f"none is given for {what}: give tiers='disk' where the model is on CPU, tiers='host' for a card"
-    else:
-        said = f"{what} has no link"
-    raise UsageError(
-        f"planner {name!r} moves buffers and needs a tier to move them to; {said}, or use planner='auto'",
-        argument="tiers",
-        value=None,
-        accepted=tuple(links or ()),
-    )
-
-
-def planner_named(name: str) -> Planner:
-    """The planner ``name``, with the settings that follow its name.
-
-    Raises:
-        UsageError: if there is none, listing those there are, or if a package that it needs is not installed, or for
-            settings that it does not take.
-    """
-    require_planner(name)
-    if missing := missing_package(name):
-        raise UsageError(missing, argument="planner", value=name)
-    function = _REGISTRY[base_name(name)]
-    if not has_settings(name):
-        return function
-    settings = settings_from(name, _SETTINGS.get(base_name(name)))
-    return lambda problem: function(replace(problem, settings=settings))
-
-
-def _loaded(name: str) -> str:
-    """The planner's name alone, once its module is imported."""
-    name = base_name(name)
-    if name not in _REGISTRY and name in HOMES:
-        importlib.import_module(HOMES[name])
-    return name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ebbtide.planners.base import PROGRAM_ORDER, Answer, Problem, Status, planner
+from ebbtide.planners.base import PROGRAM_ORDER, Answer, Problem, Status
+from ebbtide.planners.registry import planner
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 
 __all__ = ["keep_all"]

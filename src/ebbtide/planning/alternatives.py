@@ -23,9 +23,10 @@ from functools import cached_property
 from typing import overload
 
 from ebbtide.errors import BudgetError
-from ebbtide.planners.base import Problem, planner_named
+from ebbtide.planners.base import Problem
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.floor import floor_with_tiers
+from ebbtide.planners.registry import planner_named
 from ebbtide.planners.search.smallest import note_alike
 from ebbtide.report.plan import Plan
 from ebbtide.step.machine import Link

@@ -10,10 +10,11 @@ from functools import partial
 from ebbtide.errors import BudgetError, UsageError
 from ebbtide.options import Options
 from ebbtide.planners import Interrupt, Problem, Progress, Status, planner_named
-from ebbtide.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, finds_smallest, moves_buffers, silent
+from ebbtide.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, silent
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.floor import floor_with_tiers
 from ebbtide.planners.narration import interruption_noted
+from ebbtide.planners.registry import finds_smallest, moves_buffers
 from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.planning.alternatives import Alternative, Hints, best_of
 from ebbtide.planning.cache import CachedAnswer, PlanCache

@@ -1,4 +1,4 @@
-"""Models of the papers and of today, sized by arguments. ``zoo:NAME`` on the command line.
+"""Models to plan for, sized by arguments: ``zoo:NAME`` on the command line. Other packages may bring more.
 
 Each entry of :data:`MODELS` is called with its batch, or with nothing for its default, and returns a case whose
 forward gives the loss; ``llama_8b``, ``llama_70b`` and ``llama_70b_lora`` have one sequence and take its length. Many
@@ -9,86 +9,48 @@ Everything is written here but ``hf_*``, which need ``transformers``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Protocol
 
 from ebbtide.case import Case
 from ebbtide.errors import UsageError
-from ebbtide.names import require_zoo_name
-from ebbtide.zoo.dcgan import DCGAN, dcgan
-from ebbtide.zoo.deepspeech import DeepSpeech2, deepspeech2
-from ebbtide.zoo.densenet import DenseNet, densenet121
-from ebbtide.zoo.fcn import FCN8, fcn8
+from ebbtide.names import ZOO_GROUP, brought, require_zoo_name
 from ebbtide.zoo.gpt import GPT, GPTConfig, gpt, gpt2_small
 from ebbtide.zoo.hf import hf_bert, hf_gpt2, hf_llama, hf_t5
-from ebbtide.zoo.inception import InceptionV3, inception_v3
 from ebbtide.zoo.llama import Llama, LlamaSizes, llama, llama_8b, llama_70b, llama_70b_lora, llama_small
-from ebbtide.zoo.lstm_lm import LSTMLanguageModel, lstm_lm
 from ebbtide.zoo.mlp_chain import MLPChain, mlp_chain
-from ebbtide.zoo.mobilenet import MobileNet, mobilenet
-from ebbtide.zoo.nmt import NMT, NMTConfig, nmt, nmt_luong
-from ebbtide.zoo.resnet import ResNet, resnet50, resnet101, resnet152, resnet200, resnet1001, resnet2000
-from ebbtide.zoo.segnet import SegNet, segnet
+from ebbtide.zoo.resnet import ResNet, resnet50, resnet101, resnet152, resnet200
 from ebbtide.zoo.sizes import parameters_of
-from ebbtide.zoo.transformer import Transformer, TransformerConfig, transformer_base
 from ebbtide.zoo.unet import UNet, unet
-from ebbtide.zoo.vgg import VGG, vgg16, vgg19
 
 __all__ = [
-    "DCGAN",
-    "FCN8",
     "GPT",
     "MODELS",
-    "NMT",
-    "VGG",
-    "DeepSpeech2",
-    "DenseNet",
     "GPTConfig",
-    "InceptionV3",
-    "LSTMLanguageModel",
     "Llama",
     "LlamaSizes",
     "MLPChain",
-    "MobileNet",
-    "NMTConfig",
     "ResNet",
-    "SegNet",
-    "Transformer",
-    "TransformerConfig",
     "UNet",
     "build",
-    "dcgan",
-    "deepspeech2",
-    "densenet121",
-    "fcn8",
     "gpt",
     "gpt2_small",
     "hf_bert",
     "hf_gpt2",
     "hf_llama",
     "hf_t5",
-    "inception_v3",
     "llama",
     "llama_8b",
     "llama_70b",
     "llama_70b_lora",
     "llama_small",
-    "lstm_lm",
     "mlp_chain",
-    "mobilenet",
-    "nmt",
-    "nmt_luong",
     "resnet50",
     "resnet101",
     "resnet152",
     "resnet200",
-    "resnet1001",
-    "resnet2000",
-    "segnet",
     "sizes_of",
-    "transformer_base",
     "unet",
-    "vgg16",
-    "vgg19",
 ]
 
 
@@ -99,38 +61,23 @@ class Model(Protocol):
 
 
 MODELS: dict[str, Model] = {
-    "dcgan": dcgan,
-    "deepspeech2": deepspeech2,
-    "densenet121": densenet121,
-    "fcn8": fcn8,
     "gpt": gpt,
     "gpt2_small": gpt2_small,
     "hf_bert": hf_bert,
     "hf_gpt2": hf_gpt2,
     "hf_llama": hf_llama,
     "hf_t5": hf_t5,
-    "inception_v3": inception_v3,
     "llama": llama,
     "llama_70b": llama_70b,
     "llama_70b_lora": llama_70b_lora,
     "llama_8b": llama_8b,
     "llama_small": llama_small,
-    "lstm_lm": lstm_lm,
     "mlp_chain": mlp_chain,
-    "mobilenet": mobilenet,
-    "nmt": nmt,
-    "nmt_luong": nmt_luong,
-    "resnet1001": resnet1001,
     "resnet101": resnet101,
     "resnet152": resnet152,
     "resnet200": resnet200,
-    "resnet2000": resnet2000,
     "resnet50": resnet50,
-    "segnet": segnet,
-    "transformer_base": transformer_base,
     "unet": unet,
-    "vgg16": vgg16,
-    "vgg19": vgg19,
 }
 
 
@@ -142,8 +89,7 @@ def sizes_of(name: str) -> tuple[str, ...]:
     Raises:
         UsageError: if the zoo has no such model.
     """
-    require_zoo_name(name)
-    return tuple(parameters_of(MODELS[name]))
+    return tuple(parameters_of(model_named(name)))
 
 
 def build(name: str, size: int | None = None, **sizes: int) -> Case:
@@ -158,8 +104,8 @@ def build(name: str, size: int | None = None, **sizes: int) -> Case:
         UsageError: if the zoo has no such model, listing those it has, if a package that it needs is missing, or for a
             size that the model does not have.
     """
-    require_zoo_name(name)
-    known = parameters_of(MODELS[name])
+    model = model_named(name)
+    known = parameters_of(model)
     for each in sizes:
         if each not in known:
             raise UsageError(
@@ -168,6 +114,18 @@ def build(name: str, size: int | None = None, **sizes: int) -> Case:
                 value=sizes[each],
                 accepted=tuple(known),
             )
-    model: Callable[..., Case] = MODELS[name]
     given = {known[each]: value for each, value in sizes.items()}
     return model(**given) if size is None else model(size, **given)
+
+
+def model_named(name: str) -> Callable[..., Case]:
+    """The function of :data:`MODELS`, or the one that another package brings under this name.
+
+    Raises:
+        UsageError: if the zoo has no such model, listing those it has.
+    """
+    require_zoo_name(name)
+    if name in MODELS:
+        return MODELS[name]
+    module, _, function = brought(ZOO_GROUP)[name].partition(":")
+    return getattr(import_module(module), function)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ebbtide.case import Case
 from ebbtide.zoo.inputs import ImageSize, image_batch, integers
 
-__all__ = ["ResNet", "resnet50", "resnet101", "resnet152", "resnet200", "resnet1001", "resnet2000"]
+__all__ = ["ResNet", "resnet50", "resnet101", "resnet152", "resnet200", "resnet_case"]
 
 _EXPANSION = 4  # outputs of a bottleneck per inner channel (He et al. 2016, figure 5)
 
@@ -80,49 +80,26 @@ class ResNet(nn.Module):
 
 def resnet50(batch: int = 4, *, image: ImageSize = 128, width: int = 64, classes: int = 1000) -> Case:
     """A training call of ResNet-50 on ``batch`` random images of ``image`` pixels; the paper's are 224 x 224."""
-    return _case("resnet50", (3, 4, 6, 3), batch, image, width, classes)
+    return resnet_case("resnet50", (3, 4, 6, 3), batch, image, width, classes)
 
 
 def resnet101(batch: int = 4, *, image: ImageSize = 128, width: int = 64, classes: int = 1000) -> Case:
     """A training call of ResNet-101 on ``batch`` random images of ``image`` pixels; the paper's are 224 x 224."""
-    return _case("resnet101", (3, 4, 23, 3), batch, image, width, classes)
+    return resnet_case("resnet101", (3, 4, 23, 3), batch, image, width, classes)
 
 
 def resnet152(batch: int = 4, *, image: ImageSize = 128, width: int = 64, classes: int = 1000) -> Case:
     """A training call of ResNet-152 on ``batch`` random images of ``image`` pixels; the paper's are 224 x 224."""
-    return _case("resnet152", (3, 8, 36, 3), batch, image, width, classes)
+    return resnet_case("resnet152", (3, 8, 36, 3), batch, image, width, classes)
 
 
 def resnet200(batch: int = 4, *, image: ImageSize = 128, width: int = 64, classes: int = 1000) -> Case:
     """A training call of ResNet-200 (He et al. 2016, "Identity Mappings", section 5) with the blocks of the others."""
-    return _case("resnet200", (3, 24, 36, 3), batch, image, width, classes)
+    return resnet_case("resnet200", (3, 24, 36, 3), batch, image, width, classes)
 
 
-def resnet1001(
-    batch: int = 1,
-    *,
-    image: ImageSize = 128,
-    width: int = 64,
-    classes: int = 1000,
-    blocks: tuple[int, ...] = (6, 32, 289, 6),
-) -> Case:
-    """A training call of a ResNet of 1001 layers; how blocks are spread is that of SuperNeurons (PPoPP 2018, 4.1)."""
-    return _case("resnet1001", blocks, batch, image, width, classes)
-
-
-def resnet2000(
-    batch: int = 1,
-    *,
-    image: ImageSize = 128,
-    width: int = 64,
-    classes: int = 1000,
-    blocks: tuple[int, ...] = (6, 32, 622, 6),
-) -> Case:
-    """A training call of a ResNet of 2000 layers, spread as in :func:`resnet1001`."""
-    return _case("resnet2000", blocks, batch, image, width, classes)
-
-
-def _case(name: str, blocks: tuple[int, ...], batch: int, image: ImageSize, width: int, classes: int) -> Case:
+def resnet_case(name: str, blocks: tuple[int, ...], batch: int, image: ImageSize, width: int, classes: int) -> Case:
+    """A training call of a ResNet of these ``blocks`` per stage on ``batch`` random images."""
     images = image_batch(batch, image, multiple=1)
     height, across = images.shape[2:]
     model = ResNet(blocks, width=width, classes=classes)

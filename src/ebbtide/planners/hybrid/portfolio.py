@@ -7,8 +7,6 @@ Start points, each repaired to the budget by reruns and loads, tightened and cle
 4. The unplanned step, seeds, and where nothing fits yet the schedule of least memory.
 5. Of large programs, which annealing gets through too few moves of: what the relaxation rounds to with slower lanes.
    Lanes that are not full leave room for what rounding shifts.
-6. Where nothing fits yet, what the published planners that take a second find: each eviction of theirs is priced by
-   its own tensor, not by walking the program.
 
 The best two are annealed, in rounds that end once the bound is near. All is judged by the makespan that the simulator
 gives.
@@ -18,17 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ebbtide.planners.base import (
-    DEFAULT_EFFORT,
-    LARGE_OPS,
-    Answer,
-    Problem,
-    Progress,
-    Status,
-    planner_named,
-    silent,
-    tiers_order,
-)
+from ebbtide.planners.base import DEFAULT_EFFORT, LARGE_OPS, Answer, Problem, Progress, Status, tiers_order
 from ebbtide.planners.bounds.cut_bound import WORK
 from ebbtide.planners.hybrid.bounds import lane_bounds
 from ebbtide.planners.hybrid.choice import Choice, choice_of
@@ -51,7 +39,6 @@ COLDEST = 2e-4  # as in search.greedy; here small exchanges between lanes and re
 ROUNDS, TURN = 7, 5  # of annealing at most; share of the effort for each
 AGAIN, AHEAD = 3, 10  # every so many rounds the best is annealed; seeds of rounds begin there
 FIRST = 20  # share of the effort for annealing what the linear relaxation rounds to: whole numbers may do better
-PUBLISHED = ("libra:overlap=true", "capuchin")  # for start 6
 SLOWER = (0.7, 0.5)  # shares of the lanes' rates for start 5
 CLOSE = 1e-3  # the gap at which all but moving alone ends
 NEAREST = 2e-4  # the gap to which temperatures lead
@@ -66,7 +53,6 @@ class _Found:
         self.best: list[tuple[float, Choice]] = []  # ascending by overhead
         self.bound = 0.0
         self.rounded: Choice | None = None  # the best before any annealing
-        self.published: list[Schedule] = []  # of start 6, as they are
 
     @property
     def overhead(self) -> float:
@@ -147,8 +133,6 @@ def hybrid(problem: Problem, recompute: Answer) -> Answer:
     found = _Found(problem)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     infeasible = _start(found, recompute, effort)
-    if not found.best and not infeasible:
-        _start_published(found)
     if len(problem.program.ops) >= LARGE_OPS:
         _start_slower(found)
     _anneal(found, effort)
@@ -235,20 +219,6 @@ def _start_slower(found: _Found) -> None:
                 found.start_from(each.choice)
 
 
-def _start_published(found: _Found) -> None:
-    """Start from what published planners find (start 6)."""
-    for name in PUBLISHED:
-        if found.problem.interrupt:
-            return
-        found.tell(f"asking {name}")
-        schedule = planner_named(name)(replace(found.problem, progress=silent)).schedule
-        if schedule is None:
-            continue
-        found.published.append(schedule)
-        if (choice := choice_of(found.problem.program, schedule)) is not None:
-            found.start_from(choice)
-
-
 def _anneal(found: _Found, effort: int) -> None:
     """Anneal in rounds until the bound is near: the best, then what was rounded to, twice, and so on.
 
@@ -266,7 +236,7 @@ def _answer(found: _Found, recompute: Answer, bound_class: str, *, infeasible: b
     """The best of all, after simulator and legality checker have agreed to it."""
     problem, program = found.problem, found.problem.program
     notes = {**recompute.notes, "hybrid_moves": str(effort)}
-    schedules = [*found.published] if recompute.schedule is None else [recompute.schedule, *found.published]
+    schedules = [] if recompute.schedule is None else [recompute.schedule]
     for _, choice in found.best[:2]:
         found.state.load_choice(choice)
         schedules.append(found.state.to_schedule())

@@ -46,9 +46,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ebbtide.planners.base import PROGRAM_ORDER, Answer, Planner, Problem, Status
+from ebbtide.planners.base import PROGRAM_ORDER, Answer, Problem, Status
 from ebbtide.planners.keep_all import keep_all
 from ebbtide.planners.reductions.base import Reduced
+from ebbtide.planners.registry import Planner
 from ebbtide.planners.search.greedy import assert_within
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.schedule import Offload, Reload, Schedule

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ebbtide.planners.base import LARGE_OPS, Answer, Problem, Progress, Status, planner
+from ebbtide.planners.base import LARGE_OPS, Answer, Problem, Progress, Status
+from ebbtide.planners.registry import planner
 from ebbtide.planners.search import local_search
 from ebbtide.planners.search.interval_state import IntervalState, reruns_of
 from ebbtide.step.legality import check

@@ -61,8 +61,8 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "None": (types.void, None),
 }
 
-COMPILED = ("chains", "published", "search")
-"""Folders of planners with compiled code."""
+COMPILED = ("chains", "search")
+"""Folders of the library's planners with compiled code."""
 
 _compiling = threading.RLock()
 
@@ -107,23 +107,23 @@ class _Cache:
         return getattr(self._cache, name)
 
 
-def _keep(compiled: Any) -> None:
-    """Turn on the cache of a function that numba is to compile."""
+def _keep(compiled: Any, function: Callable[..., Any]) -> None:
+    """Turn on the cache of ``function``, which numba is to compile."""
     with contextlib.suppress(RuntimeError):  # no locator: neither the source's folder nor the user's can be written
         compiled.enable_caching()
         found = cast(object, vars(compiled._cache)["_cache_file"])  # numba's own names for them
         files = vars(found)
-        files["_source_stamp"] = (files["_source_stamp"], sources_digest())
+        files["_source_stamp"] = (files["_source_stamp"], sources_digest(Path(function.__code__.co_filename).parent))
         compiled._cache = _Cache(compiled._cache)
 
 
 @functools.cache
-def sources_digest() -> str:
-    """A digest of all modules in the folders that hold compiled code and its constants."""
+def sources_digest(own: Path) -> str:
+    """A digest of all that code in the folder ``own`` may have compiled into it: that folder, and the library's own."""
     home = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for folder in COMPILED:
-        for path in sorted((home / folder).glob("*.py")):
+    for folder in sorted({own, *(home / each for each in COMPILED)}):
+        for path in sorted(folder.glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
 
@@ -132,7 +132,7 @@ def inner(function: Function) -> Function:
     """Compile ``function`` into its compiled callers."""
     options: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     compiled: Any = numba.njit(**options)(function)
-    _keep(compiled)
+    _keep(compiled, function)
     return cast(Function, compiled)
 
 
@@ -157,7 +157,7 @@ class _Apart(types.ExternalFunction):
     def _compile(self) -> None:
         signature = cast(Any, normalize_signature)(self._signature)
         self._compiled: Any = CFunc(self._function, signature, locals={}, options=OPTIONS)
-        _keep(self._compiled)
+        _keep(self._compiled, self._function)
         self._compiled.compile()
         add_symbol = cast(Callable[[str, int], None], binding.add_symbol)  # pyright: ignore[reportUnknownMemberType]
         add_symbol(self.symbol, self._compiled.address)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ebbtide.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status, planner
+from ebbtide.planners.base import DEFAULT_EFFORT, Answer, Interrupt, Problem, Status
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.reductions.carried import carried
+from ebbtide.planners.registry import planner
 from ebbtide.step.arrays import flat
 from ebbtide.step.machine import Link
 from ebbtide.step.program import Program, analysis
