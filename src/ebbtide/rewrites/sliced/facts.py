@@ -103,7 +103,8 @@ class _OpFact:
         value = node.meta["val"]
         shape = self._shape(tuple(value.shape), leading)
         as_it_is = shape == tuple(value.shape) or not value.is_contiguous()
-        stride = tuple(value.stride()) if as_it_is else tuple(value.new_empty(shape).stride())
+        dense = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        stride = tuple(value.stride()) if as_it_is else dense
         return TensorSpec(shape, stride, value.dtype, value.device.type)
 
     def _shape(self, shape: tuple[int, ...], leading: tuple[int, ...]) -> tuple[int, ...]:
