@@ -37,7 +37,7 @@ def refusal(argument: str, value: object, *accepted: str, near: str = "") -> Usa
 
 def shown(value: object) -> str:
     """A value as it was typed; of an object with a long text, its type."""
-    typed = f'"{value}"' if isinstance(value, str) and value.isprintable() and '"' not in value else repr(value)
+    typed = repr(value)
     return typed if len(typed) <= 80 and "\n" not in typed else f"<{type(value).__name__}>"
 
 
@@ -79,7 +79,8 @@ def one_of(*words: object) -> Check:
         if any(value == word and isinstance(value, type(word)) for word in words):
             return
         near = did_you_mean(value, [each for each in words if isinstance(each, str)]) if isinstance(value, str) else ""
-        raise refusal(argument, value, *(shown(each) for each in words if each is not None), near=near)
+        accepted = (f'"{each}"' if isinstance(each, str) else repr(each) for each in words if each is not None)
+        raise refusal(argument, value, *accepted, near=near)
 
     return check
 

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from ebbtide.cli import app
-from ebbtide.cli.arguments import OPTIMIZERS
+from ebbtide.cli.optimizers import OPTIMIZERS
 from ebbtide.names import ZOO
 from ebbtide.zoo import MODELS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -22,10 +23,11 @@ import ebbtide
 from ebbtide._api.estimate import AheadStep
 from ebbtide.case import Case
 from ebbtide.cli import app
-from ebbtide.cli.arguments import several_tiers
 from ebbtide.cli.imports import import_large
+from ebbtide.cli.options import OPTIONS, help_of, several_tiers
 from ebbtide.cli.refusals import told
 from ebbtide.errors import BudgetError, UsageError
+from ebbtide.options import Options, texts
 from ebbtide.planners import Progress
 from ebbtide.report.text.progress import ProgressDisplay
 from ebbtide.zoo import build, mlp_chain, sizes_of
@@ -124,6 +126,17 @@ resident, pinned by gelu (aten.gelu.default) at gpt.py:61. Ask for 2048 bytes"
     ]
     assert told(error, ["compare", "a b.json", "--budgets", "80%,60%"]).endswith("compare 'a b.json' --budgets 2048B")
     assert told(UsageError("no. Never"), ["plan"]) == "ebbtide: no. Never"
+    inside = UsageError('fit(model, budget, optimizer=optimizer, step="inside", options=ebbtide.Options(max_norm=1.0))')
+    assert told(inside, ["plan"]) == "ebbtide: --optimizer adamw --step inside --max-norm 1.0"
+
+
+def test_the_text_of_an_option_is_the_first_sentence_of_its_field() -> None:
+    assert texts().keys() == {each.name for each in dataclasses.fields(Options)}
+    for name in OPTIONS:
+        sentence = texts()[name].partition("\n\n")[0]
+        assert sentence.endswith("."), name
+        assert help_of(name).startswith(f"{sentence[0].lower()}{sentence[1:15]}"), name
+        assert "`" not in help_of(name)
 
 
 @pytest.mark.parametrize(("name", "command"), [("sweep", "ebbtide compare"), ("fit", "ebbtide plan")])

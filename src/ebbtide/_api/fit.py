@@ -148,7 +148,8 @@ def _require_made(optimizer: object) -> torch.optim.Optimizer | None:
 def _refuse_two_plans(given: Plan | None, start: Plan | None) -> None:
     if given is not None and start is not None:
         raise UsageError(
-            "fit takes a plan to run or a plan to start from, not both: give a budget with start=",
+            "fit takes a plan to run or a plan to start from, not both: give a budget with "
+            "options=ebbtide.Options(start=plan)",
             argument="start",
             value=start,
         )
@@ -362,8 +363,8 @@ def total_norm(model: torch.nn.Module) -> torch.Tensor | None:
     if inside is None or inside.clipping is None:
         raise UsageError(
             "the model is fitted without max_norm, so its steps take no norm of its gradients; "
-            'ebbtide.fit(model, budget, optimizer=optimizer, step="inside", max_norm=...) does, and '
-            "torch.nn.utils.clip_grad_norm_ returns it where the optimizer is outside of the step",
+            'ebbtide.fit(model, budget, optimizer=optimizer, step="inside", options=ebbtide.Options(max_norm=...)) '
+            "does, and torch.nn.utils.clip_grad_norm_ returns it where the optimizer is outside of the step",
             argument="model",
         )
     return inside.total_norm

@@ -176,7 +176,8 @@ class _TakesNoGradient(torch.autograd.Function):
             f"a gradient arrived for an output of shape {ctx.shape} that is not the loss. The forward returns a scalar "
             "loss beside it, so the step was planned without a gradient through this output, and no gradient of the "
             "step was handed out",
-            remedy='use ebbtide.fit(..., gradients="all") to plan for gradients through every output',
+            remedy='use ebbtide.fit(..., options=ebbtide.Options(gradients="all")) to plan for gradients through every '
+            "output",
         )
 
 

@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -194,12 +194,11 @@ def _arguments(function: Callable[..., object], size: int | None, text: str) -> 
     return arguments
 
 
-def refuse_for_graphs(text: str, given: Mapping[str, object]) -> None:
+def refuse_for_graphs(text: str, given: Sequence[str]) -> None:
     """Refuse options that a graph file has no use for.
 
     Raises:
-        UsageError: naming those of ``given`` that are not ``None``.
+        UsageError: naming them.
     """
-    unused = [name for name, value in given.items() if value is not None]
-    if unused:
-        raise UsageError(f"{' and '.join(unused)} cannot apply to {text}: a graph file has its own sizes and costs")
+    if given:
+        raise UsageError(f"{' and '.join(given)} cannot apply to {text}: a graph file has its own sizes and costs")

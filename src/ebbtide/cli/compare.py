@@ -15,36 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbtide.cli.arguments import (
-    CaseName,
-    Effort,
-    Gradients,
-    Image,
-    Layers,
-    Length,
-    MachineName,
-    MaxNorm,
-    OffloadOptimizer,
-    OptimizerName,
-    ReportFile,
-    Rewrites,
-    Scaled,
-    Seed,
-    Size,
-    StepPlace,
-    Tiers,
-    TimeLimit,
-    offloading,
-    optimizer_named,
-    several_tiers,
-    sizes_of_zoo,
-)
+from ebbtide.cli.arguments import CaseName, Image, Layers, Length, ReportFile, Size, sizes_of_zoo
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
+from ebbtide.cli.options import Asked, with_options
 from ebbtide.cli.output import check_page, check_picture, save_frontier, save_report, write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import UsageError
-from ebbtide.options import DEFAULT_EFFORT, Options
+from ebbtide.options import Options
 from ebbtide.planners.registry import require_planner
 from ebbtide.planners.settings import several_planners
 from ebbtide.step.machine import is_elsewhere
@@ -62,26 +40,17 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 
+@with_options(without=["planner"], time_limit=60.0)
 def compare(
+    *,
     case: CaseName,
     budgets: Annotated[str, typer.Option(help="separated by commas: 80%,60%,12GiB")] = "80%,60%,40%",
     planners: Annotated[str, typer.Option(help="names separated by commas, settings included, or all")] = "all",
-    machine: MachineName = None,
-    tiers: Tiers = None,
+    asked: Asked,
     size: Size = None,
     layers: Layers = None,
     length: Length = None,
     image: Image = None,
-    optimizer: OptimizerName = None,
-    rewrites: Rewrites = None,
-    offload_optimizer: OffloadOptimizer = False,
-    step: StepPlace = None,
-    max_norm: MaxNorm = None,
-    scaler: Scaled = False,
-    gradients: Gradients = None,
-    effort: Effort = DEFAULT_EFFORT,
-    time_limit: TimeLimit = 60.0,
-    seed: Seed = 0,
     run: Annotated[bool, typer.Option("--run", help="run every plan here and measure it")] = False,
     report: ReportFile = None,
     plot: Annotated[
@@ -97,19 +66,7 @@ def compare(
     """
     check_page(report)
     check_picture(plot, "--plot")
-    asked = Options(
-        machine=machine,
-        tiers=several_tiers(tiers),
-        optimizer=optimizer_named(optimizer),
-        rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
-        offload_optimizer=offloading(offload_optimizer, tiers),
-        step=step,  # type: ignore[arg-type]  # checked by Options
-        max_norm=max_norm,
-        gradients=gradients,  # type: ignore[arg-type]  # checked by Options
-        effort=effort,
-        time_limit=time_limit,
-        seed=seed,
-    )
+    options = asked.options
     named = [each.strip() for each in budgets.split(",") if each.strip()]
     if not named:
         raise UsageError("--budgets names none; give some, as 80%,60%,12GiB", argument="budgets", value=budgets)
@@ -117,12 +74,14 @@ def compare(
     if planners != "all":
         for each in several_planners(planners):
             require_planner(each)
-            asked.require_tiers_for(each)
-    if run and is_elsewhere(asked.target):
-        raise UsageError(f"--run cannot run on {machine}, which is not this machine; leave --machine or --run out")
-    if run and asked.inside:
+            options.require_tiers_for(each)
+    if run and is_elsewhere(options.target):
+        raise UsageError(
+            f"--run cannot run on {options.machine}, which is not this machine; leave --machine or --run out"
+        )
+    if run and options.inside:
         raise UsageError("--run runs the step without its optimizer; leave --run or --step inside out")
-    check_request(case, size, asked, run=run or None, scaler=scaler or None)
+    check_request(case, size, asked, run=run)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -131,11 +90,11 @@ def compare(
     from ebbtide.report.text.progress import ProgressDisplay
     from ebbtide.step.refusal import Refusal
 
-    names = _names(planners, moving=bool(asked.tiers))
+    names = _names(planners, moving=bool(options.tiers))
     with ProgressDisplay(sys.stderr) as display:
-        captured, loaded = captured_step(case, size, replace(asked, progress=display), display, sizes, scaled=scaler)
+        captured, loaded = captured_step(case, size, asked.complete(progress=display), display, sizes)
         stop = _Stop()
-        outcomes = _planned(captured, parsed, names, replace(asked, progress=None), display, stop)
+        outcomes = _planned(captured, parsed, names, options, display, stop)
         rows = [row_of(captured.program.name, outcome) for outcome in outcomes]
         runs: list[tuple[Plan, Measured]] = []
         if run and not stop.now:
@@ -169,7 +128,7 @@ def _planned(
     step: AheadStep,
     budgets: list[Budget],
     names: list[str],
-    asked: Options,
+    options: Options,
     display: ProgressDisplay,
     stop: _Stop,
 ) -> list[Plan | Refusal]:
@@ -183,8 +142,8 @@ def _planned(
     outcomes: list[Plan | Refusal] = []
     try:
         with KeepBest(display, None) as keeper:
-            options = PlanningOptions.of(replace(asked, progress=keeper.tell, interrupt=keeper.interrupt))
-            for outcome in step.frontier(budgets, names, options):
+            how = PlanningOptions.of(replace(options, progress=keeper.tell, interrupt=keeper.interrupt))
+            for outcome in step.frontier(budgets, names, how):
                 outcomes.append(outcome)
                 if keeper.interrupt.interrupted:
                     stop.came = True

@@ -8,68 +8,34 @@ A step that is not one program has only ``case``, ``captured`` and ``breaks``, a
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from ebbtide.cli.arguments import (
-    AsJson,
-    CaseName,
-    Effort,
-    Gradients,
-    Image,
-    Layers,
-    Length,
-    MachineName,
-    MaxNorm,
-    OffloadOptimizer,
-    OptimizerName,
-    PlannerName,
-    Rewrites,
-    Scaled,
-    Seed,
-    Size,
-    StepPlace,
-    Tiers,
-    TimeLimit,
-    offloading,
-    optimizer_named,
-    several_tiers,
-    sizes_of_zoo,
-)
+from ebbtide.cli.arguments import AsJson, CaseName, Image, Layers, Length, Size, sizes_of_zoo
 from ebbtide.cli.imports import import_large
+from ebbtide.cli.options import Asked, with_options
 from ebbtide.cli.output import write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import CaptureError, UsageError
-from ebbtide.options import DEFAULT_EFFORT, Options
 from ebbtide.units import Budget
 
 __all__ = ["doctor"]
 
 
+@with_options()
 def doctor(
+    *,
     case: CaseName,
     budget: Annotated[
         str | None, typer.Option(help="one to judge: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")
     ] = None,
-    planner: PlannerName = "auto",
-    machine: MachineName = None,
-    tiers: Tiers = None,
+    asked: Asked,
     size: Size = None,
     layers: Layers = None,
     length: Length = None,
     image: Image = None,
-    optimizer: OptimizerName = None,
-    rewrites: Rewrites = None,
-    offload_optimizer: OffloadOptimizer = False,
-    step: StepPlace = None,
-    max_norm: MaxNorm = None,
-    scaler: Scaled = False,
-    gradients: Gradients = None,
-    effort: Effort = DEFAULT_EFFORT,
-    time_limit: TimeLimit = None,
-    seed: Seed = 0,
     top: Annotated[int, typer.Option(min=1, help="how many places to list by bytes")] = 10,
     as_json: AsJson = False,
 ) -> None:
@@ -79,26 +45,13 @@ def doctor(
     unplanned peak by module and line; that peak by kind and by type of layer; what pins the floor, and what would lower
     it. With --budget also what a plan within it costs.
     """
-    asked = Options(
-        planner=planner,
-        machine=machine,
-        tiers=several_tiers(tiers),
-        optimizer=optimizer_named(optimizer),
-        rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
-        offload_optimizer=offloading(offload_optimizer, tiers),
-        step=step,  # type: ignore[arg-type]  # checked by Options
-        max_norm=max_norm,
-        gradients=gradients,  # type: ignore[arg-type]  # checked by Options
-        effort=effort,
-        time_limit=time_limit,
-        seed=seed,
-    )
+    planner = asked.options.planner
     limit = None if budget is None else Budget.parse(budget)
     if limit is None and planner != "auto":
         raise UsageError(
             f"--planner {planner} is judged by a plan within a budget; give --budget 60% besides", argument="planner"
         )
-    check_request(case, size, asked, scaler=scaler or None)
+    check_request(case, size, asked)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -109,9 +62,9 @@ def doctor(
     from ebbtide.report.text.progress import ProgressDisplay
 
     with ProgressDisplay(sys.stderr) as display:
-        options = replace(asked, progress=display)
+        options = asked.complete(progress=display)
         try:
-            captured, _ = captured_step(case, size, options, display, sizes, scaled=scaler)
+            captured, _ = captured_step(case, size, options, display, sizes)
             found = examine(captured, limit, PlanningOptions.of(options), top)
         except CaptureError as error:
             found = break_of(error)

@@ -8,40 +8,18 @@ the least budget for it.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from ebbtide.cli.arguments import (
-    AsJson,
-    Effort,
-    Gradients,
-    Image,
-    Layers,
-    Length,
-    MachineName,
-    MaxNorm,
-    OffloadOptimizer,
-    OptimizerName,
-    PlannerName,
-    Rewrites,
-    Scaled,
-    Seed,
-    StepPlace,
-    Tiers,
-    TimeLimit,
-    offloading,
-    optimizer_named,
-    several_tiers,
-    sizes_of_zoo,
-)
+from ebbtide.cli.arguments import AsJson, Image, Layers, Length, sizes_of_zoo
 from ebbtide.cli.cases import blame, check_case, is_graph, load_case, refuse_to_offload_nothing
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
+from ebbtide.cli.options import Asked, with_options
 from ebbtide.cli.output import write_json
 from ebbtide.errors import UsageError
-from ebbtide.options import DEFAULT_EFFORT, Options, no_optimizer
+from ebbtide.options import no_optimizer
 from ebbtide.units import Budget, format_allowed, format_percent
 
 if TYPE_CHECKING:
@@ -54,7 +32,9 @@ _FITS = {True: "fits", False: "does not fit"}
 _LARGER = {"batch": "a larger batch", "layers": "more layers", "length": "a greater length"}
 
 
+@with_options()
 def max_batch(
+    *,
     case: Annotated[str, typer.Argument(help="zoo:NAME or FILE.py:function; the function takes the batch")],
     budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB")],
     vary: Annotated[
@@ -68,19 +48,7 @@ def max_batch(
     length: Length = None,
     image: Image = None,
     overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
-    planner: PlannerName = "auto",
-    machine: MachineName = None,
-    tiers: Tiers = None,
-    optimizer: OptimizerName = None,
-    rewrites: Rewrites = None,
-    offload_optimizer: OffloadOptimizer = False,
-    step: StepPlace = None,
-    max_norm: MaxNorm = None,
-    scaler: Scaled = False,
-    gradients: Gradients = None,
-    effort: Effort = DEFAULT_EFFORT,
-    time_limit: TimeLimit = None,
-    seed: Seed = 0,
+    asked: Asked,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch whose training step fits a budget, without running it or running out.
@@ -92,20 +60,7 @@ def max_batch(
     if is_graph(case):
         raise UsageError(f"{case} has a fixed batch; name zoo:NAME or FILE.py:function, which takes the batch")
     limit = _limit(overhead)
-    asked = Options(
-        planner=planner,
-        machine=machine,
-        tiers=several_tiers(tiers),
-        optimizer=optimizer_named(optimizer),
-        rewrites=rewrites,  # type: ignore[arg-type]  # checked by Options
-        offload_optimizer=offloading(offload_optimizer, tiers),
-        step=step,  # type: ignore[arg-type]  # checked by Options
-        max_norm=max_norm,
-        gradients=gradients,  # type: ignore[arg-type]  # checked by Options
-        effort=effort,
-        time_limit=time_limit,
-        seed=seed,
-    )
+    options = asked.options
     parsed = Budget.parse(budget)
     check_case(case)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
@@ -116,8 +71,6 @@ def max_batch(
         )
 
     import_large("numpy", "torch")
-    import torch
-
     import ebbtide
     from ebbtide.case import Case
     from ebbtide.report.text.plan import write_plan
@@ -126,7 +79,7 @@ def max_batch(
     def make(batch: int) -> Case:
         loaded = load_case(case, size if sized else batch, sizes={**sizes, sized: batch} if sized else sizes)
         assert isinstance(loaded, Case)
-        if offload_optimizer and asked.for_case(loaded).optimizer in (None, no_optimizer):
+        if options.offload_optimizer and options.for_case(loaded).optimizer in (None, no_optimizer):
             refuse_to_offload_nothing(case)
         return loaded
 
@@ -136,12 +89,7 @@ def max_batch(
             budget=parsed,
             vary=word,
             overhead=limit,
-            options=replace(
-                asked,
-                scaler=torch.amp.GradScaler("cpu") if scaler else None,
-                interrupt=keeper.interrupt,
-                progress=keeper.tell,
-            ),
+            options=asked.complete(interrupt=keeper.interrupt, progress=keeper.tell),
         )
     if keeper.interrupt.interrupted:
         print(f"stopped by Ctrl-C: a longer search may find {_LARGER[word]}", file=sys.stderr)

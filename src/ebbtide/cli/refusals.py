@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from ebbtide.cli.options import OPTIONS
 from ebbtide.errors import BudgetError, EbbtideError, UsageError
 
 __all__ = ["as_options", "told"]
@@ -15,17 +16,17 @@ _BUDGET = re.compile(r"--budgets?")
 
 
 _CALL = re.compile(r"\b(?:ebbtide\.)?fit\(model, budget, ([^()]*)\)")
-_OPTIONS = (
-    "budget optimizer offload_optimizer step max_norm scaler tiers rewrites gradients effort seed time_limit machine "
-    "planner overhead"
-).split()
-_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(?:\"([^\"]*)\"|'([^']*)'|(True)|([\w.%-]*\w))?")
+_RECORD = re.compile(r"options=ebbtide\.Options\(([^()]*)\)")
+_ARGUMENT = re.compile(
+    rf"\b({'|'.join([*OPTIONS, 'budget', 'overhead'])})=(?:\"([^\"]*)\"|'([^']*)'|(True)|([\w.%-]*\w))?"
+)
 _SHARES = re.compile(r"'[\d.]+%' for a share of the unplanned peak, |, or \"60%\" of the unplanned peak")
 _NONE = (("'one-forward' or None", "one-forward, or any"), (", or None for no movement", ", or none for no movement"))
 
 
 def as_options(text: str) -> str:
     """``text`` with Python's arguments as the options that a command has for them."""
+    text = _RECORD.sub(r"\1", text)
     text = _CALL.sub(lambda call: call[1].replace(", ", " ").replace("optimizer=optimizer", "optimizer=adamw"), text)
     for python, command in _NONE:
         text = text.replace(python, command)

@@ -6,44 +6,37 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ebbtide.cli.cases import blame, check_case, is_graph, load_case, refuse_for_graphs, refuse_to_offload_nothing
+from ebbtide.cli.options import SEARCH
 from ebbtide.step.machine import is_elsewhere
 
 if TYPE_CHECKING:
     from ebbtide._api.estimate import AheadStep
     from ebbtide.case import Case
+    from ebbtide.cli.options import Asked
     from ebbtide.options import Options
     from ebbtide.report.text.progress import ProgressDisplay
 
 __all__ = ["captured_step", "check_request"]
 
 
-def check_request(case: str, size: int | None, options: Options, **given: object) -> None:
+def check_request(case: str, size: int | None, asked: Asked, *, run: bool = False) -> None:
     """Refuse what cannot be planned as far as that shows at once, without torch.
 
     Args:
         case: as it was typed.
         size: of ``--size``.
-        options: checked already by themselves.
-        given: more options by name that a graph file has no use for, ``None`` where they were not given.
+        asked: checked already by itself.
+        run: of ``--run``.
 
     Raises:
         UsageError: for a case that is none, and for options that a graph file has no use for.
     """
     check_case(case, size)
-    options.require_tiers_for(options.planner)
+    asked.options.require_tiers_for(asked.options.planner)
     if is_graph(case):
-        mine: Mapping[str, object] = {
-            "--size": size,
-            "--machine": options.machine,
-            "--tiers": options.tiers,
-            "--optimizer": options.optimizer,
-            "--rewrites": options.rewrites,
-            "--offload-optimizer": options.offload_optimizer or None,
-            "--step": options.step,
-            "--max-norm": options.max_norm,
-            "--gradients": options.gradients,
-        }
-        refuse_for_graphs(case, {**mine, **{f"--{name}": value for name, value in given.items()}})
+        given = ["size"] * (size is not None) + ["run"] * run + ["scaler"] * asked.scaled
+        given += [name for name in asked.options.given() if name not in SEARCH]
+        refuse_for_graphs(case, [f"--{name.replace('_', '-')}" for name in given])
 
 
 def captured_step(
@@ -52,8 +45,6 @@ def captured_step(
     options: Options,
     display: ProgressDisplay,
     sizes: Mapping[str, int] | None = None,
-    *,
-    scaled: bool = False,
 ) -> tuple[AheadStep, Case | None]:
     """The step that ``text`` names with what it needs to be planned, and the case if it is no graph file.
 
@@ -62,7 +53,6 @@ def captured_step(
         size: of ``--size``.
         options: checked already.
         display: told what is done.
-        scaled: whether a scaler scales the loss.
         sizes: others of a model of the zoo, as :func:`ebbtide.zoo.build` takes them.
 
     Raises:
@@ -70,8 +60,6 @@ def captured_step(
         CaptureError: if the case is not one graph.
     """
     from dataclasses import replace
-
-    from torch.amp.grad_scaler import GradScaler
 
     from ebbtide._api.estimate import AheadStep, capture_ahead
     from ebbtide.case import Case
@@ -81,8 +69,6 @@ def captured_step(
     if not isinstance(loaded, Case):
         return AheadStep(loaded, 0, 0), None
     asked = options.for_case(loaded)
-    if scaled and asked.scaler is None:
-        asked = replace(asked, scaler=GradScaler("cpu"))
     case = replace(loaded, optimizer=asked.optimizer_of(loaded.model), gradients=asked.gradients)
     if asked.offload_optimizer and case.optimizer is None:
         refuse_to_offload_nothing(text)

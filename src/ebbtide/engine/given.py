@@ -85,7 +85,8 @@ def given_plan_here(
     if differences:
         raise PlanMismatch(
             f"the plan for {plan.case} does not belong to this step: {'; '.join(differences)}; "
-            "ebbtide.fit(model, budget, start=plan) captures and prices the step here and starts the search from it",
+            "ebbtide.fit(model, budget, options=ebbtide.Options(start=plan)) captures and prices the step here and "
+            "starts the search from it",
             differences=differences,
         )
     moved = replace(plan, resident_bytes=resident, reserve_bytes=reserve)

@@ -68,15 +68,15 @@ def refuse_inside(trainer: Trainer, module: LightningModule) -> None:
     accumulates = any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
     reasons = {
         f"{len(trainer.optimizers)} optimizers; it takes one": len(trainer.optimizers) != 1,
-        "gradient_clip_val, which would clip what has been applied; give MemoryBudget max_norm= instead": automatic
-        and bool(trainer.gradient_clip_val),
+        "gradient_clip_val, which would clip what has been applied; give MemoryBudget "
+        "options=ebbtide.Options(max_norm=...) instead": automatic and bool(trainer.gradient_clip_val),
         "accumulate_grad_batches, whose backwards would each update; take larger batches": automatic
         and (accumulates or trainer.accumulate_grad_batches != 1),
     }
     for reason, there in reasons.items():
         if there:
             raise UsageError(
-                f'MemoryBudget(step="inside") does not go together with {reason}, or leave step="inside" out',
+                f'step="inside" does not go together with {reason}, or leave it out of the options of MemoryBudget',
                 argument="step",
                 value="inside",
             )

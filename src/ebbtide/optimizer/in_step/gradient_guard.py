@@ -32,7 +32,8 @@ __all__ = ["GradientGuard", "GuardState"]
 
 _TO_CLIP = (
     "What clips gradients (torch.nn.utils.clip_grad_norm_) is left to the step: "
-    'ebbtide.fit(model, budget, optimizer=optimizer, step="inside", max_norm=...), and the line in the loop taken out'
+    'ebbtide.fit(model, budget, optimizer=optimizer, step="inside", options=ebbtide.Options(max_norm=...)), and the '
+    "line in the loop taken out"
 )
 _CLIPPED = (
     "They have been clipped in the step (max_norm): take torch.nn.utils.clip_grad_norm_ out of the loop; their norm is "
