@@ -1,4 +1,4 @@
-"""A rule for a new op, as ``docs/rewrites.md`` says: a row of the table, and found, facts, call and proof follow."""
+"""A rule for a new op, as ``CONTRIBUTING.md`` says: a row of the table, and found, facts, call and proof follow."""
 
 from __future__ import annotations
 
