@@ -6,25 +6,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all lint types unit unit-all quick gpu bench bench-full benchmarks docs pages wheel \
-	release-check suite-vision test-torch clean
+.PHONY: help setup demo test lint types unit quick durations nightly gpu bench bench-full benchmarks docs site pages wheel \
+	wheel-build release-check suite-vision test-torch clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a language model under half of its peak, same bits, and print the proof"
 	@echo "make test        lint, check types, run the tests and the code of README and docs"
-	@echo "make test-all    the same with the longest tests: what CI runs"
+	@echo "make nightly     all there is, long tests and situations too; hours, goes on; writes docs/nightly.md"
 	@echo "make quick       core, planners and a handful of captured steps, in a minute"
 	@echo "make setup       .venv with everything that the others need; some minutes the first time"
-	@echo "make lint        one part of make test; make types and make unit are the others (unit-all: of make test-all)"
-	@echo "make gpu         with a card: tests/gpu, then benchmarks/gpu.py in steps; 30 minutes, can be cut off and goes on"
+	@echo "make lint        one part of make test; make types and make unit are the others"
+	@echo "make durations   the tests of make unit by the CPU seconds that they take; TESTS names some of them"
+	@echo "make gpu         with a card: tests/gpu and benchmarks/gpu.py, most important first, in GPU_SECONDS=300; goes on"
 	@echo "make bench       a sample of every benchmark against its targets and the committed results, in an hour; CPU"
 	@echo "make bench-full  all cases that were not made with this version; days, can be cut off and goes on"
 	@echo "make benchmarks  list the benchmarks and how to run one"
-	@echo "make docs        the site of these pages, build/site; a minute the first time"
-	@echo "make wheel       build wheel and source archive, install the wheel by itself and run the demo from it"
+	@echo "make docs        the site of these pages with its gallery, build/site; without the gallery: make site"
+	@echo "make wheel       build wheel and source archive, install the wheel by itself and run the demo from it;"
+	@echo "                 without the demo: make wheel-build"
 	@echo "make pages       write build/pages: every result with its tables and plots, and every argument of the API"
-	@echo "make release-check  what a release must pass besides make test-all: every result made with its version, none stale"
+	@echo "make release-check  what a release must pass besides make nightly: every result made with its version, none stale"
 	@echo "make suite-vision  benchmarks/public_suite.py on diffusers, torchvision and timm; hours, can be cut off and goes on"
 	@echo "make test-torch  the canaries, the numerics tier and the demo on another torch: make test-torch TORCH=2.12.0"
 	@echo "make clean       remove .venv and all caches"
@@ -46,9 +48,6 @@ demo: $(STAMP)
 test: lint
 	@$(MAKE) --no-print-directory -j2 types unit
 
-test-all: lint
-	@$(MAKE) --no-print-directory -j2 types unit-all
-
 # Without ruff's cache, which holds imports for sorted that are not any more once a module has moved.
 lint: $(STAMP)
 	$(BIN)/ruff check --no-cache src tests benchmarks published conftest.py
@@ -63,8 +62,15 @@ WORKERS := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 unit: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not long"
 
-unit-all: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS)
+CPU_SECONDS := build/cpu-seconds.jsonl
+
+durations: $(STAMP)
+	mkdir -p build && rm -f $(CPU_SECONDS)
+	-PYTHONPATH=tests $(BIN)/python -m pytest $(WORKERS) -m "not long" -p cpu_seconds --cpu-seconds $(CPU_SECONDS) $(TESTS)
+	$(BIN)/python tests/cpu_seconds.py $(CPU_SECONDS)
+
+nightly: $(STAMP)
+	$(BIN)/python tests/nightly.py $(NIGHTLY_OPTIONS)
 
 # Paths, not a marker: what is not named here is not even imported.
 QUICK := tests/core tests/planners published/tests tests/engine/test_quick_steps.py
@@ -74,14 +80,10 @@ quick: $(STAMP)
 
 # GPU_PYTHON names an interpreter that has torch and the rest already: nothing is installed then.
 GPU_PYTHON ?= $(BIN)/python
-GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo $(WORKERS))
-GPU_RUN = PYTHONPATH=src:published/src:tests:benchmarks $(GPU_PYTHON)
+GPU_SECONDS ?= 300
 
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
-	@$(GPU_RUN) benchmarks/gpu.py --card
-	@if $(GPU_RUN) -c 'import pytest, hypothesis' 2>/dev/null; then $(GPU_RUN) -m pytest -p no:cacheprovider $(GPU_WORKERS) tests/gpu; \
-		else echo "pytest or hypothesis is not installed for $(GPU_PYTHON): tests/gpu are left out"; fi
-	$(GPU_RUN) benchmarks/gpu.py $(GPU_OPTIONS)
+	$(GPU_PYTHON) tests/gpu/agenda.py --seconds $(GPU_SECONDS) $(GPU_OPTIONS)
 
 # Both go on where they were cut off. GRAPHS names the folder of the published graphs, if it is there.
 BENCH = PYTHONPATH=src:published/src:benchmarks $(BIN)/python -m harness.bench $(if $(GRAPHS),--graphs $(GRAPHS))
@@ -103,9 +105,11 @@ release-check: $(STAMP)
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-docs: $(DOCS_STAMP) $(STAMP) pages
-	$(DOCS_VENV)/bin/python -m sphinx --fail-on-warning --quiet --conf-dir docs/site . build/site
+docs: site $(STAMP)
 	PYTHONPATH=src $(BIN)/python docs/site/gallery.py build/site/gallery
+
+site: $(DOCS_STAMP) pages
+	$(DOCS_VENV)/bin/python -m sphinx --fail-on-warning --quiet --conf-dir docs/site . build/site
 	@echo "build/site/index.html"
 
 $(DOCS_STAMP): pyproject.toml constraints.txt
@@ -115,11 +119,19 @@ $(DOCS_STAMP): pyproject.toml constraints.txt
 
 # What a release is: built, unpacked, and run where nothing of this repository is. Only hatchling is downloaded.
 WHEEL_VENV := .venv-wheel
+WHEEL_STAMP := $(WHEEL_VENV)/.installed
+WHEEL := $(BIN)/python tests/release/wheel.py $(abspath $(WHEEL_VENV)/bin/python)
 
-wheel: $(STAMP)
-	test -d $(WHEEL_VENV) || $(PYTHON) -m venv $(WHEEL_VENV)
+wheel: $(WHEEL_STAMP) $(STAMP)
+	$(WHEEL) --demo
+
+wheel-build: $(WHEEL_STAMP) $(STAMP)
+	$(WHEEL)
+
+$(WHEEL_STAMP): constraints.txt
+	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip install --quiet -c constraints.txt hatchling
-	$(BIN)/python tests/release/wheel.py $(abspath $(WHEEL_VENV)/bin/python)
+	@touch $(WHEEL_STAMP)
 
 benchmarks: $(STAMP)
 	@$(foreach file,$(sort $(wildcard benchmarks/*.py)),echo "$(BIN)/python $(file)"; sed -n '1s/"""//gp' $(file) | sed 's/^/    /';) :

@@ -4,10 +4,10 @@
 
 A step is a model at a precision (gpt-float32, llama-lora-bfloat16, ...), in a process of its own, under ten minutes,
 and writes its own file under ``benchmarks/results/gpu``. A step whose file is of the same code, versions and card is
-skipped, so that a run that was cut off goes on; no step begins that would not end within ``--minutes``. Without a
-card this says so and ends with 2; ``--toy`` runs the same code at toy size on CPU. ``--methods host`` runs the rows
-whose method has that word, eager, and what they are compared at, and writes ``NAME-part``: for a card that is lent for
-minutes.
+skipped, so that a run that was cut off goes on; no step begins that would not end within ``--minutes``. ``make gpu``
+asks for steps one by one (``tests/gpu/agenda.py``). Without a card this says so and ends with 2; ``--toy`` runs the
+same code at toy size on CPU. ``--methods host`` runs the rows whose method has that word, eager, and what they are
+compared at, and writes ``NAME-part``: for a card that is lent for minutes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.toy and not torch.cuda.is_available():
         print(NO_CARD, file=sys.stderr)
         return 2
-    if options.card:
-        return 0
     from cards.device import the_device
     from cards.steps import CASES, rows_on
 
@@ -66,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run=_child(options),
         methods=options.methods,
     )
-    summary = _summary(records, facts)
+    summary = _summary([*records, *_others(wanted, facts, options.out)], facts)
     (options.out / "summary.md").write_text(summary.markdown(), encoding="utf-8")
     print(f"\n{summary.markdown()}")
     return 0 if summary.passed and len(records) == len(wanted) else 1
@@ -80,7 +78,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0, help="for all steps together (default: 30)")
     parser.add_argument("--toy", action="store_true", help="the same code at toy size on CPU")
     parser.add_argument("--out", type=Path, default=None, help="folder (default: benchmarks/results/gpu)")
-    parser.add_argument("--card", action="store_true", help="only say whether there is a card: exit code 0 or 2")
     parser.add_argument("--child", metavar="STEP", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.out = options.out or BENCHMARKS / "results" / ("gpu-toy" if options.toy else "gpu")
@@ -173,6 +170,14 @@ def _child(options: argparse.Namespace) -> Run:
 
 def _titles() -> dict[str, str]:
     return {"card": "On a card: PyTorch's means and Ebbtide at the same peaks"}
+
+
+def _others(wanted: Sequence[str], facts: dict[str, Any], out: Path) -> list[Record]:
+    """Records of today's code of the cases that are not ``wanted``."""
+    from cards.steps import CASES
+
+    known = (finished(out / f"{case}.json", facts) for case in CASES if case not in wanted)
+    return [record for record in known if record is not None]
 
 
 def _summary(records: Sequence[Record], facts: dict[str, Any]) -> Record:

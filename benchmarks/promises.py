@@ -2,7 +2,7 @@
 
     python benchmarks/promises.py [--list] [--only NAME ...] [--moving DIRECTORY] [--effort N] [--jobs N] [--out FILE]
 
-A situation (``situations/``) is held against an oracle that is not ours: bytes as a preloaded counter of the
+A situation (``tests/situations``) is held against an oracle that is not ours: bytes as a preloaded counter of the
 allocator's calls sees them, bits as eager gives them, planned calls and captures as expected. NAME is a group or a part
 of a situation's name. Results of a run of some situations replace their rows; the others' stay.
 
@@ -18,6 +18,8 @@ import argparse
 import os
 import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from harness.origin import cases_of_this_version
 from harness.record import Record

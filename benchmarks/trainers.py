@@ -2,7 +2,7 @@
 
     python benchmarks/trainers.py [--list] [--only NAME ...] [--jobs N] [--out FILE]
 
-A cell is a situation (``situations/``, as in ``promises.py``): the trainer with a budget against the same trainer
+A cell is a situation (``tests/situations``, as in ``promises.py``): the trainer with a budget against the same trainer
 without. Losses, parameters and random state have to be equal in every bit, the peak of every step within the budget by
 a preloaded counter of the allocator's calls, every training step planned, and captures as few as shapes, of which
 those after the first four share one. NAME is a trainer, a cell or a part of a situation's name. Results of a run of
@@ -16,6 +16,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from harness.origin import cases_of_this_version
 from harness.record import Check, Record, Row, at_least, at_most

@@ -12,16 +12,17 @@ from pathlib import Path
 
 from harness.record import Row
 
-__all__ = ["ROOT", "emit", "run_child", "short_error"]
+__all__ = ["ROOT", "ROW", "emit", "run_child", "short_error"]
 
 ROOT = Path(__file__).resolve().parents[2]
-_MARK = "ROW "
+ROW = "ROW "
+"""Begins a line that is a row."""
 
 
 def emit(rows: Iterable[Row]) -> None:
     """In a child: hand rows to the parent as they come."""
     for row in rows:
-        print(_MARK + json.dumps(row.to_json()), flush=True)
+        print(ROW + json.dumps(row.to_json()), flush=True)
 
 
 def run_child(
@@ -49,8 +50,8 @@ def run_child(
     drain.start()
     try:
         for line in process.stdout:
-            if line.startswith(_MARK):
-                on_row(Row.from_json(json.loads(line.removeprefix(_MARK))))
+            if line.startswith(ROW):
+                on_row(Row.from_json(json.loads(line.removeprefix(ROW))))
         code = process.wait()
     finally:
         timer.cancel()

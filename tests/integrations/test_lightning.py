@@ -1,6 +1,6 @@
 """Lightning's ``Trainer`` with a memory budget: the same training, every step planned.
 
-Bytes are held against an allocation counter by ``benchmarks/situations/lightning.py``, of which some run here.
+Bytes are held against an allocation counter by ``tests/situations/lightning.py``, of which some run here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The wheel in an environment that has what it declares and nothing else: ``make wheel``.
+"""Builds the wheel and runs it where nothing else of ours is: ``make wheel``; without the demo ``make wheel-build``.
 
 1. The wheel and the source archive are built from the tree, and the wheel of the unpacked archive has the same files.
 2. A *clean environment* is a new one with the wheel installed, in which only the packages are found that the wheel
    requires, and those that these require. They are links to what is installed here, so that nothing is downloaded.
-3. What runs there runs in an empty folder, far from the repository: import, ``demo``, ``plan``, ``show``, ``report``.
+3. What runs there runs in an empty folder, far from the repository: import and ``--version``, and if
+   asked ``demo``, ``plan``, ``show`` and ``report``.
 4. The archive has no git, and the pages that are made of result files are made without it.
 """
 
@@ -35,8 +36,8 @@ IN_ARCHIVE = (
 NOT_IN_ARCHIVE = (".venv", "__pycache__", ".git/", "results/bench/", "build/")
 
 
-def main(builder: str) -> None:
-    """Build with the interpreter ``builder``, which has hatchling, and try what comes out."""
+def main(builder: str, *, demo: bool) -> None:
+    """Build with the interpreter ``builder``, which has hatchling, and try what comes out, the demo if asked."""
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         archive, wheel = built(builder, ROOT, DIST)
@@ -45,7 +46,9 @@ def main(builder: str) -> None:
         assert contents(wheel) == contents(again), "the source archive gives another wheel"
         run([sys.executable, "-m", "publish"], source / "benchmarks", path="")
         python = clean_environment(here / "clean", wheel)
-        tried(python, here / "empty")
+        imported(python, here / "empty")
+        if demo:
+            tried(python, here / "empty")
     print(f"{wheel.name} and {archive.name} are in dist, and run by themselves")
 
 
@@ -106,11 +109,16 @@ def clean_environment(folder: Path, wheel: Path) -> Path:
     return python
 
 
-def tried(python: Path, empty: Path) -> None:
-    """Definition 3."""
+def imported(python: Path, empty: Path) -> None:
+    """Import what is installed, in the folder ``empty`` (definition 3)."""
     empty.mkdir()
     where = run([str(python), "-c", "import ebbtide; print(ebbtide.__file__)"], empty)
     assert Path(where.strip()).is_relative_to(python.parents[1]), f"ebbtide is imported from {where}"
+    assert run([str(python.with_name("ebbtide")), "--version"], empty).startswith("ebbtide ")
+
+
+def tried(python: Path, empty: Path) -> None:
+    """Train, plan and report with what is installed (definition 3)."""
     command = str(python.with_name("ebbtide"))
     said = json.loads(run([command, "demo", "--steps", "4", "--json"], empty).splitlines()[-1])
     assert said["losses_equal"], said
@@ -133,4 +141,4 @@ def run(command: Sequence[str], folder: Path, path: str | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], demo="--demo" in sys.argv[2:])

@@ -1,6 +1,7 @@
 """Situations, each in a process of its own: forked from one that has imported modules and done nothing else.
 
-1. Which modules a first step imports is told by a scout, a fork that trains a toy model and ends.
+1. Which modules a first step imports is told by a scout, a fork that trains a toy model and ends. What a group needs
+   beside them is imported before the first of its situations.
 2. The fork has no thread, no fitted model and no cache yet; a directory of its own is its user cache. It runs the
    situation by eager and fitted, judges it and sends a row through a pipe.
 3. A situation of several processes is forked once more for each of the others before anything runs. Each has budget,
@@ -25,7 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +47,24 @@ _LOADED = {"torch", "ebbtide", "numba", "llvmlite", "highspy", "sympy", "mpmath"
 _HERE = str(Path(__file__).resolve().parent)
 
 
-def rows(names: Sequence[str]) -> Iterator[Row]:
-    """The rows of situations, each as ``group:name``."""
+def rows(names: Iterable[str]) -> Iterator[Row]:
+    """The rows of situations, each as ``group:name``, as they are asked for."""
     torch.set_num_threads(1)
     for module in _scouted():
         with contextlib.suppress(Exception):
             importlib.import_module(module)
     counter()
     watch_engine()
-    groups = list(dict.fromkeys(name.partition(":")[0] for name in names))
-    known = all_situations(groups)
-    for group in groups:
-        for module in getattr(importlib.import_module(f"situations.{group}"), "PRELOAD", ()):
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()
-    for name in names:
-        yield _forked(known[name.partition(":")[2]])
+    imported = set[str]()
+    for group, _, name in (each.strip().partition(":") for each in names):
+        known = all_situations([group])
+        if group not in imported:
+            imported.add(group)
+            for module in getattr(importlib.import_module(f"situations.{group}"), "PRELOAD", ()):
+                importlib.import_module(module)
+            gc.collect()
+            gc.freeze()
+        yield _forked(known[name])
 
 
 def _scouted() -> list[str]:
@@ -148,6 +150,7 @@ def _in_child(situation: Situation, caches: str, writer: int) -> None:
         os.environ["XDG_CACHE_HOME"] = caches
         os.chdir(caches)
         faulthandler.enable(Path(_FAULT).open("w"))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         quiet = os.open(os.devnull, os.O_WRONLY)
         if "SITUATIONS_LOUD" not in os.environ:
             os.dup2(quiet, 1)

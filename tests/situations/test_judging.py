@@ -1,8 +1,7 @@
-"""The harness of ``benchmarks/promises.py``: an exact oracle, right told from wrong, and six situations that hold."""
+"""How situations are judged: an exact oracle, and right told from wrong."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,27 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from harness.record import Row, at_most, holds  # noqa: E402
 from situations.oracle import build_counter  # noqa: E402
 from situations.run import _copy, differences  # noqa: E402
-from situations.runner import KINDS, counted  # noqa: E402
-
-SMOKE = (
-    "outputs_kept_dict",
-    "optimizer_adamw",
-    "hundred_percent_larger_chain",
-    "autocast_chain",
-    "budget_too_small",
-    "gradients_and_none_in_turns",
-)
-"""Situations that hold, for every kind of check one; the whole is half an hour of ``benchmarks/promises.py``."""
-
-
-def _run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-    )
+from situations.runner import KINDS, PATHS, counted  # noqa: E402
 
 
 def test_the_counter_is_exact_to_the_byte(tmp_path: Path) -> None:
@@ -47,7 +26,8 @@ def test_the_counter_is_exact_to_the_byte(tmp_path: Path) -> None:
     if library is None:
         pytest.skip(reason)
     code = "from situations.oracle import measured_resolution; print(measured_resolution())"
-    done = _run(["-c", code], LD_PRELOAD=str(library))
+    environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "0", done.stderr
 
 
@@ -86,18 +66,3 @@ def test_misses_are_counted_by_kind() -> None:
     ]
     *_, total = counted(rows)
     assert [total.columns[name] for name in ("situations", "right", *KINDS)] == [3, 0, 1, 0, 1, 0, 1]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_six_situations_hold(tmp_path: Path) -> None:
-    """Every one in a process of its own."""
-    out = tmp_path / "promises.json"
-    done = _run([str(ROOT / "benchmarks" / "promises.py"), "--only", *SMOKE, "--out", str(out)])
-    record = json.loads(out.read_text())
-    rows = {row["columns"]["case"]: row for row in record["rows"] if row["question"] not in ("counts", "oracle")}
-    missed = {
-        name: row["columns"].get("why") for name, row in rows.items() if not all(c["passed"] for c in row["checks"])
-    }
-    assert (set(rows), missed, record["failures"]) == (set(SMOKE), {}, [])
-    assert done.returncode == 0, done.stderr

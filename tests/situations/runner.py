@@ -1,14 +1,16 @@
 """Runs situations for a benchmark, in slices that share an imported torch, and judges what they missed.
 
-    python -m situations.runner GROUP:NAME ...
+    python -m situations.runner [GROUP:NAME ...]
 
-is the process of a slice; it prints the rows.
+is the process of a slice; it prints the rows of what is named, or of what the lines of standard input name.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -17,14 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harness.children import emit, run_child
+from harness.children import ROW, emit, run_child
 from harness.record import Record, Row, at_most
 from situations.oracle import build_counter
 from situations.registry import GROUPS, STATED, Situation, all_situations
+from situations.run import EFFORT
 
-__all__ = ["KINDS", "counted", "listed", "misses", "named", "run_all", "why"]
+__all__ = ["KINDS", "Server", "counted", "listed", "misses", "named", "run_all", "why"]
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join(str(ROOT / name) for name in ("tests", "benchmarks", "src", "published/src"))
 AT_ONCE = 25
 """Situations that share one imported torch; each is a process of its own."""
 
@@ -103,9 +107,42 @@ def run_all(
             list(pool.map(run, slices))
 
 
+class Server:
+    """One process that runs the situations that it is asked for, each in a fork.
+
+    Args:
+        effort: moves of every search for a plan.
+        folder: where the counter is compiled.
+    """
+
+    def __init__(self, effort: int, folder: Path) -> None:
+        library, self.reason = build_counter(folder)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "situations.runner"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **_environment(library), EFFORT: str(effort)},
+        )
+
+    def row(self, group: str, name: str) -> Row:
+        """What the situation ``name`` is judged to be."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(f"{group}:{name}", file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith(ROW):
+                return Row.from_json(json.loads(line.removeprefix(ROW)))
+        raise RuntimeError(f"the process of the situations ended with {self._process.wait()}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
 def _environment(library: Path | None) -> dict[str, str]:
     return {
-        "PYTHONPATH": os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent / "src", BENCHMARKS.parent / "tests"))),
+        "PYTHONPATH": PATHS,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -123,7 +160,7 @@ def _oracle(library: Path | None, reason: str) -> Row:
     found: list[str] = []
     code = "from situations.oracle import measured_resolution; from harness.children import emit;"
     code += "from harness.record import Row; emit([Row('oracle', {'resolution': measured_resolution()})])"
-    environment = {"LD_PRELOAD": str(library), "PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
+    environment = {"LD_PRELOAD": str(library), "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     error = run_child(["-c", code], lambda row: found.append(row.columns["resolution"]), environment, 120.0)
     if error is not None:
         return Row("oracle", {"case": "counter", "counter": f"failed: {error}"}, (at_most("failures", 1, 0),))
@@ -165,4 +202,4 @@ def _line(row: Row) -> str:
 if __name__ == "__main__":
     from situations.child import rows
 
-    emit(rows(sys.argv[1:]))
+    emit(rows(sys.argv[1:] or sys.stdin))

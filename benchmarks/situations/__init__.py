@@ -1,1 +1,0 @@
-"""Training situations, each run by eager and under a budget in a process of its own; ``promises.py`` judges them."""
