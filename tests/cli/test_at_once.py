@@ -8,10 +8,10 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from forked_commands import Ended, run_commands
 from typer.testing import CliRunner, Result
 
 from ebbtide.cli import app
@@ -59,54 +59,22 @@ AT_ONCE: list[tuple[list[str], int, str]] = [
 ]
 HEAVY = ("torch", "numpy", "numba", "highspy")
 
-# Runs each command as the script does, in a fork of a process that has imported the script; gives per command the
-# status, what was printed to standard output and error, and what was imported.
-RUN = """
-import json, os, sys, tempfile
-from ebbtide.cli import main
-commands, heavy = json.loads(sys.stdin.read())
-for arguments in commands:
-    files = [tempfile.TemporaryFile("w+") for _ in range(3)]
-    child = os.fork()
-    if child == 0:
-        for descriptor in (1, 2):
-            os.dup2(files[descriptor].fileno(), descriptor)
-        code = 0
-        sys.argv[1:] = arguments
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code or 0
-        finally:
-            files[0].write(json.dumps([code, sorted(set(heavy) & set(sys.modules))]))
-            for stream in (sys.stdout, sys.stderr, files[0]):
-                stream.flush()
-            os._exit(0)
-    os.waitpid(child, 0)
-    for each in files:
-        each.seek(0)
-    print(json.dumps([*json.loads(files[0].read()), files[1].read(), files[2].read()]), flush=True)
-"""
-
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, tuple[int, list[str], str, str]]:
+def answers() -> dict[str, Ended]:
     """What every command of :data:`AT_ONCE` does."""
     commands = [arguments for arguments, _, _ in AT_ONCE]
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps([commands, HEAVY]), capture_output=True, text=True, check=True
-    )
-    told = map(json.loads, done.stdout.splitlines())
-    return {str(arguments): each for arguments, each in zip(commands, told, strict=True)}
+    ended = run_commands(commands, watched=HEAVY)
+    return {str(arguments): each for arguments, each in zip(commands, ended, strict=True)}
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), AT_ONCE, ids=lambda value: str(value))
-def test_it_comes_without_torch(arguments: list[str], code: int, words: str, answers: dict[str, Any]) -> None:
-    status, imported, output, errors = answers[str(arguments)]
-    assert status == code, errors
-    assert words in (output if code == 0 else " ".join(errors.splitlines()))
-    assert imported == [], "what takes seconds to import"
-    assert "Traceback" not in errors
+def test_it_comes_without_torch(arguments: list[str], code: int, words: str, answers: dict[str, Ended]) -> None:
+    ended = answers[str(arguments)]
+    assert ended.status == code, ended.errors
+    assert words in (ended.output if code == 0 else " ".join(ended.errors.splitlines()))
+    assert ended.imported == [], "what takes seconds to import"
+    assert "Traceback" not in ended.errors
 
 
 def test_the_script_ends_with_the_status_of_its_command() -> None:

@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_commands import Ended, run_commands
 from typer.testing import CliRunner, Result
 
 import ebbtide
@@ -274,35 +274,36 @@ def test_elapsed_time_ticks_while_nothing_is_told(monkeypatch: pytest.MonkeyPatc
     assert len(set(re.findall(r"capturing \((\d+) s\)", terminal.getvalue()))) > 1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("plan zoo:mlp_chain --budget 60% --step inside", "--optimizer adamw --step inside"),
-        ("plan zoo:mlp_chain --budget 60% --max-norm 1", "give --step inside and --optimizer besides"),
-        ("plan zoo:mlp_chain --budget 60% --tiers foo", "or none for no movement"),
-        ("max-batch zoo:mlp_chain --budget 1MiB --overhead -1", "one-forward, or any"),
-        ("max-batch zoo:mlp_chain --budget 60%", "for example --budget 16GiB"),
-        ("plan zoo:gpt2 --budget 60%", "did you mean 'gpt2_small' or 'hf_gpt2'?"),
-        ("doctor zoo:mlp_chain --planner greedy", "give --budget 60% besides"),
-        ("compare zoo:mlp_chain --budgets ,", "--budgets names none"),
-    ],
-)
-def test_refusals_are_in_the_words_of_commands(words: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ebbtide.cli", *words.split()], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert '="' not in done.stderr
-    assert "None" not in done.stderr
+REFUSED = [
+    ("plan zoo:mlp_chain --budget 60% --step inside", "--optimizer adamw --step inside"),
+    ("plan zoo:mlp_chain --budget 60% --max-norm 1", "give --step inside and --optimizer besides"),
+    ("plan zoo:mlp_chain --budget 60% --tiers foo", "or none for no movement"),
+    ("max-batch zoo:mlp_chain --budget 1MiB --overhead -1", "one-forward, or any"),
+    ("max-batch zoo:mlp_chain --budget 60%", "for example --budget 16GiB"),
+    ("plan zoo:gpt2 --budget 60%", "did you mean 'gpt2_small' or 'hf_gpt2'?"),
+    ("doctor zoo:mlp_chain --planner greedy", "give --budget 60% besides"),
+    ("compare zoo:mlp_chain --budgets ,", "--budgets names none"),
+]
+NO_SHARE = "max-batch zoo:gpt --budget 60"
 
 
-def test_no_share_is_advised_where_none_is_taken() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ebbtide.cli", "max-batch", "zoo:gpt", "--budget", "60"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "'60GiB' for bytes" in done.stderr
-    assert "%" not in done.stderr
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, Ended]:
+    """How the commands of :data:`REFUSED` end, and :data:`NO_SHARE`."""
+    commands = [*(words for words, _ in REFUSED), NO_SHARE]
+    ended = run_commands([each.split() for each in commands], before=("torch", "ebbtide.zoo"))
+    return dict(zip(commands, ended, strict=True))
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED)
+def test_refusals_are_in_the_words_of_commands(words: str, said: str, refusals: dict[str, Ended]) -> None:
+    ended = refusals[words]
+    assert ended.status == 2
+    assert said in ended.errors
+    assert '="' not in ended.errors
+    assert "None" not in ended.errors
+
+
+def test_no_share_is_advised_where_none_is_taken(refusals: dict[str, Ended]) -> None:
+    assert "'60GiB' for bytes" in refusals[NO_SHARE].errors
+    assert "%" not in refusals[NO_SHARE].errors
