@@ -24,8 +24,9 @@ from ebbtide.step.machine import machine_named
 # A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
 # that a red run is about the change; elsewhere each run draws new ones.
 settings.register_profile("ebbtide", deadline=None, derandomize="CI" in os.environ, print_blob=True)
-# `make quick` asks for this one: a tenth of the examples, see ``strategies.examples``.
+# `make quick` and `make nightly` ask for these: a tenth of the examples, and all, see ``strategies.examples``.
 settings.register_profile("quick", settings.get_profile("ebbtide"), max_examples=10)
+settings.register_profile("nightly", settings.get_profile("ebbtide"), derandomize=False)
 settings.load_profile("ebbtide")
 
 

@@ -32,7 +32,7 @@ BUILD = ROOT / "build"
 STATE = BUILD / "nightly.json"
 PAGE = ROOT / "docs" / "nightly.md"
 TARGETS = ("lint", "types", "docs", "wheel")
-WORKERS = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
+PYTEST = ("-q", "--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal", "--hypothesis-profile=nightly")
 SOURCES = ("src", "published", "tests", "benchmarks", "docs")
 SUFFIXES = (".py", ".toml", ".c", ".md")
 NAMED = 40
@@ -44,7 +44,7 @@ def parts() -> dict[str, list[str]]:
     found = {target: ["make", target] for target in TARGETS}
     for folder in _test_folders():
         name = folder.relative_to(ROOT).as_posix()
-        found[name] = [sys.executable, "-m", "pytest", "-q", *WORKERS, name]
+        found[name] = [sys.executable, "-m", "pytest", *PYTEST, name]
     return found
 
 

@@ -4,11 +4,13 @@
    effort of searches that name none, and of those for the smallest budget (0: the default). The line that answers it is
    the exit status.
 2. Each file runs in a fork of a process that has imported modules and done nothing else; which ones a first step needs
-   is told by another fork, which trains a toy model and ends.
+   is told by another fork, which trains a toy model and ends. What files import of libraries of trainers is imported
+   before the first of them.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -23,6 +25,7 @@ import torch
 
 import ebbtide
 
+_TRAINERS = {"accelerate", "lightning", "peft", "transformers", "trl"}
 _LOADED = {"torch", "ebbtide", "numba", "llvmlite", "highspy", "sympy", "mpmath", "functorch", "networkx", "filelock"}
 
 
@@ -66,6 +69,18 @@ def import_what_a_step_needs() -> None:
                 importlib.import_module(name)
 
 
+def import_trainers_of(name: str) -> None:
+    """Run the imports of the file ``name`` that take seconds: each is paid once, not by every file."""
+    with open(name, encoding="utf-8") as file:
+        found = ast.parse(file.read()).body
+    for node in found:
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(each.partition(".")[0] in _TRAINERS for each in names):
+            with contextlib.suppress(ImportError):
+                exec(compile(ast.Module([node], []), name, "exec"), {})
+
+
 def script(name: str, output: str, errors: str, effort: int) -> None:
     """Run ``name`` as ``python name`` would."""
     for descriptor, path in ((1, output), (2, errors)):
@@ -83,4 +98,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     import_what_a_step_needs()
     for line in sys.stdin:
-        print(forked(script, *json.loads(line)), flush=True)
+        request = json.loads(line)
+        import_trainers_of(request[0])
+        print(forked(script, *request), flush=True)
