@@ -158,7 +158,8 @@ def _write(path: Path, known: Mapping[str, Any]) -> None:
 
 def run_command(command: Sequence[str], seconds: float) -> str | None:
     """Run this interpreter with the sources of the checkout."""
-    paths = [*(str(ROOT / name) for name in ("src", "published/src", "tests", "benchmarks")), os.environ.get("PYTHONPATH", "")]
+    ours = [str(ROOT / name) for name in ("src", "published/src", "tests", "benchmarks")]
+    paths = [*ours, os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False, timeout=seconds)

@@ -145,7 +145,7 @@ class Run:
         self._models.append(weakref.ref(model))
         return [MemoryBudget(self._budget if self._budget is not None else "75%", options=ebbtide.Options(**options))]
 
-    def lightning(self, **options: Any) -> list[Any]:
+    def lightning(self, losses: Sequence[str] = (), **options: Any) -> list[Any]:
         """Callbacks of Lightning's ``Trainer``; none for eager. Calls of loss methods are counted by the situation."""
         self.fits += 1
         if self.eager:
@@ -154,7 +154,8 @@ class Run:
 
         if directory := os.environ.get(MOVING):
             options.setdefault("tiers", f"disk:{directory}")
-        return [MemoryBudget(self._budget if self._budget is not None else "75%", options=ebbtide.Options(**options))]
+        budget = self._budget if self._budget is not None else "75%"
+        return [MemoryBudget(budget, losses=losses, options=ebbtide.Options(**options))]
 
     @contextlib.contextmanager
     def step(self, beside: Sequence[nn.Module] = (), bytes_beside: int = 0) -> Iterator[None]:
