@@ -62,7 +62,7 @@ def apply(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
 
 
 def apply_proven(captured: Captured, rewrites: Sequence[Rewrite]) -> tuple[Captured, list[Replaced]]:
-    """The same, with the proof of every rule that it is ``captured`` otherwise, and what its ops stand for.
+    """``captured`` with all of ``rewrites`` in it, and what their ops stand for; each rule proves its part.
 
     Raises:
         RewriteError: if it is not.
@@ -122,7 +122,7 @@ class Choice:
 
     @cached_property
     def captured(self) -> Captured:
-        """The same, finished."""
+        """The step with the rewrites in it, finished."""
         return self.finish(self.rewritten)
 
     def with_rewrites(self, rule: Rule, rewrites: Sequence[Rewrite]) -> Choice:
@@ -182,7 +182,7 @@ class Choice:
         return self._estimates(program)[0]
 
     def _estimates(self, program: Program) -> tuple[Program, dict[str, Estimate]]:
-        """The same, and what was estimated by the names of ops."""
+        """What :meth:`estimated` gives, and what was estimated by the names of ops."""
         known = {op.signature: (op.seconds, op.workspace_bytes) for op in program.ops}
         own: dict[str, Estimate] = {}
 

@@ -40,7 +40,7 @@ _KNOWN: dict[str, dict[str, bool]] = {}  # per file, what this process has read 
 
 @dataclass(frozen=True)
 class Fact:
-    """Definition 1.
+    """Something that holds of the kernels here, or not (definition 1).
 
     Attributes:
         signature: all that it depends on besides the device.

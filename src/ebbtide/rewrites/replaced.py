@@ -30,7 +30,7 @@ __all__ = ["Part", "Replaced", "Sample", "part_of", "replaced_by"]
 
 @dataclass(frozen=True)
 class Sample:
-    """Definition 4.
+    """Some of a part, compared where there is no room for all (definition 4).
 
     Attributes:
         says: what is compared, in words.
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Replaced:
-    """Definition 1.
+    """What an op of a rewrite stands for (definition 1).
 
     Attributes:
         name: of the op, in the rewritten step.
@@ -65,7 +65,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Part:
-    """Definitions 2 and 3.
+    """A part that can be run (definitions 2 and 3).
 
     Attributes:
         graph: takes what is given, in the order of :attr:`Replaced.given`, and returns nothing.
@@ -208,7 +208,7 @@ class _Writer:
         return graph.node_copy(node, values.__getitem__)
 
     def _bytes(self, order: Sequence[fx.Node]) -> int:
-        """Definition 3."""
+        """Bytes that running it takes (definition 3)."""
         last: dict[int, fx.Node] = {}
         for node in order:
             for each in (node, *node.all_input_nodes):

@@ -26,7 +26,7 @@ __all__ = ["Estimate", "Left", "Rule"]
 
 @dataclass(frozen=True)
 class Left:
-    """Definition 4.
+    """A place that looks like one of the rule and is left as it is (definition 4).
 
     Attributes:
         source: ``file:line`` of what was found, or empty.
@@ -58,12 +58,13 @@ class Rule:
     name: str
     """As in ``Rewrite.rule``."""
     free: ClassVar[bool] = False
-    """By definition 2. Of a free rule's candidate, rewrites whose facts do not hold are left out; else all of it is."""
+    """Whether it costs no time (definition 2). Of its candidates, rewrites whose facts do not hold are left out; else
+    all of the candidate is."""
     writes: ClassVar[frozenset[str]] = frozenset()
     """Forms that write over what is kept for the backward, for which the graph may not be retained."""
 
     def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
-        """By definition 1, none of them empty, the one that costs least first."""
+        """What may be done (definition 1): none of them empty, the one that costs least first."""
         raise NotImplementedError
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
@@ -93,5 +94,5 @@ class Rule:
         return ()
 
     def may_lower(self, step: Captured, op: int) -> bool:
-        """Of a free rule, whether a candidate of it takes less at op number ``op``, where the step's floor is."""
+        """Whether a candidate of this free rule takes less at op number ``op``, where the step's floor is."""
         return False

@@ -27,7 +27,7 @@ _SCALARS_BYTES = 4096
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one op."""
+    """What one op takes."""
 
     seconds: float
     workspace_bytes: int
@@ -38,7 +38,7 @@ def _longest(length: int, size: int) -> int:
 
 
 def _row_bytes(head: Head, rows: int) -> int:
-    """Of the three softmax-sized temporaries of a slice of rows."""
+    """Bytes of the three softmax-sized temporaries of a slice of rows."""
     sizes = head.sizes
     per_row = 3 * sizes.softmax.itemsize + (sizes.dtype.itemsize if sizes.dtype != sizes.softmax else 0)
     per_row += _logit_ops_bytes(head)
@@ -58,7 +58,7 @@ def _logit_ops_bytes(head: Head) -> int:
 
 
 def _vectors(head: Head) -> int:
-    """Of masks and statistics, a few numbers per row."""
+    """Bytes of masks and statistics, a few numbers per row."""
     return (80 if head.sizes.cut else 48) * head.sizes.rows + _SCALARS_BYTES
 
 

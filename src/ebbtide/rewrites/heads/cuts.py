@@ -24,7 +24,7 @@ def rows_read(rows: int, cut: Sequence[int]) -> int:
 
 
 def read(values: Tensor, cut: Sequence[int]) -> Tensor:
-    """Of ``values``, whose first dimension are rows, those of the rows that are read."""
+    """Those of the rows that are read, of ``values``, whose first dimension are rows."""
     if not cut:
         return values
     length, begin, end = cut

@@ -66,32 +66,32 @@ class HeadSizes:
 
     @property
     def logits_bytes(self) -> int:
-        """Of N x V in the type of the products."""
+        """Bytes of N x V in the type of the products."""
         return self.rows * self.vocabulary * self.dtype.itemsize
 
     @property
     def softmax_bytes(self) -> int:
-        """Of N x V in the type of the softmax."""
+        """Bytes of N x V in the type of the softmax."""
         return self.rows * self.vocabulary * self.softmax.itemsize
 
     @property
     def held_bytes(self) -> int:
-        """Of logits, log-softmax and its gradient, all at once."""
+        """Bytes of logits, log-softmax and its gradient, all at once."""
         return self.logits_bytes + 2 * self.softmax_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Of V x D."""
+        """Bytes of V x D."""
         return self.vocabulary * self.width * self.dtype.itemsize
 
     @property
     def hidden_bytes(self) -> int:
-        """Of N x D."""
+        """Bytes of N x D."""
         return self.rows * self.width * self.dtype.itemsize
 
     @property
     def operand_bytes(self) -> int:
-        """Of hidden states and weight."""
+        """Bytes of hidden states and weight."""
         return self.hidden_bytes + self.weight_bytes
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
 
 
 def _widened(sizes: HeadSizes) -> int:
-    """Of the operands, by kernels that sum narrow numbers in float32."""
+    """Bytes of copies of the operands, by kernels that sum narrow numbers in float32."""
     return 2 * (sizes.operand_bytes + sizes.weight_bytes) if sizes.dtype.itemsize < 4 else 0
 
 
@@ -311,7 +311,7 @@ def _class_weights(sizes: HeadSizes) -> Tensor | None:
 
 
 def _weights_of(class_weights: Tensor, labels: Tensor) -> Tensor:
-    """Of the label of each row, 0 where it is ignored."""
+    """The weight of the label of each row, 0 where it is ignored."""
     return class_weights.gather(0, labels.clamp(0)).masked_fill(labels == _IGNORED, 0)
 
 

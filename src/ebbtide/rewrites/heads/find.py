@@ -54,7 +54,7 @@ _LITTLE = 0.01
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Definition 3.
+    """What smoothed labels add to a head (definition 3).
 
     Attributes:
         sums: of the log-probabilities of each row that is read.
@@ -69,7 +69,7 @@ class Smoothing:
 
 @dataclass(frozen=True)
 class Head:
-    """Definition 2, as nodes of the joint graph.
+    """A head (definition 2), as nodes of the joint graph.
 
     Attributes:
         product: makes the logits.
@@ -273,7 +273,7 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
 
 
 def _smoothing(softmax: fx.Node, loss: fx.Node, backward: fx.Node) -> Smoothing | None:
-    """Definition 3; ``None`` where the gradient of the loss is all that the log-probabilities get.
+    """What smoothed labels add (definition 3); ``None`` where the log-probabilities get the gradient of the loss alone.
 
     Raises:
         NoHead: if they get something else.

@@ -337,7 +337,7 @@ def backward_by_other_columns(
     logit_ops: str,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same where the first columns of the logits' gradient are known if the guess was right."""
+    """The gradients of weight and bias; the first columns of the logits' gradient are known if the guess was right."""
     first = known if torch.equal(guess, tangent) else None
     how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     return gradients_by_columns(h, wt, bias, how, statistics, tangent, total_weight, first, columns)

@@ -21,7 +21,7 @@ from ebbtide.torch_seams.dispatcher import flop_registry, register_flop_formula
 __all__ = ["HEAD_OPS", "PARTS", "HeadOp", "head_op"]
 
 PARTS = frozenset({"statistics", "hidden", "known", "kept"})
-"""By definition 1; ``hidden`` and ``known`` are made by a guess."""
+"""Parts by the names of arguments and results (definition 1); ``hidden`` and ``known`` are made by a guess."""
 
 
 @dataclass(frozen=True)

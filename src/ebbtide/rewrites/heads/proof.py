@@ -60,7 +60,7 @@ class _Proof(RewriteProof):
         return value
 
     def own(self, node: fx.Node) -> Any:
-        """Definitions 3 and 4."""
+        """What the results of an op of a head claim (definitions 3 and 4)."""
         if isinstance(node.target, OpOverload) and (kind := head_op(node.target)):
             return self._result_of(node, node.target, kind)
         return None

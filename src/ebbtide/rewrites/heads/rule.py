@@ -41,7 +41,7 @@ class HeadRule(Rule):
                 yield rewrites
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
-        """Of its head."""
+        """What the form of its head rests on."""
         return facts_of(head_at(step, rewrite), rewrite)
 
     def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:

@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 def head_sample(sizes: HeadSizes, given: Mapping[str, Any], kind: str) -> Sample | None:
-    """Of one op of a head; ``None`` where none is less than all that the op stands for.
+    """What may be held of one op of a head; ``None`` where none is less than all that the op stands for.
 
     Args:
         sizes: of the head.
@@ -48,7 +48,7 @@ def head_sample(sizes: HeadSizes, given: Mapping[str, Any], kind: str) -> Sample
 
 
 def _over_kept(sizes: HeadSizes, names: Sequence[str]) -> Sample:
-    """Definition 2; each product's result is taken when it is made."""
+    """The sample of definition 2; each product's result is taken when it is made."""
 
     def holds(args: Sequence[Any], take: Callable[[int, Tensor], None]) -> bool:
         own = dict(zip(names, args, strict=True))
@@ -65,7 +65,7 @@ def _over_kept(sizes: HeadSizes, names: Sequence[str]) -> Sample:
 
 
 def _gradient(own: Mapping[str, Any]) -> Tensor:
-    """Of the logits, in the memory of that of the log-probabilities."""
+    """The gradient of the logits, in the memory of that of the log-probabilities."""
     kept, cut, dtype = own["kept"], own["cut"], own["dtype"]
     settings = (own["reduction"], own["ignore_index"], cut, own["class_weights"], own["logit_ops"])
     how = loss_of(own["h"], own["labels"], *settings)

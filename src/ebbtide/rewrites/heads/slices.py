@@ -169,12 +169,12 @@ def refuse_other_labels(labels: Tensor, classes: int, ignore_index: int) -> None
 
 
 def targets_of(softmax: Tensor, labels: Tensor) -> Tensor:
-    """Of some rows, the log-probability of each label; of one that is ignored, anything."""
+    """The log-probability of each label of some rows; of one that is ignored, anything."""
     return softmax.gather(1, labels.clamp(0, softmax.shape[1] - 1).unsqueeze(1)).squeeze(1)
 
 
 def statistics_of(logits: Tensor, softmax: Tensor, labels: Tensor) -> Tensor:
-    """Of some rows, what definition 3 needs."""
+    """What definition 3 needs of some rows."""
     largest, where = logits.max(1)
     log_sum = softmax.gather(1, where.unsqueeze(1)).squeeze(1)
     return torch.stack([largest, log_sum, targets_of(softmax, labels)])
@@ -213,7 +213,7 @@ def _gradient_columns(
     begin: int,
     end: int,
 ) -> Tensor:
-    """Of all rows, the gradient of the logits from ``begin`` to ``end`` (definition 3), in the type of ``h``."""
+    """The gradient of the logits of all rows from ``begin`` to ``end`` (definition 3), in the type of ``h``."""
     width = end - begin
     softmax = statistics.new_empty((h.shape[0], width + 1))
     logits = logits_of(h, wt[:, begin:end], None if bias is None else bias[begin:end])

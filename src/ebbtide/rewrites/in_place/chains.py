@@ -163,7 +163,7 @@ class _Finder:
         return chain, Overwrite(index, operand, element, kind)
 
     def _is_taken_over(self, index: int, op: Op, node: fx.Node, argument: fx.Node, buffer: int) -> bool:
-        """Definition 1."""
+        """Whether ``op`` alone reads the whole of the operand (definition 1)."""
         if self.program.readers[buffer] != (index,):
             return False
         if sum(self.step.buffer_of.get(each) == buffer for each in _nodes_in(node)) != 1:
@@ -183,7 +183,7 @@ class _Finder:
         )
 
     def _comes_together(self, head: int, index: int, op: Op, buffer: int) -> bool:
-        """Definition 2."""
+        """Whether ``op`` may run where the head does (definition 2)."""
         program = self.program
         if (head < program.boundary) != (index < program.boundary):
             return False

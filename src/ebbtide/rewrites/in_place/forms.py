@@ -36,7 +36,7 @@ _ROWS = frozenset(
 
 
 def overwriting_form(op: object) -> tuple[OpOverload, str] | None:
-    """By definitions 1 and 2, what to call in the place of ``op``, and its argument that is written to."""
+    """What to call in the place of ``op``, and its argument that is written to."""
     if not isinstance(op, OpOverload) or op.namespace != "aten" or not (is_pointwise(op) or op in _ROWS):
         return None
     schema = schema_of(op)
@@ -74,7 +74,7 @@ class InPlace:
         return self._run(*tensors)
 
     def _first_run(self, *tensors: torch.Tensor) -> Any:
-        """The same, looking at what is written over: a kernel might return memory that it was given."""
+        """The first call, looking at what is written over: a kernel might return memory that it was given."""
         module = fx.GraphModule(torch.nn.Module(), self.graph)  # most calls are looked at, and few are made
         result = _Watched(module, tensors).run(*tensors)
         self._run = module.forward

@@ -55,7 +55,7 @@ class _Proof(RewriteProof):
         return value
 
     def own(self, node: fx.Node) -> Any:
-        """Definitions 2 to 5."""
+        """What the results of a chain claim (definitions 2 to 5)."""
         if not isinstance(node.target, InPlace):
             return None
         results = _Chain(self, node, node.target).results()
@@ -64,7 +64,7 @@ class _Proof(RewriteProof):
 
 
 class _Chain:
-    """Definitions 2 to 5 for one of them."""
+    """The proof of one chain (definitions 2 to 5)."""
 
     def __init__(self, proof: _Proof, node: fx.Node, target: InPlace) -> None:
         self.proof, self.step = proof, proof.step
@@ -140,7 +140,7 @@ class _Chain:
                 self.require(not isinstance(mine, fx.Node) or mine.op == "placeholder", f"{inner} reads {mine}")
 
     def _dies(self, over: fx.Node, read: fx.Node, part: fx.Node) -> None:
-        """Definition 3, and that ``over`` is laid out as ``part`` reads it."""
+        """Require that nobody else reads ``over`` (definition 3), and that it is laid out as ``part`` reads it."""
         claim = self.claims[over]
         self.require(over.op == "call_function" and claim not in self.gone, f"{part.name} writes over what is given")
         self.gone.add(claim)
@@ -174,7 +174,7 @@ class _Chain:
         self.require(program.buffers[buffer].whole and not lazy, f"{part.name} writes over a part of a buffer")
 
     def _output(self, inner: fx.Node) -> Any:
-        """Definition 5."""
+        """What the results claim (definition 5)."""
         (made,) = inner.args
         first = self.parts[0]
         if isinstance(first.meta["val"], torch.Tensor):

@@ -59,9 +59,9 @@ MIXES: dict[object, int] = {
 """Ops whose result has the shape of what they read, with the position of the dimension that they mix."""
 SPREAD: Literal["spread"] = "spread"
 Cut = int | Literal["spread"] | None
-"""Of an operand: the dimension that is cut; spread, by definition 3; ``None`` where it is needed whole."""
+"""How an operand is cut: along a dimension; spread, by definition 3; ``None`` where it is needed whole."""
 Piece = tuple[tuple[int, ...], int, int]
-"""Of the dimensions that are taken for one: all but the last by number, of the last one from where to where."""
+"""A slice of the dimensions that are taken for one: all but the last by number, of the last one from where to where."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class Axis:
 
     @property
     def length(self) -> int:
-        """Of what is cut."""
+        """How long the cut dimension is."""
         return math.prod(self.leading)
 
     def size_of(self, part: float) -> int:
-        """Of a slice, of which there are about ``part``."""
+        """How long a slice is, of which there are about ``part``."""
         if self.even:
             return max(STEP, int(self.length // part))
         return max(1, min(int(self.length // part), self.leading[-1]))
@@ -102,7 +102,7 @@ class Axis:
                 yield index, begin, end
 
     def share(self, size: int) -> float:
-        """Of all, what the longest slice has."""
+        """The share of the longest slice."""
         return max(end - begin for _, begin, end in self.pieces(size)) / self.length
 
     def part(self, tensor: Tensor, cut: Cut, piece: Piece) -> Tensor:

@@ -106,7 +106,7 @@ class SlicedCall:
 
     @property
     def name(self) -> str:
-        """Of its node in a graph."""
+        """The name of its node in a graph."""
         return f"{self.results[0].name}_sliced"
 
 
@@ -125,7 +125,7 @@ def moved_arguments(part: fx.Node, args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def workspace_of(call: SlicedCall, size: int) -> int:
-    """Of the longest slice: all that is there at once between its ops, each dropped after its last reader."""
+    """Bytes of the longest slice: all that is there at once between its ops, each dropped after its last reader."""
     share = call.axis.share(size)
     last = {made_by(each): index for index, part in enumerate(call.parts) for each in part.all_input_nodes}
     live: dict[fx.Node, int] = {}

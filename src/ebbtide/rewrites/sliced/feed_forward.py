@@ -35,7 +35,7 @@ class FeedForward(Growth):
         return node.meta["val"].shape[1] > arguments_of(node)[-2].meta["val"].shape[1]
 
     def makes(self, node: fx.Node) -> bool:
-        """Likewise."""
+        """Whether it is a product that widens."""
         return self.opens(node)
 
     def made_of(self, node: fx.Node) -> list[fx.Node]:

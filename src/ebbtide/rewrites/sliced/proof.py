@@ -72,7 +72,7 @@ class _Proof(RewriteProof):
 
 
 class _Call:
-    """Definitions 1 to 4 of one call.
+    """The proof of one call (definitions 1 to 4).
 
     Attributes:
         claims: of nodes of its graph, old nodes.
@@ -110,7 +110,7 @@ class _Call:
         raise AssertionError("a graph without an output")
 
     def _swap(self, inner: fx.Node) -> None:
-        """Definition 3d."""
+        """Take up a view that swaps the last two dimensions (definition 3d)."""
         source, *dims = arguments_of(inner)
         last = [self.axis.rank - 2, self.axis.rank - 1]
         self.require(source in self.own and sorted(dims) == last, f"{inner} swaps other dimensions")
@@ -118,7 +118,7 @@ class _Call:
         self.cuts[inner] = swapped_cut(self.cuts[source], self.axis.rank)  # type: ignore[arg-type]
 
     def _part(self, inner: fx.Node, name: str) -> None:
-        """Definitions 1 and 2."""
+        """Take up a call of an old op (definitions 1 and 2)."""
         part = self.proof.by_name.get(name)
         alike = part is not None and part.op == "call_function" and part.target is inner.target
         self.require(alike, f"{inner} is not {name}")
@@ -147,7 +147,7 @@ class _Call:
         return tree_leaves((tuple(args), part.kwargs))
 
     def _product_cut(self, inner: fx.Node, part: fx.Node) -> int:
-        """Definition 3c."""
+        """Along which dimension the result of a product is cut (definition 3c)."""
         args = arguments_of(inner)
         positions = [position for position, each in enumerate(args) if isinstance(each, fx.Node)]
         found = [self.cuts[args[position]] for position in positions]
@@ -161,7 +161,7 @@ class _Call:
         raise self.proof.wrong(f"{part.name} would sum over slices, or reads slices of different axes")
 
     def _cut_in_place(self, inner: fx.Node, part: fx.Node) -> int:
-        """Definition 3b."""
+        """Along which dimension the result of what keeps places is cut (definition 3b)."""
         rank, value, args = self.axis.rank, part.meta["val"], arguments_of(inner)
         tensors = {position: each for position, each in enumerate(args) if isinstance(each, fx.Node)}
         own = [each for each in tensors.values() if each in self.own]
@@ -185,7 +185,7 @@ class _Call:
         return cut
 
     def _is_apart(self, inner: fx.Node, value: torch.Tensor) -> None:
-        """Definition 3a, of what an op that makes ``value`` is given: slices of it are those of the result."""
+        """Require that slices of what is given are those of ``value``, which is made of it (3a)."""
         rank, shape = self.axis.rank, self.claims[inner].meta["val"].shape
         leading = value.shape[: 1 - rank]
         if self.cuts[inner] == SPREAD:
@@ -198,14 +198,14 @@ class _Call:
             self.require(whole, f"{inner} is other numbers for each slice")
 
     def _is_long(self, inner: fx.Node) -> None:
-        """Definition 3a: what is cut along one dimension is as long there as the axis."""
+        """Require that what is cut along one dimension is as long there as the axis (3a)."""
         cut = self.cuts[inner]
         if inner not in self.own and isinstance(cut, int):
             alike = self.claims[inner].meta["val"].shape[cut] == self.axis.length
             self.require(alike, f"{inner} is cut along another axis than the rest")
 
     def _returned(self, inner: fx.Node) -> Results:
-        """Definition 4."""
+        """What the results claim (definition 4)."""
         (made,) = inner.args
         alike = isinstance(made, tuple) and 0 < len(made) == len(self.target.outputs)
         self.require(alike, f"{self.node.name} returns {made}")

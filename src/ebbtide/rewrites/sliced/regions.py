@@ -44,7 +44,7 @@ def require(holds: bool, why: str) -> None:
 
 @dataclass(frozen=True)
 class Region:
-    """Definition 1, as nodes of the joint graph in its order.
+    """A region (definition 1), as nodes of the joint graph in its order.
 
     Attributes:
         members: ops that make the large values.
@@ -82,7 +82,7 @@ class Growth:
     """
 
     rank: ClassVar[int]
-    """Of the large values."""
+    """How many dimensions large values have."""
     axes: ClassVar[tuple[str, ...]]
     """Names of the dimensions, from the first one on, along which its results may be cut."""
     whole: ClassVar[str]
@@ -267,6 +267,6 @@ def _at_source(node: fx.Node) -> str:
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Of the numbers of a node's value."""
+    """Bytes of the numbers of a node's value."""
     value: Any = node.meta["val"]
     return value.numel() * value.element_size()

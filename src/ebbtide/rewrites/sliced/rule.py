@@ -60,7 +60,7 @@ class SlicedRule(Rule):
         yield from dict.fromkeys(candidates)
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
-        """Of each op of its calls."""
+        """What each op of its calls rests on."""
         return _facts(self._region(step, rewrite), dict(rewrite.settings))
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
