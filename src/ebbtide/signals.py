@@ -4,7 +4,7 @@ Python runs a signal's handler between any two instructions of the main thread, 
 ``KeyboardInterrupt``, a timeout's or a dead worker's error) comes up right there. Where torch's C++ calls Python while
 a step is traced, that ends the process (``terminate called``, out of a constructor that expects no error), is swallowed
 by a callback, or leaves what torch had set for the while. Where it looks at guards, whatever comes up is swallowed, and
-nobody is asked for tensors that are away (``torch_seams.offloaded``).
+no read of a tensor that is offloaded is refused (``torch_seams.offloaded``).
 """
 
 from __future__ import annotations

@@ -1,72 +1,66 @@
-"""Tensors whose memory is elsewhere for a while: every reference to them stays valid, and reading one brings it back.
+"""Tensors whose memory is elsewhere for a while: every reference stays valid, and reading one is refused by name.
 
-1. A tensor is *away* while its storage is empty: its bytes are with whoever sent it away. It has another class then, of
-   which torch asks before any function that is given such a tensor. What needs no memory (sizes, dtypes) is answered;
-   before anything else the tensor is brought back, and is what it was. It has that class from before its memory goes
-   until after it is filled, so that a signal handler or another thread that comes in between asks too.
-2. A tensor can leave if nobody else has its storage: a view, an array of NumPy's or another process would read memory
-   that is gone. Who holds the Python object itself, however often, does no harm.
+1. A tensor is *offloaded* while its storage is empty: its bytes are with whoever took them. It has another class then,
+   of which torch asks before any function that is given such a tensor. What needs no memory (sizes, dtypes) is
+   answered, all else raises. It has that class from before its memory goes until after it is filled again.
+2. A tensor can be offloaded if nobody else has its storage: a view, an array of NumPy's or another process would read
+   memory that is gone. Who holds the Python object itself, however often, does no harm.
 3. The memory of what ``torch.load`` has read, and of what NumPy has seen, cannot be resized, and such a tensor cannot
-   leave. Where nobody else uses the memory now, the tensor can be given memory of its own, and then leave.
+   be offloaded. Where nobody else uses the memory now, the tensor can be given memory of its own first.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["can_offload", "fill", "forget", "is_offloaded", "mark", "own_memory"]
+from ebbtide.errors import UsageError
 
-_MEMORY = "_ebbtide_memory"
+__all__ = ["Emptied", "can_offload", "fill", "is_offloaded", "own_memory", "refuse_reads", "restore"]
 
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Of a tensor that is away: its storage, what it is, and who fills it."""
-
-    storage: torch.UntypedStorage
-    size: torch.Size
-    stride: tuple[int, ...]
-    bring_back: Callable[[torch.Tensor], object]
+_REFUSAL = "_ebbtide_refusal"
 
 
-class _Away(torch.Tensor):
+class _Offloaded(torch.Tensor):
     """Definition 1."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Bring back what is read."""
+        """Refuse to read."""
         kwargs = kwargs or {}
         if func in _WITHOUT_MEMORY:
             return _unasked(func, *args, **kwargs)
-        for each in _away_in((*args, *kwargs.values())):
-            if (memory := vars(each).get(_MEMORY)) is not None:  # else another thread has brought it back
-                memory.bring_back(each)
+        for each in _offloaded_in((*args, *kwargs.values())):
+            if func is torch.Tensor.__repr__:
+                return f"tensor(..., size={tuple(each.shape)}, offloaded)"
+            if (refusal := vars(each).get(_REFUSAL)) is not None:  # else another thread has just brought it back
+                name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+                raise UsageError(f"{name} is given {refusal}", argument="offload_optimizer", value=True)
         return func(*args, **kwargs)
 
 
 def _unasked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``func`` as if no tensor were away: one call of C, so that no signal handler runs without being asked."""
+    """Call ``func`` as if no tensor were offloaded."""
     return torch._C._disabled_torch_function_impl(func, (), args, kwargs)
 
 
-def _away_in(values: Iterable[Any]) -> Iterator[_Away]:
-    """Those among ``values`` and in the containers among them. As the interpreter ends, torch's own walk fails."""
+def _offloaded_in(values: Iterable[Any]) -> Iterator[_Offloaded]:
+    """Those among ``values`` and in the containers among them."""
     for each in values:
-        if type(each) is _Away:
+        if type(each) is _Offloaded:
             yield each
         elif isinstance(each, list | tuple | set | frozenset):
-            yield from _away_in(each)
+            yield from _offloaded_in(each)
         elif isinstance(each, dict):
-            yield from _away_in(each.values())
+            yield from _offloaded_in(each.values())
 
 
 _WITHOUT_MEMORY: frozenset[Any] = frozenset(
@@ -92,16 +86,16 @@ _WITHOUT_MEMORY: frozenset[Any] = frozenset(
 
 def is_offloaded(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has no memory now."""
-    return type(tensor) is _Away
+    return type(tensor) is _Offloaded
 
 
 def can_offload(tensor: torch.Tensor) -> bool:
-    """Definition 2. ``tensor`` fills its storage, is a plain one and no part of a graph."""
+    """Whether ``tensor`` fills a storage that nobody else uses, is plain and part of no graph (definition 2)."""
     return _alone(tensor) and tensor.untyped_storage().resizable()
 
 
 def own_memory(tensor: torch.Tensor) -> None:
-    """Definition 3: copy ``tensor``, in place, if that is all that keeps it from leaving."""
+    """Copy ``tensor``, in place, if that is all that keeps it from being offloaded (definition 3)."""
     if _alone(tensor) and not tensor.untyped_storage().resizable() and not tensor.is_inference():
         copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         copied.copy_(tensor)
@@ -109,7 +103,6 @@ def own_memory(tensor: torch.Tensor) -> None:
 
 
 def _alone(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` fills its storage, which nobody else uses, is a plain one and no part of a graph."""
     if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.layout is not torch.strided:
         return False
     if tensor.device.type == "cpu" and tensor.is_shared():
@@ -128,56 +121,71 @@ def _uses(tensor: torch.Tensor) -> tuple[int, int, int]:
 _USES = _uses(torch.empty(1))  # where nobody else does
 
 
-def mark(tensor: torch.Tensor, bring_back: Callable[[torch.Tensor], object]) -> Callable[[], object]:
-    """``tensor``, which :func:`can_offload`, counts as away from now on; what is returned gives back its memory.
+@dataclass(slots=True, eq=False)
+class Emptied:
+    """An offloaded tensor, not kept alive, and what it takes to fill it again."""
 
-    ``bring_back`` of it is called before it is read. It has to :func:`fill` the tensor, or to raise.
-    """
-    storage = tensor.untyped_storage()
-    setattr(tensor, _MEMORY, _Memory(storage, tensor.size(), tensor.stride(), bring_back))
-    tensor.__class__ = _Away  # type: ignore[assignment]
-    return functools.partial(storage.resize_, 0)
+    tensor: weakref.ref[torch.Tensor]
+    storage: torch.UntypedStorage
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it still lives and has no memory."""
+        tensor = self.tensor()
+        return tensor is not None and is_offloaded(tensor)
 
 
-def fill(tensor: torch.Tensor, read: Callable[[torch.Tensor], object]) -> None:
-    """Give ``tensor``, which is away, memory again. If ``read`` raises, it stays away.
+def refuse_reads(tensor: torch.Tensor, refusal: str) -> Emptied:
+    """Have every read of ``tensor``, which :func:`can_offload`, refused from now on; its storage may be emptied then.
 
     Args:
-        tensor: that is away.
+        tensor: whose bytes have been copied.
+        refusal: says what the tensor is and what to do; the text of the error behind "... is given".
+    """
+    emptied = Emptied(weakref.ref(tensor), tensor.untyped_storage(), tensor.size(), tensor.stride())
+    setattr(tensor, _REFUSAL, refusal)
+    tensor.__class__ = _Offloaded  # type: ignore[assignment]
+    return emptied
+
+
+def restore(tensor: torch.Tensor) -> None:
+    """Let ``tensor``, which has its memory, be read again."""
+    tensor.__class__ = torch.Tensor
+    vars(tensor).pop(_REFUSAL, None)
+
+
+def fill(emptied: Emptied, read: Callable[[torch.Tensor], object]) -> None:
+    """Give an offloaded tensor memory again. If ``read`` raises, it stays offloaded.
+
+    Args:
+        emptied: whose tensor lives.
         read: fills the tensor that it is given, another one of the same memory, which any thread may touch, even after
             ``read`` has raised.
     """
-    memory: _Memory | None = vars(tensor).get(_MEMORY)
-    if memory is None:  # a signal handler has filled it
-        return
+    tensor = emptied.tensor()
+    assert tensor is not None
     same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    needed = math.prod(memory.size) * same.element_size()
-    if memory.storage.nbytes() != needed:  # a thread that began before it was marked may be reading still
-        memory.storage.resize_(needed)
+    needed = math.prod(emptied.size) * same.element_size()
+    if emptied.storage.nbytes() != needed:  # else a signal handler has come in the middle of the first read
+        emptied.storage.resize_(needed)
+    same.set_(emptied.storage, 0, emptied.size, emptied.stride)  # pyright: ignore[reportArgumentType]
     try:
-        same.set_(memory.storage, 0, memory.size, memory.stride)  # pyright: ignore[reportArgumentType]
-        if is_offloaded(tensor):  # likewise
-            read(same)
+        read(same)
     except BaseException:
         if is_offloaded(tensor):
-            _let_go(tensor, memory)
+            _let_go(tensor, emptied)
         raise
-    forget(tensor)
+    restore(tensor)
 
 
-def forget(tensor: torch.Tensor) -> None:
-    """``tensor`` has its memory: nothing is left of its having been away."""
-    tensor.__class__ = torch.Tensor
-    vars(tensor).pop(_MEMORY, None)
-
-
-def _let_go(tensor: torch.Tensor, memory: _Memory) -> None:
+def _let_go(tensor: torch.Tensor, emptied: Emptied) -> None:
     """Give ``tensor`` empty memory of its own; what it had goes when nobody writes to it any more."""
-    other = torch.empty_strided(memory.size, memory.stride, dtype=tensor.dtype, device=tensor.device)
-    storage = other.untyped_storage()
-    storage.resize_(0)
+    other = torch.empty_strided(emptied.size, emptied.stride, dtype=tensor.dtype, device=tensor.device)
+    emptied.storage = other.untyped_storage()
+    emptied.storage.resize_(0)
     _unasked(_SET_DATA, tensor, other)
-    setattr(tensor, _MEMORY, replace(memory, storage=storage))
 
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -22,7 +22,9 @@ import torch
 
 __all__ = [
     "clears_gradients",
+    "closure_in",
     "first_of_step_post_hooks",
+    "first_of_step_pre_hooks",
     "frame_of_step",
     "functions_of",
     "gradient_of",
@@ -36,6 +38,7 @@ __all__ = [
     "set_gradient",
     "steps_otherwise",
     "will_accumulate",
+    "with_closure",
 ]
 
 _GRADIENT: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
@@ -103,6 +106,25 @@ def first_of_step_post_hooks(optimizer: torch.optim.Optimizer, hook: Callable[..
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
+
+
+def first_of_step_pre_hooks(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
+    """Call ``hook`` before every step, before all other hooks that are there; the handle removes it."""
+    handle = optimizer.register_step_pre_hook(hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
+
+
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of a step, as a hook before it is given them."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with ``closure`` in the place of theirs: what a hook before a step returns to replace it."""
+    return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
 
 def is_last_before_step(optimizer: torch.optim.Optimizer, handle: Any) -> bool:

@@ -1,4 +1,6 @@
-"""Whether another thread may be reading a tensor at this moment: its memory must not go then.
+"""Whether another thread is in the middle of reading a tensor: its memory must not go then.
+
+Reads that begin later are refused (``offloaded``); one that has begun is in C++, where nobody can tell it anything.
 
 1. A thread that runs an op of torch on a tensor holds a reference to it, on the interpreter's stack if nowhere else. So
    a tensor to which nothing refers but one container is read by nobody.
@@ -14,8 +16,6 @@ import os
 import sys
 import sysconfig
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -24,7 +24,6 @@ import torch
 
 __all__ = ["is_read_elsewhere"]
 
-_PATIENCE_SECONDS = 0.2
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _WAITS = frozenset(
@@ -37,22 +36,16 @@ _WAITS = frozenset(
 """Module and function of the standard library."""
 
 
-def is_read_elsewhere(tensors: list[torch.Tensor], index: int, is_wanted: Callable[[], bool]) -> bool:
-    """Whether another thread may be reading ``tensors[index]``, after a moment in which it may have ended.
+def is_read_elsewhere(tensors: list[torch.Tensor], index: int) -> bool:
+    """Whether another thread may be reading ``tensors[index]``.
 
     Args:
         tensors: where nobody else but its one container has a reference to it.
         index: of the tensor.
-        is_wanted: whether to stop waiting.
     """
     if tensors[index].device.type != "cpu":  # an allocator gives memory in the order of the stream
         return False
-    end = time.monotonic() + _PATIENCE_SECONDS
-    while _references(tensors, index) > _OF_ONE_CONTAINER and _others_run():
-        if is_wanted() or time.monotonic() > end:
-            return True
-        time.sleep(0.0005)
-    return False
+    return _references(tensors, index) > _OF_ONE_CONTAINER and _others_run()
 
 
 def _references(tensors: list[torch.Tensor], index: int) -> int:

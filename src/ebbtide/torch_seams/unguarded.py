@@ -11,7 +11,7 @@ Dynamo guards what it has read, but for these, which get a guard of their own wh
    ``maxlen``, the sign of a zero.
 6. *Code* (``unguarded_code``).
 
-What would be of the captured call alone is refused: how often a tensor has been written to, and a tensor that is away.
+What would be of the captured call alone is refused: how often a tensor has been written to, and a tensor that is offloaded.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ebbtide.torch_seams.own_guards import PLAIN, Held, can_change, finder, guar
 from ebbtide.torch_seams.patches import Attribute, Item, wrapped
 from ebbtide.torch_seams.unguarded_code import guard_classes, guard_code, of_builtins, of_functions, of_registers
 
-__all__ = ["AWAY_READ", "VERSION_READ", "unguarded_guarded"]
+__all__ = ["OFFLOADED_READ", "VERSION_READ", "unguarded_guarded"]
 
-AWAY_READ = "a tensor is read that is away in training steps, state of an optimizer (offload_optimizer=True)"
-"""The text of a refusal: what is away has another class, and the captured step would keep its memory."""
+OFFLOADED_READ = "a tensor is read that is offloaded in training steps, state of an optimizer (offload_optimizer=True)"
+"""The text of a refusal: what is offloaded has another class, and the captured step would keep its memory."""
 
 VERSION_READ = "how often a tensor has been written to (_version) is read"
 """The text of a refusal: it would be that of the call that is captured."""
@@ -384,7 +384,7 @@ def _of_values(below: _Below) -> _Below:
 
     def wrap(owner: Any, value: Any) -> Any:
         if is_offloaded(value):  # before Dynamo, which reads it
-            raise Unsupported(AWAY_READ)
+            raise Unsupported(OFFLOADED_READ)
         made = below(owner, value)
         if type(value) is float and value == 0 and can_change(owner.source):
             guard_at(owner.source, "sign", "the sign of zero", _same_sign)

@@ -43,6 +43,7 @@ from ebbtide.optimizer.in_step.update_audit import UpdateAudit
 from ebbtide.optimizer.in_step.updates import names_of
 from ebbtide.torch_seams.data_parallel import bucket_bytes
 from ebbtide.torch_seams.optimizers import (
+    closure_in,
     first_of_step_post_hooks,
     functions_of,
     gradient_of,
@@ -50,6 +51,7 @@ from ebbtide.torch_seams.optimizers import (
     is_last_before_step,
     is_of_torch,
     set_gradient,
+    with_closure,
 )
 from ebbtide.torch_seams.stance import left_out_of_traces
 
@@ -243,7 +245,7 @@ class OptimizerInBackward:
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Definitions 3 to 6; returns what is called in place of a closure, whose gradients are to come."""
         self._stepped_by.clear()  # of a step that was interrupted
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_in(args, kwargs)
         given = [*args[2:], *(value for name, value in kwargs.items() if name != "closure")]
         if any(each is not None for each in given) and (
             closure is not None or self.applied.state is GuardState.UPDATED
@@ -257,13 +259,13 @@ class OptimizerInBackward:
         if closure is not None:
             instead = functools.partial(self._called, closure, itertools.count())
             self.applied.stepping = True
-            return _with_closure(args, kwargs, instead)
+            return with_closure(args, kwargs, instead)
         if self.applied.state is GuardState.CLEARED and self.clipping is not None:
             self._clip(self.clipping)
         self.applied.stepping = True
         if is_of_torch(self.optimizer):
             why = "Ebbtide steps what is left to step"
-            return _with_closure(args, kwargs, left_out_of_traces(self._instead_of_a_closure, why))
+            return with_closure(args, kwargs, left_out_of_traces(self._instead_of_a_closure, why))
         self._allow_step()
         if is_last_before_step(self.optimizer, self._hooks[0]):
             self._step_each()
@@ -372,8 +374,3 @@ class OptimizerInBackward:
                 "the step's own gradients have been made",
                 updated=self.applied.names,
             )
-
-
-def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Any:
-    """The arguments of a step, the optimizer first, with ``closure`` in the place of theirs."""
-    return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})

@@ -1,16 +1,14 @@
-"""State that left together: its copies in one region of a tier, and the way back.
+"""State that was offloaded together: its copies in one region of a tier, and the way back.
 
-1. The copies come first, all of them; only then is memory given back, tensor by tensor.
-2. A tensor *asks* before it is read, on any thread, in a signal handler, or in a finalizer of garbage. All of the lot
-   comes back then.
-3. The region is free once nobody can bring anything back any more.
+1. The copies come first, all of them; only then is memory given back, tensor by tensor. Whoever sends a batch has it
+   by then, to bring it back whenever something interrupts that.
+2. The region is free once everything is back, or nobody can bring anything back any more.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.errors import TierError
-from ebbtide.torch_seams.offloaded import fill, forget, is_offloaded, mark
+from ebbtide.signals import signals_wait
+from ebbtide.torch_seams.offloaded import Emptied, fill, refuse_reads, restore
 from ebbtide.torch_seams.readers import is_read_elsewhere
 from ebbtide.transfers.slots import Slot, Space, region_bytes
 from ebbtide.transfers.traffic import Traffic
@@ -28,134 +27,110 @@ __all__ = ["Batch"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Left:
-    """A tensor that is away, not kept alive, with its place and the copy that took it there."""
+class _Member:
+    """A tensor of the batch, with its place and the copy that took it there."""
 
-    tensor: weakref.ref[torch.Tensor]
+    emptied: Emptied
     slot: Slot
     copy: Copy
 
 
 class Batch:
-    """What left together, in one region.
+    """What was offloaded together, in one region. Whoever has it sees to it that one thread at a time uses it.
+
+    Args:
+        tensors: that can be offloaded; they are copied.
+        way: the tier.
+        traffic: to which what moves is added.
 
     Raises:
-        TierError: if the tier has no room, or a copy failed.
+        TierError: if the tier has no room, or a copy failed. All tensors are as they were.
     """
 
     def __init__(self, tensors: list[torch.Tensor], way: Way, traffic: Traffic) -> None:
         self._way, self._traffic = way, traffic
         self._process = os.getpid()
-        self._lock = threading.RLock()
         slots = list(_slots(tensors, way.name))
         self._region = region = way.region(region_bytes(slots)[way.name])
-        # Once nobody can bring anything back any more, the region is free: the tensors hold on to this.
-        self._end = weakref.finalize(self, _give_back, way, region, os.getpid())
+        self._end = weakref.finalize(self, _give_back, way, region, self._process)
         self._end.atexit = False
+        self._members: list[_Member] = []
+        self._copied = list(zip(slots, self._copies(tensors, slots), strict=True))
+
+    def empty(self, tensors: list[torch.Tensor], refusal: str) -> None:
+        """Give back the memory of ``tensors``, those that were copied, but where another thread is reading it.
+
+        Args:
+            tensors: that this list and their container hold alone, as far as nobody else does.
+            refusal: what whoever reads one of them from now on is told (``torch_seams.offloaded``).
+        """
+        with signals_wait(why=""):  # a handler would find state that is neither here nor there
+            for index, (slot, copy) in enumerate(self._copied):
+                emptied = refuse_reads(tensors[index], refusal)
+                if is_read_elsewhere(tensors, index):
+                    restore(tensors[index])
+                    continue
+                emptied.storage.resize_(0)
+                self._members.append(_Member(emptied, slot, copy))
+                self._traffic.out_bytes += slot.bytes
+
+    def _copies(self, tensors: list[torch.Tensor], slots: list[Slot]) -> list[Copy]:
         copies: list[Copy] = []
         try:
             for slot, tensor in zip(slots, tensors, strict=True):
-                copies.append(way.send(region, slot, tensor, _nothing, timed=traffic.timed))
+                copies.append(self._way.send(self._region, slot, tensor, _nothing, timed=self._traffic.timed))
             for copy in copies:
-                copy.join(traffic)
+                copy.join(self._traffic)
         except BaseException:
             for copy in copies:
                 copy.cancel()
-                copy.join(traffic)
+                copy.join(self._traffic)
             raise
         for slot, copy in zip(slots, copies, strict=True):
             if copy.failure:
-                raise region.failure(f"moving {slot.name} to the {slot.tier} tier", copy.failure)
-        self._seen_all = True
-        self._asking: list[None] = []  # threads that are about to read
-        self._copied = list(zip(slots, copies, strict=True))  # until all have left
-        self.left: list[_Left] = []
+                raise self._region.failure(f"moving {slot.name} to the {slot.tier} tier", copy.failure)
+        return copies
 
-    def leave(self, tensors: list[torch.Tensor]) -> None:
-        """Give back the memory of ``tensors``, those that were copied."""
-        with self._lock:
-            for index, (slot, copy) in enumerate(self._copied):
-                each = _Left(weakref.ref(tensors[index]), slot, copy)
-                ask = functools.partial(self._asked, each)
-                self.left.append(each)
-                go = mark(tensors[index], ask)  # from here on whoever begins to read it waits for the lock
-                if not is_read_elsewhere(tensors, index, lambda: bool(self._asking)):
-                    go()
-                    if not is_offloaded(tensors[index]):  # a signal handler has brought it back just before
-                        mark(tensors[index], ask)
-                        self.left.append(each)
-                elif not self._asking:
-                    if each in self.left:
-                        self.left.remove(each)
-                    forget(tensors[index])
-                    continue
-                self._traffic.out_bytes += slot.bytes
-            self._copied.clear()
-
-    def still_away(self) -> bool:
-        """Whether anything is. What is not any more, since bringing it back was interrupted, is forgotten."""
-        with self._lock:
-            for each in self.left.copy():
-                tensor = each.tensor()
-                if tensor is None or not is_offloaded(tensor):
-                    self.left.remove(each)
-                if tensor is None:
-                    self._seen_all = False
-                elif not is_offloaded(tensor):
-                    forget(tensor)
-            return bool(self.left)
+    def offloaded_bytes(self) -> int:
+        """Bytes of its tensors that live and have no memory; the others are forgotten."""
+        self._members = [each for each in self._members if each.emptied.is_offloaded]
+        return sum(each.slot.bytes for each in self._members)
 
     def holds_any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether any of ``tensors`` is away with it."""
-        left = {id(each.tensor()) for each in self.left}
-        return any(id(each) in left for each in tensors)
+        """Whether any of ``tensors`` is offloaded with it."""
+        own = {id(each.emptied.tensor()) for each in self._members}
+        return any(id(each) in own for each in tensors)
 
-    def back(self) -> None:
-        """Bring back what is alive. A signal handler may do so while this is running."""
-        if self.left and os.getpid() != self._process:  # whoever held the lock is not in this process
+    def bring_back(self) -> None:
+        """Bring back what is alive. A signal handler may do so while this is running.
+
+        Raises:
+            TierError: if a copy failed, or in a process that was forked meanwhile.
+        """
+        if self._members and os.getpid() != self._process:
             raise TierError(
                 "this process was forked while the optimizer's state was on the "
                 f"{self._way.name} tier, where it belongs to the process that it was forked from; start processes "
-                "before the forward or after optimizer.step(), or read the state (optimizer.state_dict()) first",
+                "before the forward or after optimizer.step(), or take optimizer.state_dict() first",
                 tier=self._way.name,
             )
-        with self._lock:
-            while self.left:
-                each = self.left[-1]
-                tensor = each.tensor()
-                if tensor is not None and is_offloaded(tensor):
-                    fill(tensor, functools.partial(self._read, each))
-                    self._traffic.in_bytes += each.slot.bytes
-                elif tensor is not None:
-                    forget(tensor)
-                self._seen_all &= tensor is not None
-                del tensor
-                if self.left and self.left[-1] is each:
-                    self.left.pop()
-            if self._seen_all and not self._copied:
-                self._end()
+        while self._members:
+            each = self._members[-1]
+            if each.emptied.is_offloaded:
+                fill(each.emptied, functools.partial(self._fetch, each))
+                self._traffic.in_bytes += each.slot.bytes
+            if self._members and self._members[-1] is each:
+                self._members.pop()
+        self._end()
 
-    def _asked(self, each: _Left, tensor: torch.Tensor) -> None:
-        """``tensor`` is about to be read.
-
-        Maybe by a finalizer of garbage that it is a part of: then no weak reference leads to it any more.
-        """
-        self._asking.append(None)
-        try:
-            self.back()
-            with self._lock:
-                if is_offloaded(tensor):
-                    fill(tensor, functools.partial(self._read, each))
-        finally:
-            self._asking.pop()
-
-    def _read(self, each: _Left, tensor: torch.Tensor) -> None:
+    def _fetch(self, each: _Member, tensor: torch.Tensor) -> None:
         copy = self._way.fetch(self._region, each.slot, tensor, each.copy, _nothing, timed=self._traffic.timed)
         copy.join(self._traffic)
         if copy.failure:
             raise TierError(
                 f"bringing {each.slot.name} back from the {each.slot.tier} tier failed: {copy.failure}. It is still "
-                "there and is fetched again when it is read next; see to the disk, or go on from a checkpoint",
+                "there and is fetched again by the next optimizer.step() or state_dict(); see to the disk, or go on "
+                "from a checkpoint",
                 tier=each.slot.tier,
             )
 

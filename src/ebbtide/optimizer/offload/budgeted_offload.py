@@ -40,7 +40,7 @@ class BudgetedOffload:
 
     def __init__(self, optimizer: torch.optim.Optimizer, way: Way) -> None:
         self._optimizer = optimizer
-        self._parking: OptimizerOffload = offload_of(optimizer, way)
+        self._offload: OptimizerOffload = offload_of(optimizer, way)
         self._known: tuple[object, int, int, int | None] = (None, 0, 0, 0)
 
     def leave(self) -> None:
@@ -49,16 +49,16 @@ class BudgetedOffload:
         Raises:
             TierError: if the tier has no room or fails; the state is where it was.
         """
-        self._parking.leave()
+        self._offload.send()
 
     def close(self) -> None:
         """The model is not fitted any more."""
-        self._parking.end()
+        self._offload.end()
 
     @property
     def traffic(self) -> Traffic:
         """What has moved since the state left last."""
-        return self._parking.traffic
+        return self._offload.traffic
 
     @property
     def resident_to_come_bytes(self) -> int:
@@ -75,15 +75,15 @@ class BudgetedOffload:
     def note(self) -> str:
         """For people: what is counted of it."""
         _, moving, taken = self._look()
-        return note_of(moving, taken, self._parking.way.name)
+        return note_of(moving, taken, self._offload.way.name)
 
     def _look(self) -> tuple[int, int, int | None]:
-        parking = self._parking
-        key = (_outline(self._optimizer), parking.moving_bytes)
+        offload = self._offload
+        key = (_outline(self._optimizer), offload.moving_bytes)
         if self._known[0] != key:
             to_come = future_state_sizes(self._optimizer)
             staying = sum(size for size in to_come if not is_moved(size))
-            moving = parking.moving_bytes + sum(filter(is_moved, to_come))
+            moving = offload.moving_bytes + sum(filter(is_moved, to_come))
             self._known = (key, staying, moving, step_bytes(self._optimizer))
         return self._known[1:]
 

@@ -1,23 +1,27 @@
-"""State of optimizers that is on another tier while a step runs, and back in place when somebody reads it.
+"""State of optimizers that is on another tier while a step runs, and back in place for whatever an optimizer does.
 
-1. *State* is what an optimizer keeps per parameter. No op of a step reads it: it can be away from before the forward
-   until the optimizer's step, with every reference to it valid (``torch_seams.offloaded``).
-2. What *leaves* is copied first, all of it, and only then gives its memory back. A copy that fails leaves everything
+1. *State* is what an optimizer keeps per parameter. No op of a step reads it: it can be offloaded from before the
+   forward until the optimizer's step, with every reference to it valid (``torch_seams.offloaded``).
+2. What is sent is copied first, all of it, and only then gives its memory back. A copy that fails leaves everything
    where it was. Small tensors, and those whose memory somebody else uses too, stay: they are resident.
-3. It comes *back* all at once before any of it is read: by the optimizer's step, by ``state_dict()``, by user code on
-   any thread. If that fails it stays away, so that it can be tried again. What is state no more, since other state was
-   loaded in its place, keeps nobody from stepping: it is away until somebody reads it.
-4. It leaves at every training call, also if it was only read: what is rewritten through ``.data`` has no mark.
-5. State that there is when a parking is made, and state that is loaded, is given memory that can leave: that of what
-   ``torch.load`` has read cannot. So is state that has left before, if NumPy has looked at it since.
-6. What is away belongs to the process that sent it. In one that was forked from it, it cannot be read.
+3. It comes back all at once when the optimizer steps (after a closure again, in which forwards send it away), gives
+   its ``state_dict()`` or loads one. Whoever else reads it before that is refused by name. If a copy fails it stays
+   offloaded and can be tried again, but what is state no more, since other state was loaded in its place, keeps nobody
+   from stepping.
+4. It leaves at every training call for which it has been back, changed or not: what is rewritten through ``.data`` has
+   no mark.
+5. State that there is when the offload is made, and state that is loaded, is given memory that can be emptied: that of
+   what ``torch.load`` has read cannot. So is state that has left before, if NumPy has looked at it since.
+6. What is offloaded belongs to the process that sent it. In one that was forked from it, it cannot be brought back.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -25,6 +29,7 @@ from ebbtide.errors import TierError
 from ebbtide.measurement.resident import kept_by, optimizers_in, stepping
 from ebbtide.optimizer.offload.batch import Batch
 from ebbtide.torch_seams.offloaded import can_offload, is_offloaded, own_memory
+from ebbtide.torch_seams.optimizers import closure_in, first_of_step_pre_hooks, with_closure
 from ebbtide.torch_seams.stance import left_out_of_traces
 from ebbtide.transfers.traffic import Traffic
 from ebbtide.transfers.ways import Way
@@ -36,7 +41,7 @@ LEAST_BYTES = 64 * 2**10
 
 
 class OptimizerOffload:
-    """The state of one optimizer.
+    """The state of one optimizer, sent away and brought back.
 
     Args:
         optimizer: not kept alive.
@@ -46,26 +51,34 @@ class OptimizerOffload:
         way: that state leaves by from now on. The model that is fitted last says.
         traffic: what has moved since the state left last.
         users: models that it is for.
-        moving_bytes: that were away after :meth:`leave`.
+        moving_bytes: that were offloaded after :meth:`send`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, way: Way) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.way = way
         self._lock = threading.RLock()
-        self._lots: list[Batch] = []
+        self._batches: list[Batch] = []
         self._left_once: dict[int, weakref.ref[torch.Tensor]] = {}
         self.traffic = Traffic(timed=way.always_timed)
-        self._hooks = (
-            optimizer.register_step_pre_hook(left_out_of_traces(_before_step, "Ebbtide brings the state back here")),
-            optimizer.register_load_state_dict_post_hook(_can_leave),
-        )
-        _can_leave(optimizer)
+        before_step = left_out_of_traces(self._before_step, "Ebbtide brings the state back here")
+        self._hooks = [
+            hook
+            for each in optimizers_in(optimizer)
+            if "defaults" in vars(each)  # else it was never made as one, and passes on to one that was
+            for hook in (
+                first_of_step_pre_hooks(each, before_step),
+                each.register_state_dict_pre_hook(self._before_state_dict, prepend=True),
+                each.register_load_state_dict_pre_hook(self._before_loading, prepend=True),
+                each.register_load_state_dict_post_hook(self._after_loading),
+            )
+        ]
+        _give_own_memory(optimizer)
         self.users = 0
         self.moving_bytes = 0
 
-    def leave(self) -> None:
-        """Definition 2.
+    def send(self) -> None:
+        """Offload all state that can leave (definition 2).
 
         Raises:
             TierError: if the tier has no room, or a copy failed. Nothing has left then.
@@ -74,60 +87,95 @@ class OptimizerOffload:
         if optimizer is None:
             return
         with self._lock:
-            self._lots = [lot for lot in self._lots if lot.still_away()]
-            state = [
-                each for each in _state(optimizer) if is_offloaded(each) or is_moved(each.untyped_storage().nbytes())
-            ]
+            self._batches = [each for each in self._batches if each.offloaded_bytes()]
+            state = [each for each in _state(optimizer) if not is_offloaded(each) and is_moved(_bytes_of(each))]
             for each in state:
-                if not is_offloaded(each) and self._has_left(each):
+                if self._has_left(each):
                     own_memory(each)  # NumPy has seen it
-            leaving = [each for each in state if not is_offloaded(each) and can_offload(each)]
-            each = state = None
+            leaving = [each for each in state if can_offload(each)]
+            each = state = None  # nothing but its container may hold what leaves
             if leaving:
                 self._left_once |= {id(each): weakref.ref(each) for each in leaving}
                 self.traffic = Traffic(timed=self.way.always_timed)
-                lot = Batch(leaving, self.way, self.traffic)
-                self._lots.append(lot)
-                lot.leave(leaving)
-            self.moving_bytes = sum(each.slot.bytes for lot in self._lots for each in lot.left)
+                refusal = (
+                    f"state of {type(optimizer).__name__} that is on the {self.way.name} tier from the forward to "
+                    "optimizer.step() (offload_optimizer=True). Read it before the forward or after optimizer.step(); "
+                    "optimizer.state_dict() brings it back first, and so does ebbtide.unfit(model)"
+                )
+                self._batches.append(Batch(leaving, self.way, self.traffic))
+                self._batches[-1].empty(leaving, refusal)
+            self.moving_bytes = sum(each.offloaded_bytes() for each in self._batches)
 
     def _has_left(self, tensor: torch.Tensor) -> bool:
         """Whether it has before, so that its memory is torch's."""
         known = self._left_once.get(id(tensor))
         return known is not None and known() is tensor
 
-    def back(self) -> None:
-        """Definition 3.
+    def bring_back(self) -> None:
+        """Bring all of the state back (definition 3).
 
         Raises:
             TierError: if a copy failed.
         """
         with self._lock:
-            for lot in self._lots.copy():
+            for batch in self._batches.copy():
                 try:
-                    lot.back()
+                    batch.bring_back()
                 except TierError:
                     optimizer = self._optimizer()
-                    if optimizer is not None and lot.holds_any(_state(optimizer)):
+                    if optimizer is not None and batch.holds_any(_state(optimizer)):
                         raise
-                    self._lots.remove(lot)
-            self._lots = [lot for lot in self._lots if lot.left]
+                if batch in self._batches:
+                    self._batches.remove(batch)
+
+    def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Bring it back, and again after a closure, whose forward sends it away; gives what is called in its place."""
+        self.bring_back()
+        if (closure := closure_in(args, kwargs)) is None:
+            return None
+        called: Callable[[], Any] = closure
+
+        def called_and_back() -> Any:
+            result = called()
+            self.bring_back()
+            return result
+
+        return with_closure(args, kwargs, called_and_back)
+
+    def _before_state_dict(self, _: object) -> None:
+        self.bring_back()
+
+    def _before_loading(self, *_: object) -> None:
+        """Bring it back: what is loaded may be made of it. Where that fails, what is loaded takes its place."""
+        with suppress(TierError):
+            self.bring_back()
+
+    def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        _give_own_memory(optimizer)
 
     def end(self) -> None:
-        """A model uses it no more. After the last one it brings back what is away and moves nothing from then on."""
+        """Let go of it for one model. After the last one, what is offloaded comes back and nothing moves any more.
+
+        Raises:
+            TierError: if a copy failed; it is tried again by the next ``optimizer.step()`` or ``state_dict()``.
+        """
         self.users -= 1
+        optimizer = self._optimizer()
+        if not self.users and optimizer is not None:
+            _offloads.pop(optimizer, None)
+        self.bring_back()
         if not self.users:
             for hook in self._hooks:
                 hook.remove()
-            optimizer = self._optimizer()
-            if optimizer is not None:
-                _parkings.pop(optimizer, None)
-        self.back()
 
 
 def is_moved(size: int) -> bool:
     """Whether a tensor of state of so many bytes is large enough to leave."""
     return size >= LEAST_BYTES
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -155,28 +203,22 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-_parkings: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerOffload] = weakref.WeakKeyDictionary()
+_offloads: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerOffload] = weakref.WeakKeyDictionary()
 
 
 def offload_of(optimizer: torch.optim.Optimizer, way: Way) -> OptimizerOffload:
     """The one of ``optimizer``, which models that share it share; each has to :meth:`~OptimizerOffload.end` it."""
     optimizer = stepping(optimizer)
-    found = _parkings.get(optimizer)
+    found = _offloads.get(optimizer)
     if found is None:
-        _parkings[optimizer] = found = OptimizerOffload(optimizer, way)
+        _offloads[optimizer] = found = OptimizerOffload(optimizer, way)
     found.way = way
     found.users += 1
     return found
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    found = _parkings.get(optimizer)
-    if found is not None:
-        found.back()
-
-
-def _can_leave(optimizer: torch.optim.Optimizer) -> None:
-    """Definition 5."""
+def _give_own_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Make what is large able to leave (definition 5)."""
     for each in _state(optimizer):
-        if not is_offloaded(each) and is_moved(each.untyped_storage().nbytes()):
+        if not is_offloaded(each) and is_moved(_bytes_of(each)):
             own_memory(each)
