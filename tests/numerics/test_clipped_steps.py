@@ -226,7 +226,7 @@ def test_a_backward_that_fails_before_its_norm_has_updated_nothing(monkeypatch: 
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(BackwardUpdates, "settle", fail)
+        patch.setattr(BackwardUpdates, "total_norm", fail)
         with pytest.raises(MemoryError):
             model(torch.randn(12, 16)).backward()
     same(list(model.state_dict().values()), list(before.values()))

@@ -71,7 +71,7 @@ def captured(model: nn.Module, *args: Tensor) -> Captured:
 def inside(model: nn.Module, *args: Tensor) -> tuple[Captured, Captured]:
     """The step of ``model`` as captured, and with SGD in it."""
     plain = captured(model, *args)
-    return plain, UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model)(plain)
+    return plain, UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model).with_updates(plain)
 
 
 def small_gpt(layers: int = 2) -> tuple[nn.Module, Tensor, Tensor]:
@@ -252,24 +252,24 @@ def looked(model: nn.Module, *args: Tensor) -> tuple[Captured, Captured]:
     """The step of ``model`` as captured, and with looks at its gradients."""
     plain = captured(model, *args)
     put_in = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model, clipping=Clipping(1.0))
-    return plain, put_in.looked(plain)
+    return plain, put_in.with_norms(plain)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_update_comes_before_all_gradients_have_been_looked_at(name: str) -> None:
     model, *args = MODELS[name]()
     plain, with_looks = looked(model, *args)  # type: ignore[arg-type]
-    step = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model)(with_looks)
+    step = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model).with_updates(with_looks)
     ops = step.program.ops
-    (settled,) = [i for i, op in enumerate(ops) if op.target == "ebbtide.settle"]
-    looks = [i for i, op in enumerate(ops) if op.target == "ebbtide.look"]
+    (settled,) = [i for i, op in enumerate(ops) if op.target == "ebbtide.total_norm"]
+    looks = [i for i, op in enumerate(ops) if op.target == "ebbtide.partial_norm"]
     updates = [i for i, op in enumerate(ops) if op.target.startswith(PREFIX)]
     assert len(looks) == len(updates) == len(updatable(plain))
     assert max(looks) < settled < min(updates)
     assert all(ops[settled].outputs[0] in ops[each].inputs for each in updates)
 
 
-def _look_elsewhere(step: Captured) -> None:
+def _take_the_norm_of_another(step: Captured) -> None:
     looks = [node for node in step.op_nodes if isinstance(node.target, PartialNorm)]
     looks[0].update_arg(0, looks[1].args[0])
 
@@ -281,7 +281,7 @@ def _forget_one(step: Captured) -> None:
     settle.target = TotalNorm(settle.target.positions[1:])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("tamper", [_look_elsewhere, _forget_one, _another])
+@pytest.mark.parametrize("tamper", [_take_the_norm_of_another, _forget_one, _another])
 def test_the_proof_sees_other_looks(tamper: Callable[[Captured], None]) -> None:
     plain, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
     tamper(step)
@@ -298,16 +298,16 @@ def test_behind_the_settlement_all_that_is_read_is_kept_or_made_again(name: str)
     model, *args = MODELS[name]()
     _, step = looked(model, *args)  # type: ignore[arg-type]
     program = step.program
-    settled = next(i for i, op in enumerate(program.ops) if op.target == "ebbtide.settle")
+    settled = next(i for i, op in enumerate(program.ops) if op.target == "ebbtide.total_norm")
     cuts = list(cuts_of(step))
     assert len(cuts) > 1
     assert [len(each.again) for each in cuts] == sorted(len(each.again) for each in cuts)
     assert [each.kept_bytes for each in cuts] == sorted((each.kept_bytes for each in cuts), reverse=True)
-    gradients = {b for op in program.ops if op.target == "ebbtide.look" for b in op.inputs}
+    gradients = {b for op in program.ops if op.target == "ebbtide.partial_norm" for b in op.inputs}
     for cut in cuts:
         passed = with_recompute_pass(step, cut)
         assert prove_recompute_pass(step, passed) == len(cut.again)
-        after = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model)(passed).program
+        after = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model).with_updates(passed).program
         assert not check(after, unplanned_schedule(after))
         wanted = gradients | {b for i in cut.again for b in program.ops[i].inputs}
         made = {b for i in cut.again for b in program.ops[i].outputs}

@@ -279,8 +279,8 @@ def capture_ahead(
         assert optimizer is not None
         device_type = None if target is None else target.device
         scaled = options.scaler is not None
-        finish = UpdateInsertion(optimizer, model, device_type, options.clipping, scaled=scaled)
-        begin = finish.looked
+        insertion = UpdateInsertion(optimizer, model, device_type, options.clipping, scaled=scaled)
+        begin, finish = insertion.with_norms, insertion.with_updates
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
         joint, program, provenance = capture_program(

@@ -318,7 +318,7 @@ def unfit(model: ModelT) -> ModelT:
 
     Raises:
         UsageError: if the model is not fitted.
-        TierError: if an optimizer's state could not be brought back; it is tried again when it is read.
+        TierError: if an optimizer's state could not be brought back; the optimizer's next step tries again.
     """
     fitted = _fitted(model, "unfit")
     del FITTED[model]

@@ -195,11 +195,11 @@ def _prepare_updates(flight: Flight, executable: Executable, args: list[Any]) ->
 class _Dropping:
     """Takes no update: its gradient is dropped, and nothing is found out."""
 
-    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+    def partial_norm(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.new_zeros(())
 
-    def settle(self, looks: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        return next(iter(looks.values())).new_zeros(())
+    def total_norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return next(iter(norms.values())).new_zeros(())
 
     def update(self, position: int, gradient: torch.Tensor) -> None:
         pass

@@ -233,11 +233,11 @@ def _made(
         accumulating = now.accumulating and request.given_plan is None and inside is None
         captured = step.piece.captured_for(accumulating=accumulating)
         if inside is not None:
-            inside.know(call.module)
-            captured = inside.looked(captured)
+            inside.bind(call.module)
+            captured = inside.with_norms(captured)
         attempts.room = _room(model, step, call, now, attempts.refused)
         with within(attempts.room), own_faults():
-            program = _cost(model, captured if inside is None else inside.inside(captured), now)
+            program = _cost(model, captured if inside is None else inside.with_updates(captured), now)
             demand = _demand(model, step, now)
             plan, provisional = plan_for(
                 PlanTask(

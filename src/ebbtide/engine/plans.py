@@ -142,7 +142,7 @@ class PlanTask:
     def finish(self) -> Finish:
         """What is done to a captured step after its rewrites."""
         inside = self.optimizers.inside
-        return inside.inside if inside is not None and self.now.updates else itself
+        return inside.with_updates if inside is not None and self.now.updates else itself
 
     @property
     def verify(self) -> bool | str:

@@ -168,7 +168,7 @@ class Step:
         if plan.rewritten is not None:
             rewritten, replaced = apply_proven(captured, plan.rewritten.rewrites)
         if inside is not None:
-            rewritten = inside.inside(rewritten)
+            rewritten = inside.with_updates(rewritten)
         return executable_of(
             rewritten,
             plan,

@@ -183,7 +183,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` takes memory of the CPU: not one that is offloaded or fake, or stands for others in a transform."""
+    """Whether ``tensor`` takes memory of the CPU: not an offloaded or fake one, nor one of a transform."""
     if is_offloaded(tensor):
         return False
     try:

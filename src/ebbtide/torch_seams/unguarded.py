@@ -11,7 +11,7 @@ Dynamo guards what it has read, but for these, which get a guard of their own wh
    ``maxlen``, the sign of a zero.
 6. *Code* (``unguarded_code``).
 
-What would be of the captured call alone is refused: how often a tensor has been written to, and a tensor that is offloaded.
+What would be of the captured call alone is refused: how often a tensor has been written to, and an offloaded tensor.
 """
 
 from __future__ import annotations

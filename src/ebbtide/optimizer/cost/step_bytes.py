@@ -23,7 +23,8 @@ from ebbtide.cost.call import call_with
 from ebbtide.cost.profile import workspace_alone
 from ebbtide.cost.room import Room, within
 from ebbtide.measurement.resident import stepping
-from ebbtide.optimizer.state.future_bytes import attributes_of, options_of, stand_in_of, tried_out
+from ebbtide.optimizer.state.options import attributes_of, options_of
+from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise, schema_of

@@ -19,8 +19,8 @@ import torch
 
 from ebbtide.measurement.resident import kept_by, optimizers_in, storages_in
 from ebbtide.optimizer.cost.step_bytes import step_bytes
-from ebbtide.optimizer.cost.update_costs import settings_of
 from ebbtide.optimizer.state.future_bytes import future_state_bytes
+from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import NOTHING_AFTER, SCALARS_BYTES, StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import NOT_KNOWN

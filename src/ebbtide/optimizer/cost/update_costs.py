@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,29 +11,14 @@ from ebbtide.errors import UsageError
 from ebbtide.measurement.resident import storages_in
 from ebbtide.optimizer.cost.step_bytes import step_bytes
 from ebbtide.optimizer.state.future_bytes import future_state_sizes
+from ebbtide.optimizer.state.options import settings_of
 
-__all__ = ["UpdateCosts", "settings_of"]
+__all__ = ["UpdateCosts"]
 
 _PART_ELEMENTS = 65536  # kChunkSize of aten/src/ATen/native/cuda/MultiTensorApply.cuh
 _NUMBER_BYTES = 4
 _LEAST_ON_CARD_BYTES = 512  # kMinBlockSize of c10/core/AllocatorConfig.h
-_RATE = "lr"  # schedules begin at 0
 _SCALARS = 4  # at most at a time: the total, what it is made into
-
-
-def settings_of(options: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
-    """What of a group's options an update's bytes depend on: flags such as amsgrad, whether there is a momentum.
-
-    Of a number that is whether it is 0; numbers may count steps.
-    """
-    plain = (name for name, value in options.items() if isinstance(value, bool | int | float | str | tuple | None))
-    return tuple((name, _said(options[name])) for name in plain if name != _RATE)
-
-
-def _said(value: object) -> object:
-    if isinstance(value, tuple):  # betas
-        return tuple(map(_said, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return value if isinstance(value, bool | str | None) else bool(value)
 
 
 class UpdateCosts:
@@ -71,8 +56,8 @@ class UpdateCosts:
         state = self._state * parameter.nbytes // max(self._trained, 1)
         return self._known[key], 3 * parameter.nbytes + 2 * state
 
-    def of_look(self, parameter: torch.Tensor, *, copies: bool = False) -> tuple[int, int]:
-        """Bytes that a look at a gradient like ``parameter`` takes, and that it reads; ``copies`` if it takes a copy.
+    def of_partial_norm(self, parameter: torch.Tensor, *, copies: bool = False) -> tuple[int, int]:
+        """Bytes that the norm of a gradient like ``parameter`` takes, and that it reads; ``copies`` if it takes a copy.
 
         On a card a kernel for lists adds up parts of :data:`_PART_ELEMENTS` elements.
         """
@@ -80,7 +65,7 @@ class UpdateCosts:
         copy = -(-parameter.nbytes // _LEAST_ON_CARD_BYTES) * _LEAST_ON_CARD_BYTES if copies else 0
         return copy + (parts * _NUMBER_BYTES if self._on_card(parameter) else 0), parameter.nbytes
 
-    def of_settlement(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
+    def of_total_norm(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Likewise of the norm of the norms of as many gradients, with what it is made into."""
         least = _LEAST_ON_CARD_BYTES if any(map(self._on_card, parameters)) else _NUMBER_BYTES
         return len(parameters) * _NUMBER_BYTES + _SCALARS * least, len(parameters) * _NUMBER_BYTES

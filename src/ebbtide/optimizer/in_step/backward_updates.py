@@ -1,10 +1,10 @@
 """The updates of one backward: by what gradient each parameter is stepped, and what is said if that fails.
 
 1. Options of the optimizer are what they are when the backward begins.
-2. Where gradients are clipped by their norm, each is looked at when it is made, the norm is settled once all have been,
+2. Where gradients are clipped by their norm, the norm of each is taken when it is made, that of all once all are there,
    and updates come after that. Gradients that are there already are added to first, and those of parameters that the
    step does not reach are in the norm and are scaled in place, as ``clip_grad_norm_`` does.
-3. With a gradient scaler each is looked at for elements that are not finite, likewise. If one has some, nothing is
+3. With a gradient scaler each is searched for elements that are not finite, likewise. If one has some, nothing is
    updated, and the scaler is told so when it asks (``applied``); else each is multiplied by what the scale was when the
    backward began, inverted, before it is clipped and applied.
 4. A backward that fails after its first update raises :class:`~ebbtide.errors.UpdateError`, which names what has been
@@ -114,7 +114,7 @@ class BackwardUpdates:
         assert clipping is not None
         return norm_of(gradient, clipping.norm_type, clipping.foreach)
 
-    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+    def partial_norm(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
         """What is known of the gradient that the parameter at ``position`` has with this one (definitions 2 and 3)."""
         if position in self._left_out:
             return gradient.new_zeros(())
@@ -124,32 +124,32 @@ class BackwardUpdates:
                 gradient = existing
             return self._seen(gradient)
 
-    def settle(self, looks: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def total_norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """What gradients are scaled by, of all that parameters have (definitions 2 and 3)."""
         clipping = self._inside.clipping
-        made = {id(self._trained[i][0]): look for i, look in looks.items() if i not in self._left_out}
-        norms: list[torch.Tensor] = []
+        made = {id(self._trained[i][0]): norm for i, norm in norms.items() if i not in self._left_out}
+        parts: list[torch.Tensor] = []
         of: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         with torch.no_grad():
             for parameter in self._inside.parameters():
                 if (norm := made.get(id(parameter))) is not None:
-                    norms.append(norm)
+                    parts.append(norm)
                     of.append(parameter)
                 elif (gradient := gradient_of(parameter)) is not None:
-                    norms.append(self._seen(gradient))
+                    parts.append(self._seen(gradient))
                     of.append(gradient)
                     others.append(gradient)
             if self._found is not None and self._inverse is not None:
                 self._skips = bool(self._found.item())
             if clipping is None:
-                return next(iter(looks.values()))
+                return next(iter(norms.values()))
             if others and self._inverse is not None:
                 raise UsageError(
                     "a parameter has a gradient that this step does not add to, and the scaler unscales it after the "
                     "step has clipped: clear gradients before such a step, or leave max_norm out"
                 )
-            total = total_of(norms, of, clipping)
+            total = total_of(parts, of, clipping)
             self._inside.total_norm = total
             self._coefficient = coefficient_of(total, clipping)
             for gradient in others:

@@ -24,7 +24,8 @@ from ebbtide.errors import UsageError
 from ebbtide.measurement.resident import optimizers_in, tensors_in
 from ebbtide.optimizer.in_step.single_parameter import step_parameter
 from ebbtide.optimizer.state.combined import CombinedOptimizers
-from ebbtide.optimizer.state.future_bytes import is_plain, options_of, stand_in_of, tried_out
+from ebbtide.optimizer.state.options import is_plain, options_of
+from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.compiling_flag import while_nothing_is_captured
 from ebbtide.torch_seams.dispatcher import Draws

@@ -25,7 +25,6 @@ import torch
 
 from ebbtide.errors import UsageError
 from ebbtide.torch_seams.optimizers import clears_gradients, gradient_of, is_of_step, reader, set_gradient
-from ebbtide.torch_seams.scalers import is_unscaling, tell_found
 
 __all__ = ["GradientGuard", "GuardState"]
 
@@ -55,7 +54,6 @@ class GradientGuard:
     Args:
         functions: of the optimizer's class.
         clips: whether the step clips gradients itself.
-        scales: whether it takes a scaler's scale off them itself.
 
     Attributes:
         state: of all of them.
@@ -65,16 +63,15 @@ class GradientGuard:
         stepped_round: the last of these whose ``optimizer.step()`` has ended.
     """
 
-    def __init__(self, functions: frozenset[CodeType], *, clips: bool = False, scales: bool = False) -> None:
+    def __init__(self, functions: frozenset[CodeType], *, clips: bool = False) -> None:
         self._clips = clips
-        self.scales = scales
         self.found = False
         self.rounds = self.stepped_round = 0
         self.state = GuardState.CLEARED
         self.stepping = False
         self._functions = functions
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
-        self._told: set[int] = set()
+        self._unscaling = False
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -93,7 +90,6 @@ class GradientGuard:
         """These have been updated: definition 1."""
         self.state = GuardState.UPDATED
         self.rounds += 1
-        self._told.clear()
         self._names.update({id(each): (each, name) for each, name in parameters})
         self._show()
 
@@ -127,16 +123,29 @@ class GradientGuard:
         if "_ebbtide_applied" in vars(type(parameter)):
             parameter.__class__ = type(parameter).__bases__[0]  # type: ignore[assignment]
 
+    @contextmanager
+    def unscaled(self) -> Iterator[tuple[set[torch.device], bool]]:
+        """While open, a scaler looks at gradients, and sees none of those that were applied.
+
+        Gives the devices of these, and whether any was not finite; the scaler leaves ``optimizer.step()`` out then.
+        """
+        if self.state is not GuardState.UPDATED:
+            yield set(), False
+            return
+        self._unscaling = True
+        try:
+            yield {each.device for each in self.parameters}, self.found
+        finally:
+            self._unscaling = False
+        if self.found:
+            self.state = GuardState.STEPPED
+
     # -- who asks -------------------------------------------------------------------------------------------
 
     def read(self, parameter: torch.Tensor, frame: FrameType) -> torch.Tensor | None:
         """Somebody reads the gradient of ``parameter``."""
         clears = clears_gradients(frame)
-        if self.scales and self.state is GuardState.UPDATED and is_unscaling(frame):
-            tell_found(frame, parameter.device, found=self.found)
-            self._told.add(id(parameter))
-            if self.found and self._told.issuperset(self._names):
-                self.state = GuardState.STEPPED  # which the scaler leaves out
+        if self._unscaling:
             return None
         if self.stepping and not clears and is_of_step(frame, self._functions):
             return gradient_of(parameter)

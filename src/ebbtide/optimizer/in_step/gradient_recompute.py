@@ -1,10 +1,10 @@
 """A second backward, for updates that wait for the norm of all gradients: which of its values are made again.
 
-1. A step that looks at its gradients (``looks``) keeps them until the settlement. Its *second pass* makes some of the
-   backward's values again behind that: an op of its own for each, named after the first one, so that planners place it
-   and what it needs of the forward like everything else. Updates read what it makes.
-2. Which ops those are is a *cut*: behind the settlement each gradient is kept, or its op runs again; what such an op
-   reads of the backward is kept or made again likewise. All that is kept is there at the settlement together.
+1. A step that takes norms (``norm_ops``) keeps its gradients until the total norm. Its *recompute pass* makes some of
+   the backward's values again behind that: an op of its own for each, named after the first one, so that planners place
+   it and what it needs of the forward like everything else. Updates read what it makes.
+2. Which ops those are is a *cut*: behind the total norm each gradient is kept, or its op runs again; what such an op
+   reads of the backward is kept or made again likewise. All that is kept is there at the total norm together.
 3. For a *price* of memory the cut of least cost is the solution of a linear program whose vertices are integral (each
    row is one implication): seconds of what is made again, as shares of those of the backward, and bytes of what is
    kept, as shares of those of all gradients times the price in hundredths.
@@ -42,12 +42,12 @@ PRICES = (10, 60, 400, 100_000)
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to have gradients behind the settlement (definition 2).
+    """One way to have gradients behind the total norm (definition 2).
 
     Attributes:
         price: that it is the best for.
         again: ops that run again.
-        kept_bytes: of the backward's values that are there at the settlement.
+        kept_bytes: of the backward's values that are there at the total norm.
     """
 
     price: int
@@ -69,7 +69,7 @@ def cuts_of(captured: Captured, prices: Sequence[int] = PRICES) -> Iterator[Cut]
 
 
 def cut_at(captured: Captured, price: int) -> Cut:
-    """The cut of least cost at a price (definition 3); ``captured`` looks at its gradients."""
+    """The cut of least cost at a price (definition 3); ``captured`` takes their norms."""
     known = _known.setdefault(captured.graph, {})
     if price not in known:
         known[price] = _cut(captured, price)
@@ -78,7 +78,7 @@ def cut_at(captured: Captured, price: int) -> Cut:
 
 def _cut(captured: Captured, price: int) -> Cut:
     program = captured.program
-    read = {captured.buffer_of[node] for each in _looks(captured) for node in each.all_input_nodes}
+    read = {captured.buffer_of[node] for each in _partial_norms(captured) for node in each.all_input_nodes}
     gradients = {each for each in read if each is not None}
     wanted = sorted(gradients)
     ops, buffers = _behind(captured, wanted)
@@ -124,7 +124,7 @@ def _behind(captured: Captured, gradients: list[int]) -> tuple[list[int], list[i
     return sorted(ops), sorted(buffers)
 
 
-def _looks(captured: Captured) -> list[fx.Node]:
+def _partial_norms(captured: Captured) -> list[fx.Node]:
     return [node for node in captured.op_nodes if isinstance(node.target, PartialNorm)]
 
 
@@ -137,7 +137,7 @@ def _may_be_made_again(captured: Captured, index: int) -> bool:
 
 
 def with_recompute_pass(captured: Captured, cut: Cut) -> Captured:
-    """``captured``, which looks at its gradients, with the ops of ``cut`` once more behind the settlement."""
+    """``captured``, which takes norms of its gradients, with the ops of ``cut`` once more behind the total norm."""
     graph = fx.Graph(owning_module=captured.graph.owning_module)
     nodes: dict[fx.Node, fx.Node] = {}
     results = list(tree_leaves(graph.graph_copy(captured.graph, nodes)))
@@ -153,10 +153,10 @@ def with_recompute_pass(captured: Captured, cut: Cut) -> Captured:
             copy.meta = {**node.meta, "val": _like(node, copy, is_op=not view)}
             made[node] = copy
     count = captured.forward_output_count
-    for look in _looks(captured):
-        target = look.target
+    for norm in _partial_norms(captured):
+        target = norm.target
         assert isinstance(target, PartialNorm)
-        results[count + target.position] = made.get(look.args[0], nodes[look.args[0]])  # type: ignore[index, arg-type]
+        results[count + target.position] = made.get(norm.args[0], nodes[norm.args[0]])  # type: ignore[index, arg-type]
     read = {each for each in results if isinstance(each, fx.Node)}
     for copy in reversed(made.values()):
         if not copy.users and copy not in read:
@@ -186,7 +186,7 @@ def _apart(value: Any) -> Any:
 
 
 def likes_in(captured: Captured) -> Mapping[int, int]:
-    """By buffer that a second pass makes, the one of the first pass whose bytes it has to have."""
+    """By buffer that a recompute pass makes, the one of the first pass whose bytes it has to have."""
     ops = {node.name: captured.program.ops[i] for i, node in enumerate(captured.op_nodes)}
     found: dict[int, int] = {}
     for name, op in ops.items():

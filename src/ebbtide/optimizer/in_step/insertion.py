@@ -44,7 +44,7 @@ class UpdateInsertion:
         self._trained: Mapping[str, torch.Tensor] = dict(model.named_parameters())
         self._costs = UpdateCosts(optimizer, device)
 
-    def __call__(self, captured: Captured) -> Captured:
+    def with_updates(self, captured: Captured) -> Captured:
         """``captured`` with its updates, proven to be it otherwise; itself where there are none.
 
         Raises:
@@ -57,8 +57,8 @@ class UpdateInsertion:
         prove_updates(captured, made)
         return made
 
-    def looked(self, captured: Captured) -> Captured:
-        """``captured`` with looks at all gradients, where something is to be known of all; before any rewrite of it.
+    def with_norms(self, captured: Captured) -> Captured:
+        """``captured`` with norms of all gradients, where something is to be known of all; before any rewrite of it.
 
         Raises:
             CaptureError: if a parameter gets a gradient that the step does not apply, so that there is no norm of all.
@@ -70,14 +70,14 @@ class UpdateInsertion:
         self._refuse_what_is_left(captured, {each.position for each in updates})
         if not updates:
             return captured
-        looks = {
-            PartialNorm(each.position, each.parameter): self._costs.of_look(
+        norms = {
+            PartialNorm(each.position, each.parameter): self._costs.of_partial_norm(
                 self._trained[each.parameter], copies=copies
             )
             for each in updates
         }
-        made = with_norms(captured, looks, self._costs.of_settlement([self._trained[each.parameter] for each in looks]))
-        prove_norms(captured, made, [each.position for each in looks])
+        made = with_norms(captured, norms, self._costs.of_total_norm([self._trained[each.parameter] for each in norms]))
+        prove_norms(captured, made, [each.position for each in norms])
         return made
 
     def _refuse_what_is_left(self, captured: Captured, updated: set[int]) -> None:

@@ -1,7 +1,8 @@
 """A captured step that finds out about all gradients before it applies any, as a captured step.
 
-1. A *look* is an op that runs once, right behind a gradient, and makes one number of it: its norm.
-2. The *settlement* is an op that runs once, reads all looks, and gives the number that every gradient is scaled by.
+1. A *partial norm* is an op that runs once, right behind a gradient, and makes one number of it; where gradients are
+   only unscaled, that number means nothing, and what counts is that each has been searched for infinities.
+2. The *total norm* is an op that runs once, reads all partial norms, and gives what every gradient is scaled by.
    Updates read it, so none comes before it (``optimizer.in_step.updates``).
 3. An update scales its gradient in place, so nobody else may read that one: of a gradient that others read it takes a
    copy, which is made where the gradient is.
@@ -26,7 +27,7 @@ __all__ = ["PartialNorm", "TotalNorm", "own_copy", "total_norm_of", "with_norms"
 
 @dataclass(frozen=True)
 class PartialNorm(Priced):
-    """The target of a look. Its arguments are the gradient and two numbers of bytes (``cost.priced``).
+    """The target of a partial norm. Its arguments are the gradient and two numbers of bytes (``cost.priced``).
 
     Attributes:
         position: of the parameter among the primals.
@@ -39,39 +40,39 @@ class PartialNorm(Priced):
     @property
     def __name__(self) -> str:
         """What generated code calls it."""
-        return f"look_{self.position}"
+        return f"partial_norm_{self.position}"
 
     def __str__(self) -> str:
-        return "ebbtide.look"
+        return "ebbtide.partial_norm"
 
     def __call__(self, gradient: torch.Tensor, workspace_bytes: int, traffic_bytes: int) -> torch.Tensor:
-        """Let the updater that is current look."""
-        return current_updater().look(self.position, gradient)
+        """Let the updater that is current take it."""
+        return current_updater().partial_norm(self.position, gradient)
 
 
 @dataclass(frozen=True)
 class TotalNorm(Priced):
-    """The target of the settlement. Its arguments are all looks and two numbers of bytes.
+    """The target of the total norm. Its arguments are all partial norms and two numbers of bytes.
 
     Attributes:
-        positions: of the parameters that were looked at, in the order of the looks.
+        positions: of the parameters, in the order of the partial norms.
     """
 
     positions: tuple[int, ...]
 
-    __name__ = "settle"
+    __name__ = "total_norm"
 
     def __str__(self) -> str:
-        return "ebbtide.settle"
+        return "ebbtide.total_norm"
 
     def __call__(self, *arguments: torch.Tensor | int) -> torch.Tensor:
-        """Let the updater that is current settle."""
-        looks = [each for each in arguments if isinstance(each, torch.Tensor)]
-        return current_updater().settle(dict(zip(self.positions, looks, strict=True)))
+        """Let the updater that is current take it."""
+        norms = [each for each in arguments if isinstance(each, torch.Tensor)]
+        return current_updater().total_norm(dict(zip(self.positions, norms, strict=True)))
 
 
 def total_norm_of(captured: Captured) -> fx.Node | None:
-    """The settlement of a step; ``None`` where gradients are applied as they come."""
+    """The total norm of a step; ``None`` where gradients are applied as they come."""
     return next((node for node in captured.op_nodes if isinstance(node.target, TotalNorm)), None)
 
 
@@ -94,34 +95,36 @@ def own_copy(captured: Captured, original: fx.Node, gradient: fx.Node) -> fx.Nod
     return copy
 
 
-def with_norms(captured: Captured, looks: Mapping[PartialNorm, tuple[int, int]], settling: tuple[int, int]) -> Captured:
-    """``captured`` with ``looks`` at gradients and their settlement.
+def with_norms(
+    captured: Captured, norms: Mapping[PartialNorm, tuple[int, int]], total_costs: tuple[int, int]
+) -> Captured:
+    """``captured`` with ``norms`` of gradients and their total.
 
     Args:
         captured: left as it is.
-        looks: one or more, with the bytes that each takes and moves.
-        settling: likewise, of the settlement.
+        norms: one or more, with the bytes that each takes and moves.
+        total_costs: likewise, of the total norm.
     """
     graph = fx.Graph(owning_module=captured.graph.owning_module)
     nodes: dict[fx.Node, fx.Node] = {}
     results = list(tree_leaves(graph.graph_copy(captured.graph, nodes)))
     count = captured.forward_output_count
     place = {node: index for index, node in enumerate(captured.graph.nodes)}
-    in_order = sorted(looks, key=lambda each: place[captured.outputs[count + each.position]])
+    in_order = sorted(norms, key=lambda each: place[captured.outputs[count + each.position]])
     made: list[fx.Node] = []
-    for look in in_order:
-        original = captured.outputs[count + look.position]
+    for norm in in_order:
+        original = captured.outputs[count + norm.position]
         gradient = nodes[original]
-        name = look.parameter.replace(".", "_")
-        gradient = results[count + look.position] = own_copy(captured, original, gradient)  # definition 3
+        name = norm.parameter.replace(".", "_")
+        gradient = results[count + norm.position] = own_copy(captured, original, gradient)  # definition 3
         with graph.inserting_after(gradient):
-            node = graph.create_node("call_function", look, (gradient, *looks[look]), name=f"look_{name}")
+            node = graph.create_node("call_function", norm, (gradient, *norms[norm]), name=f"partial_norm_{name}")
         _describe(node, gradient)
         made.append(node)
     with graph.inserting_after(made[-1]):
         positions = tuple(each.position for each in in_order)
-        settle = graph.create_node("call_function", TotalNorm(positions), (*made, *settling), name="settle")
-    _describe(settle, made[-1])
+        total = graph.create_node("call_function", TotalNorm(positions), (*made, *total_costs), name="total_norm")
+    _describe(total, made[-1])
     graph.output(tuple(results)).meta = dict(captured.graph.output_node().meta)
     return reread(captured, graph)
 

@@ -34,13 +34,13 @@ import torch
 from ebbtide.capture.joint import Captured
 from ebbtide.clipping import Clipping
 from ebbtide.errors import CaptureError, UpdateError, UsageError
-from ebbtide.optimizer.cost.update_costs import settings_of
 from ebbtide.optimizer.in_step.coupling import refuse_coupled_steps
 from ebbtide.optimizer.in_step.gradient_guard import GradientGuard, GuardState
 from ebbtide.optimizer.in_step.insertion import UpdateInsertion
 from ebbtide.optimizer.in_step.single_parameter import step_parameter
 from ebbtide.optimizer.in_step.update_audit import UpdateAudit
 from ebbtide.optimizer.in_step.updates import names_of
+from ebbtide.optimizer.state.options import settings_of
 from ebbtide.torch_seams.data_parallel import bucket_bytes
 from ebbtide.torch_seams.optimizers import (
     closure_in,
@@ -53,6 +53,7 @@ from ebbtide.torch_seams.optimizers import (
     set_gradient,
     with_closure,
 )
+from ebbtide.torch_seams.scalers import unscaling_answered
 from ebbtide.torch_seams.stance import left_out_of_traces
 
 __all__ = ["OptimizerInBackward"]
@@ -70,7 +71,7 @@ class OptimizerInBackward:
         optimizer: likewise.
         clipping: likewise.
         scaler: likewise; ``None`` if it is not enabled.
-        total_norm: of the gradients of the last backward that has settled it, before they were clipped.
+        total_norm: of the gradients of the last backward that has taken it, before they were clipped.
         applied: what has been updated and is not cleared.
         used: by the last updates, until ``optimizer.step()`` ends.
         has_updated: whether a backward has updated anything, so that the optimizer's state is there.
@@ -86,23 +87,24 @@ class OptimizerInBackward:
         self.clipping = clipping
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.total_norm: torch.Tensor | None = None
-        self.applied = GradientGuard(
-            functions_of(optimizer), clips=clipping is not None, scales=self.scaler is not None
-        )
+        self.applied = GradientGuard(functions_of(optimizer), clips=clipping is not None)
         self.used = UpdateAudit(optimizer, self.applied)
         self.has_updated = False
         self._closed = False
-        self._put_in: UpdateInsertion | None = None
+        self._insertion: UpdateInsertion | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._with_state = {id(each) for each in optimizer.state}
         self._accumulating = Counter[int]()  # threads
         self._tried = self._all_settings()
         self._stepped_by: list[tuple[torch.Tensor, torch.Tensor]] = []
         before, after = self._before_step, self._after_step
-        why = "Ebbtide looks at what its steps have updated"
+        why = "Ebbtide norms at what its steps have updated"
         self._hooks = (
             optimizer.register_step_pre_hook(left_out_of_traces(before, why)),
             first_of_step_post_hooks(optimizer, left_out_of_traces(after, why)),
+        )
+        self._unscaling = (
+            None if self.scaler is None else unscaling_answered(self.scaler, optimizer, self.applied.unscaled)
         )
 
     def close(self) -> None:
@@ -110,24 +112,28 @@ class OptimizerInBackward:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
+        if self._unscaling is not None:
+            self._unscaling.close()
         self.applied.clear()
 
     # -- the step -------------------------------------------------------------------------------------------
 
-    def inside(self, captured: Captured) -> Captured:
-        """``captured``, looked at, with the updates of definition 1; itself where there are none."""
-        assert self._put_in is not None
-        return self._put_in(captured)
+    def with_updates(self, captured: Captured) -> Captured:
+        """``captured`` with the updates of definition 1; itself where there are none."""
+        assert self._insertion is not None
+        return self._insertion.with_updates(captured)
 
-    def know(self, module: torch.nn.Module) -> None:
-        """Whose parameters these are."""
-        self._put_in = UpdateInsertion(self.optimizer, module, clipping=self.clipping, scaled=self.scaler is not None)
+    def bind(self, module: torch.nn.Module) -> None:
+        """Learn whose parameters the optimizer steps; called before the module's steps get updates."""
+        self._insertion = UpdateInsertion(
+            self.optimizer, module, clipping=self.clipping, scaled=self.scaler is not None
+        )
         self._module = weakref.ref(module)
 
-    def looked(self, captured: Captured) -> Captured:
-        """``captured`` as it is before any rewrite: with looks at its gradients, where they are clipped."""
-        assert self._put_in is not None
-        return self._put_in.looked(captured)
+    def with_norms(self, captured: Captured) -> Captured:
+        """``captured`` as it is before any rewrite: with norms of its gradients, where they are clipped."""
+        assert self._insertion is not None
+        return self._insertion.with_norms(captured)
 
     @property
     def settings(self) -> tuple[object, ...]:

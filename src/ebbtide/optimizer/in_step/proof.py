@@ -3,12 +3,12 @@
 1. Every node but an update has its like in the captured graph, by name: the same call of the likes of its arguments;
    or it is a copy of a gradient.
 2. An update reads the gradient that the captured step returns for its parameter, in memory that nobody else reads but
-   to look at it, and the settlement where there is one; nobody reads the update.
+   to take its norm, and the total norm where there is one; nobody reads the update.
 3. Each output is the captured one's, or nothing where an update has taken its place; no parameter has two.
 4. After an update nothing reads the memory of its parameter.
-5. A step that looks at its gradients (``looks``) is the captured one but for looks, one at each that is to be applied,
-   a settlement that reads all of them, and copies of gradients that others read.
-6. A step with a second pass is the one without but for calls that are named after another one, each the same call of
+5. A step that takes norms (``norm_ops``) is the captured one but for partial norms, one of each gradient that is to be
+   applied, a total norm that reads all of them, and copies of gradients that others read.
+6. A step with a recompute pass is the one without but for calls that are named after another one, each the same call of
    the same values, whichever pass has made them.
 """
 
@@ -46,13 +46,13 @@ def prove_updates(captured: Captured, inside: Captured) -> int:
     return len(proof.taken)
 
 
-def prove_norms(captured: Captured, looked: Captured, positions: Iterable[int]) -> None:
-    """Definition 5, of ``looked``, whose gradients at ``positions`` are to be applied.
+def prove_norms(captured: Captured, normed: Captured, positions: Iterable[int]) -> None:
+    """Hold ``normed`` against definition 5; its gradients at ``positions`` are to be applied.
 
     Raises:
         RewriteError: if it does not hold.
     """
-    _Looks(captured, looked, positions).walk(looked)
+    _Norms(captured, normed, positions).walk(normed)
 
 
 def prove_recompute_pass(captured: Captured, after: Captured) -> int:
@@ -87,8 +87,8 @@ class _Updates(_WithCopies):
     def __init__(self, captured: Captured, inside: Captured) -> None:
         super().__init__(captured)
         self.inside, self.ops = inside, set(inside.op_nodes)
-        settlement = total_norm_of(captured)
-        self.settlements = [] if settlement is None else [settlement]
+        total = total_norm_of(captured)
+        self.totals = [] if total is None else [total]
         self.taken: dict[int, int] = {}  # by position, the storage that is changed
 
     def own(self, node: fx.Node) -> Any:
@@ -111,7 +111,7 @@ class _Updates(_WithCopies):
         alone = buffer is not None and all(isinstance(each.target, PartialNorm) for each in others)
         self.require(alone, f"others read the gradient of {update.parameter}")
         waits = [self.claim(each) for each in node.args[1:-2] if isinstance(each, fx.Node)]
-        self.require(waits == self.settlements, f"the update of {update.parameter} does not wait for all gradients")
+        self.require(waits == self.totals, f"the update of {update.parameter} does not wait for all gradients")
         self.require(not node.users, f"somebody reads the update of {update.parameter}")
         self.taken[update.position] = storage_key(self.inside.primals[update.position].meta["val"])
         return _NOTHING
@@ -122,36 +122,36 @@ class _Updates(_WithCopies):
         self.outputs_are(tree_leaves(node.args), [*self.step.outputs[: self.step.forward_output_count], *left])
 
 
-class _Looks(_WithCopies):
+class _Norms(_WithCopies):
     """Definition 5."""
 
-    def __init__(self, captured: Captured, looked: Captured, positions: Iterable[int]) -> None:
+    def __init__(self, captured: Captured, normed: Captured, positions: Iterable[int]) -> None:
         super().__init__(captured)
         self.positions = set(positions)
-        self.given = list(looked.outputs[looked.forward_output_count :])
-        self.looks: dict[int, fx.Node] = {}
-        self.settled: list[fx.Node] = []
+        self.given = list(normed.outputs[normed.forward_output_count :])
+        self.partials: dict[int, fx.Node] = {}
+        self.totals: list[fx.Node] = []
 
     def own(self, node: fx.Node) -> Any:
-        """A look at a gradient, or the settlement of all."""
+        """The norm of a gradient, or of all."""
         if isinstance(node.target, PartialNorm):
             position = node.target.position
-            self.require(position not in self.looks, f"{node.target.parameter} is looked at twice")
-            self.require(node.args[0] is self.given[position], f"{node.name} looks at something else")
-            self.looks[position] = node
+            self.require(position not in self.partials, f"{node.target.parameter} has two norms")
+            self.require(node.args[0] is self.given[position], f"{node.name} is of something else")
+            self.partials[position] = node
             return _NOTHING
         if isinstance(node.target, TotalNorm):
             read = dict(zip(node.target.positions, node.all_input_nodes, strict=True))
-            alike = not self.settled and read == self.looks and set(read) == self.positions
-            self.require(alike, "not all gradients are settled")
-            self.settled.append(node)
+            alike = not self.totals and read == self.partials and set(read) == self.positions
+            self.require(alike, "the total norm is not of all gradients")
+            self.totals.append(node)
             return _NOTHING
         return None
 
     def output(self, node: fx.Node) -> None:
-        """All as before, and all looks settled."""
-        settled = bool(self.settled) and self.settled[0].all_input_nodes == [*self.looks.values()]
-        self.require(settled, "not all looks are settled")
+        """All as before, and all norms in the total."""
+        complete = bool(self.totals) and self.totals[0].all_input_nodes == [*self.partials.values()]
+        self.require(complete, "the total norm is not of all gradients")
         super().output(node)
 
 

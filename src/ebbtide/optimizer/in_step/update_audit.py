@@ -15,7 +15,7 @@ import torch
 from ebbtide.errors import UpdateError
 from ebbtide.optimizer.in_step.gradient_guard import GradientGuard
 from ebbtide.optimizer.in_step.updates import names_of
-from ebbtide.optimizer.state.future_bytes import attributes_of, is_plain
+from ebbtide.optimizer.state.options import attributes_of, is_plain
 from ebbtide.torch_seams.storages import version_of
 
 __all__ = ["UpdateAudit"]

@@ -15,12 +15,12 @@ __all__ = ["Updater", "current_updater", "using_updater"]
 class Updater(Protocol):
     """What takes the updates of one step."""
 
-    def look(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
+    def partial_norm(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
         """Find out what is to be known of ``gradient``, of the primal at ``position``, and give it as one number."""
         ...
 
-    def settle(self, looks: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """All gradients have been looked at: give what each is scaled by. ``looks`` is by position."""
+    def total_norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """All partial norms are there, by position: give what each gradient is scaled by."""
         ...
 
     def update(self, position: int, gradient: torch.Tensor) -> None:

@@ -6,7 +6,7 @@
    parameter, and behind each that reads something which, if it was dropped, is made again through such an op. Autograd
    makes a gradient where all that the parameter went into has been walked back through, so both are right there in
    nearly every step; where they are not (what is detached and used later), the update waits. So it does for the
-   settlement, where something has to be known of all gradients first (``optimizer.in_step.norm_ops``).
+   total norm, where something has to be known of all gradients first (``optimizer.in_step.norm_ops``).
 3. Ops of the backward that read an updated parameter do not run again, nor do those that make a gradient which is
    applied: what they give is kept until its last reader. Without that, all of the backward would hang on every
    parameter behind it, and no update could come before its end, nor one of two whose gradients are made of the same.
@@ -44,7 +44,7 @@ PREFIX = "ebbtide.update."
 class Update(Priced):
     """The target of an update. Its arguments are the gradient and two numbers of bytes (``cost.priced``).
 
-    Between them stands the settlement, where the step has one (``optimizer.in_step.norm_ops``).
+    Between them stands the total norm, where the step has one (``optimizer.in_step.norm_ops``).
 
     Attributes:
         position: of the parameter among the primals.
@@ -105,8 +105,8 @@ def with_updates(captured: Captured, updates: Mapping[Update, tuple[int, int]]) 
     nodes: dict[fx.Node, fx.Node] = {}
     results = list(tree_leaves(graph.graph_copy(captured.graph, nodes)))
     count = captured.forward_output_count
-    settlement = total_norm_of(captured)
-    waits = () if settlement is None else (nodes[settlement],)
+    total = total_norm_of(captured)
+    waits = () if total is None else (nodes[total],)
     after = _places(captured, [each.position for each in updates])
     place = {node: index for index, node in enumerate(captured.graph.nodes)}
     anchors: dict[fx.Node, fx.Node] = {}
@@ -114,7 +114,7 @@ def with_updates(captured: Captured, updates: Mapping[Update, tuple[int, int]]) 
     in_order = sorted(updates, key=lambda each: place[captured.outputs[count + each.position]])
     for update in in_order:
         gradient, made = results[count + update.position], captured.outputs[count + update.position]
-        if settlement is None:  # else looks have seen to it
+        if total is None:  # else norms have seen to it
             gradient = own_copy(captured, made, gradient)
             anchors.setdefault(made, gradient)
         results[count + update.position] = None
@@ -127,7 +127,7 @@ def with_updates(captured: Captured, updates: Mapping[Update, tuple[int, int]]) 
         with mode_of(gradient.meta["val"]):
             node.meta["val"] = gradient.meta["val"].new_empty(0)
     graph.output(tuple(results)).meta = dict(captured.graph.output_node().meta)
-    return _settled(reread(captured, graph))
+    return _until_updates(reread(captured, graph))
 
 
 def _late(captured: Captured) -> set[fx.Node]:
@@ -173,13 +173,13 @@ def _places(captured: Captured, positions: list[int]) -> dict[int, fx.Node]:
             last[bit] = index
             needed ^= bit
     order = {node: index for index, node in enumerate(captured.graph.nodes)}
-    settlement = total_norm_of(captured)
+    total = total_norm_of(captured)
     found: dict[int, fx.Node] = {}
     for position in positions:
         gradient = captured.outputs[captured.forward_output_count + position]
         index = last.get(bit_of[keys[position]])
         reader = gradient if index is None else captured.op_nodes[index]
-        found[position] = max(gradient, reader, settlement or gradient, key=order.__getitem__)
+        found[position] = max(gradient, reader, total or gradient, key=order.__getitem__)
     return found
 
 
@@ -195,7 +195,7 @@ def _once(captured: Captured, reads: Sequence[int], gradients: Iterable[Any]) ->
     return found
 
 
-def _settled(captured: Captured) -> Captured:
+def _until_updates(captured: Captured) -> Captured:
     """``captured``, which has updates, with what may not run again after them, or at all (definition 3)."""
     program, primals = captured.program, captured.primals
     at = {node: index for index, node in enumerate(captured.op_nodes)}

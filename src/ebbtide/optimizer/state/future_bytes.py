@@ -9,34 +9,20 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import random
-import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from enum import Enum
-from typing import Any
 
-import numpy
 import torch
 
 from ebbtide.errors import UsageError
 from ebbtide.measurement.resident import held_by, optimizers_in, stepping, storages_in, tensors_in
 from ebbtide.optimizer.state.combined import parts_of
+from ebbtide.optimizer.state.options import options_of
+from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 
-__all__ = [
-    "attributes_of",
-    "future_state_bytes",
-    "future_state_sizes",
-    "is_option",
-    "is_plain",
-    "options_of",
-    "stand_in_of",
-    "tried_out",
-]
+__all__ = ["future_state_bytes", "future_state_sizes"]
 
 _ANSWERS = (1, 0)
 _SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # of definition 2
@@ -82,90 +68,6 @@ def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
                     return total  # it has stepped, and keeps what it needs with other parameters (LBFGS: one)
             total += sizes[key]
     return total
-
-
-@contextmanager
-def tried_out(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While open, stand-ins of an optimizer step; what its class draws and counts is as before then.
-
-    That is the random states of torch, Python and NumPy, and plain attributes of its classes. Torch's own draw and
-    count nothing there.
-    """
-    classes = type(optimizer).__mro__[:-1]
-    own = [each for each in classes if not each.__module__.startswith(("torch.", "typing", "abc"))]
-    if not own:
-        yield
-        return
-    python, of_numpy = random.getstate(), numpy.random.get_state()
-    kept = [(each, name, value) for each in own for name, value in vars(each).items() if is_plain(value)]
-    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(cards):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(of_numpy)
-            for each, name, value in kept:
-                if vars(each).get(name) is not value:
-                    setattr(each, name, value)
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a trial of an optimizer is made with in place of ``group``, besides parameters; nothing that it changes."""
-    given: dict[str, Any] = {}
-    for key, value in group.items():
-        if isinstance(value, list | dict | set):
-            if key != "params" and not any(True for _ in tensors_in(value)):
-                with suppress(Exception):  # of what cannot be copied, such as a lock, the constructor has another
-                    given[key] = copy.deepcopy(value)
-        else:
-            given[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-    return given
-
-
-def stand_in_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of the class of ``optimizer``, of other groups: what it keeps in attributes it has as well.
-
-    Options are not only in groups: a class of somebody's own may keep the norm that it clips by, or whether it takes a
-    momentum, in an attribute, a dictionary in one, or a function. What holds anything else (tensors, modules, a value
-    for each parameter) is what its constructor makes.
-    """
-    made = type(optimizer)(groups)  # type: ignore[call-arg]
-    for name, value in vars(optimizer).items():
-        if is_plain(value):
-            vars(made)[name] = value
-        elif name not in _OF_TORCH and not name.startswith("_optimizer_") and is_option(value):
-            with suppress(Exception):
-                vars(made)[name] = copy.deepcopy(value)  # functions are as they are
-    return made
-
-
-_OF_TORCH = frozenset(("state", "param_groups", "defaults"))
-
-
-def is_option(value: object, depth: int = 4) -> bool:
-    """Whether it is a function that holds nothing, or a dictionary of such and of plain values, by names."""
-    if isinstance(value, dict):
-        return depth > 0 and all(isinstance(key, str) and is_option(each, depth - 1) for key, each in value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if isinstance(value, types.FunctionType):
-        return not value.__closure__
-    return is_plain(value) or isinstance(value, types.BuiltinFunctionType)
-
-
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What of an optimizer's public attributes is plain, but for whole numbers: somebody may count there."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name[:1] != "_" and is_plain(value) and (isinstance(value, bool) or not isinstance(value, int))
-    }
-
-
-def is_plain(value: object) -> bool:
-    """Whether it is an immutable value without tensors."""
-    if isinstance(value, tuple):
-        return all(map(is_plain, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum | torch.dtype)
 
 
 def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
-from ebbtide.torch_seams import optimizers, scalers
+from ebbtide.torch_seams import scalers
 from ebbtide.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
-
-
-class _Hidden(torch.nn.Parameter):
-    found = False
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        frame = sys._getframe(1)
-        if scalers.is_unscaling(frame):
-            scalers.tell_found(frame, self.device, found=_Hidden.found)
-            return None
-        return optimizers.gradient_of(self)
 
 
 @canary
@@ -39,13 +26,16 @@ def scalers_are_told_what_was_found() -> None:
     expect(float(found) == 1.0 and gradient.tolist() == [8.0, float("inf")], "what is not finite is not found")
     scalers.multiply_and_check(gradient[:1], found.zero_(), factor)
     expect(float(found) == 0.0 and float(gradient[0]) == 2.0, "a gradient is unscaled otherwise")
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.__class__ = _Hidden  # type: ignore[assignment]
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     stepped: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: stepped.append(1))
-    for _Hidden.found in (True, False):
-        scaler.step(optimizer)
+    for is_found in (True, False):
+        hidden = nullcontext(([torch.device("cpu")], is_found))
+        patch = scalers.unscaling_answered(scaler, optimizer, lambda hidden=hidden: hidden)
+        try:
+            scaler.step(optimizer)
+        finally:
+            patch.close()
         scaler.update()
         scaler.scale(torch.ones(()))
     expect(len(stepped) == 1 and scaler.get_scale() == 2.0, "a scaler does not believe what it is told")
