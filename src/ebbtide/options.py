@@ -184,8 +184,9 @@ class Options:
     offload_optimizer: bool = field(default=False, metadata={"check": flag})
     """With an optimizer and tiers: its state is in the first tier while a step runs.
 
-    It is moved there before every training call, and back for ``optimizer.step()`` and ``state_dict()``; other reads are refused. It
-    is not resident in the step then; the budget also holds at ``optimizer.step()``, with what that takes."""
+    It is moved there before every training call, and back for ``optimizer.step()`` and ``state_dict()``; other reads
+    are refused. It is not resident in the step then; the budget also holds at ``optimizer.step()``, with what that
+    takes."""
     loss: Callable[[Any], Any] | None = field(default=None, metadata={"check": _loss})
     """Applied to what the model returns, as part of the step.
 
