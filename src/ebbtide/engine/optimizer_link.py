@@ -15,11 +15,11 @@ from ebbtide.engine.call_context import CallContext
 from ebbtide.errors import UsageError
 from ebbtide.measurement.resident import held_by, optimizers_in, resident_bytes, stepping
 from ebbtide.optimizer.cost.step_end import OptimizerStepCost, StepRecheck, taken_of
-from ebbtide.optimizer.state.options import settings_of
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
 from ebbtide.optimizer.state.combined import class_names, parts_of
 from ebbtide.optimizer.state.future_bytes import future_state_bytes
+from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import IN_THE_STEP
