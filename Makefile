@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CORE_STAMP := $(VENV)/.core
 STAMP := $(VENV)/.installed
 
 .PHONY: help setup demo test lint types unit quick durations nightly gpu bench bench-full benchmarks docs site pages wheel \
@@ -33,15 +34,20 @@ help:
 
 setup: $(STAMP)
 
-# Set-up runs again only when what it installs from has changed.
-$(STAMP): pyproject.toml published/pyproject.toml constraints.txt
+# Set-up runs again only when what it installs from has changed: what users install first, which is all that the demo
+# needs, and what tests need on top of it.
+$(CORE_STAMP): pyproject.toml constraints.txt
 	@$(if $(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null),,$(error \
 		ebbtide needs Python 3.11 or later, and $(PYTHON) is not; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)))
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $(CORE_STAMP)
+
+$(STAMP): $(CORE_STAMP) published/pyproject.toml
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]" -e "./published[cp]"
 	@touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(CORE_STAMP)
 	$(BIN)/ebbtide demo
 
 # The type checker keeps one core busy while the tests start.
