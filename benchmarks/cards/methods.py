@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from cards.subjects import loss_of
 from ebbtide import Case
+from ebbtide.options import DEFAULT_EFFORT
 from harness.min_cut import budget_of, min_cut_compiled
 
 __all__ = ["Running", "checkpointed", "eager", "fitted", "memory_budget", "saved_on_cpu"]
@@ -95,7 +96,7 @@ def saved_on_cpu(case: Case) -> Running:
 
 
 def fitted(
-    case: Case, budget: int | str, effort: int | None = None, planner: str = "auto", tiers: str | None = None
+    case: Case, budget: int | str, effort: int = DEFAULT_EFFORT, planner: str = "auto", tiers: str | None = None
 ) -> Running:
     """The model fitted to ``budget``, all of the step's bytes counted."""
     ebbtide.fit(case.model, budget, tiers=tiers, options=ebbtide.Options(effort=effort, planner=planner))

@@ -34,6 +34,7 @@ from cards.subjects import CASES, SUBJECTS, build
 from ebbtide import Case
 from ebbtide.capture.without_memory import without_memory
 from ebbtide.errors import BudgetError, EbbtideError
+from ebbtide.options import DEFAULT_EFFORT
 from ebbtide.transfers.traffic import Traffic
 from harness.children import short_error
 from harness.grid import Captured, captured
@@ -299,7 +300,8 @@ def _smallest_bytes(tier: _Tier) -> int:
 
 
 def _ours(tier: _Tier, name: str, budget: int | str, base: _Seen, repeats: bool, tiers: str | None) -> Row:
-    planner, effort = ("keep_all", None) if budget == "1000%" else ("auto", TOY_EFFORT if tier.toy else None)
+    planner = "keep_all" if budget == "1000%" else "auto"
+    effort = TOY_EFFORT if tier.toy else DEFAULT_EFFORT
     try:
         seen = _seen(tier, lambda case: methods.fitted(case, budget, effort, planner, tiers))
     except (EbbtideError, torch.OutOfMemoryError) as error:
