@@ -72,4 +72,4 @@ def test_a_result_that_is_not_made_takes_no_bytes() -> None:
 def test_modules_without_shapes_are_refused_ahead_of_time_too() -> None:
     for ask in (ebbtide.plan, ebbtide.doctor):
         with pytest.raises(UsageError, match=r"parameter first\.weight has no shape before the first batch"):
-            ask(Net(nn.LazyLinear(8)), (torch.randn(4, 8),), budget="1GiB", progress=None)
+            ask(Net(nn.LazyLinear(8)), (torch.randn(4, 8),), budget="1GiB", options=ebbtide.Options(progress=None))

@@ -19,8 +19,9 @@ from ebbtide.rewrites import choices, facts
 from head_models import FORMS, LEFT, Tower, arguments
 
 
-def findings(model: Tower, **options: object) -> tuple[ebbtide.Findings, str]:
-    found = ebbtide.doctor(model, arguments(), options=ebbtide.Options(progress=None, **options))  # type: ignore[arg-type]
+def findings(model: Tower, budget: str | None = None, **options: object) -> tuple[ebbtide.Findings, str]:
+    asked = ebbtide.Options(progress=None, **options)  # type: ignore[arg-type]
+    found = ebbtide.doctor(model, arguments(), budget=budget, options=asked)
     stream = io.StringIO()
     write_findings(found, stream)
     return found, stream.getvalue()

@@ -291,7 +291,7 @@ def test_an_optimizer_that_accelerate_has_wrapped_is_the_one_behind_it(tmp_path:
     assert step_bytes(wrapped) == step_bytes(plain)
     model(torch.randn(4, 256)).sum().backward()
     wrapped.step()
-    offload_of(wrapped, disk_tier(tmp_path)).leave()
+    offload_of(wrapped, disk_tier(tmp_path)).send()
     state = plain.state[model.weight]["exp_avg"]
     assert is_offloaded(state)
     wrapped.step()

@@ -33,6 +33,7 @@ from ebbtide.rewrites.sliced.facts import slice_facts
 from ebbtide.rewrites.sliced.places import PARTS
 from ebbtide.rewrites.sliced.regions import find_regions
 from ebbtide.rewrites.sliced.rule import ATTENTION as RULE
+from ebbtide.rewrites.sliced.rule import FEED_FORWARD
 from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 
@@ -350,6 +351,29 @@ def test_attention_that_pins_nothing_is_left_alone() -> None:
 def test_each_layer_is_a_region_of_its_own_though_they_share_a_mask() -> None:
     step, _ = captured_of(made("plain", layers=3), data())
     assert [sum(len(nodes) for _, nodes in each.results) for each in find_regions(step, Attention)[0]] == [4, 4, 4]
+
+
+class Block(Attends):
+    """Attention by hand, then a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.up, self.down = nn.Linear(HEADS * WIDTH, 256), nn.Linear(256, HEADS * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            q, k, v = (each.unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for each in layer(x).chunk(3, -1))
+            x = x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+        return (x + self.down(F.gelu(self.up(x)))).float().square().mean()
+
+
+def test_layers_of_both_kinds_are_rewritten_in_one_step() -> None:
+    """The second rule's proof takes the first one's calls for what they are by then: ops of the step before it."""
+    step, _ = captured_of(Block(), data())
+    both = [*next(iter(RULE.candidates(step))), *next(iter(FEED_FORWARD.candidates(step)))]
+    after, replaced = apply_proven(step, both)
+    assert len(calls(after)) > len(calls(apply_proven(step, next(iter(RULE.candidates(step))))[0]))
+    assert len(replaced) == len(calls(after))
 
 
 def test_a_fact_that_fails_is_told_and_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,9 @@ class _Proof(RewriteProof):
     """Claims are old nodes."""
 
     def own(self, node: fx.Node) -> Results | None:
-        """What the results of a call in slices claim."""
-        if not isinstance(node.target, InSlices):
+        """What the results of a call in slices claim, unless an earlier rule has put it there: then it is an old op."""
+        old = self.by_name.get(node.name)
+        if not isinstance(node.target, InSlices) or (old is not None and old.target is node.target):
             return None
         results = _Call(self, node, node.target).results()
         self.stands_for(node, results)
