@@ -77,6 +77,11 @@ class Executable:
     # -- what it takes ------------------------------------------------------------------------------------------
 
     @functools.cached_property
+    def needs_bytes(self) -> int:
+        """Bytes above the step's start, as the plan predicts."""
+        return self.plan.timeline.above_bytes
+
+    @functools.cached_property
     def leaves_bytes(self) -> int:
         """What is kept while its flight is in the air, or by the gradients that its backward has made since."""
         program = self.plan.program
@@ -118,11 +123,9 @@ class Executable:
             # Forwards that come between may be planned for what is left to them.
             peak, held = min(window.peak_bytes, max(peak, window.least_bytes)), window.held_bytes
         free = 0 if now.request.given_plan is not None else self.measured.unsplit_bytes
-        lacking = {
-            "resident": now.resident_bytes + free + self.plan.timeline.above_bytes - self.plan.budget_bytes,
-            "between": now.resident_bytes + free + self.needs_with(peak, held, now.retained) - self.plan.budget_bytes,
-        }
-        return self.validity.differs(now, self.plan, lacking["resident"], lacking["between"])
+        over = now.resident_bytes + free - self.plan.budget_bytes
+        in_window = over + self.needs_with(peak, held, now.retained)
+        return self.validity.differs(now, self.plan, over + self.needs_bytes, in_window)
 
     # -- a measured step ----------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ def learn_flight(flight: Flight, before: list[Flight]) -> None:
     executable = flight.executable
     assert executable is not None
     plan, others = executable.plan, 0
-    needs = plan.timeline.above_bytes
+    needs = executable.needs_bytes
     least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
     for earlier in reversed(before):
         earlier.meanwhile.add(flight.slot)
