@@ -54,6 +54,7 @@ class AfterBackward:
             )
 
 
-def hooks_end(taken_bytes: int) -> StepEnd:
-    """What is known to be taken so, for planning (definition 3)."""
-    return StepEnd(taken_bytes, what=_WHAT, remedy="let the hooks change gradients in place (grad.mul_(mask))")
+def hooks_end(taken_bytes: int, held_bytes: int) -> StepEnd:
+    """What is known to be taken so, for planning (definition 3), where the unplanned step holds ``held_bytes``."""
+    remedy = "let the hooks change gradients in place (grad.mul_(mask))"
+    return StepEnd(taken_bytes, held_bytes, what=_WHAT, remedy=remedy)

@@ -32,20 +32,20 @@ class Again(enum.Enum):
         return self.value[1]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Attempts:
     """The attempts at one call.
 
     Attributes:
         rejected: steps that were found not to serve the call.
         refused: the refusal whose named budget leaves the room in which ops are tried out; ``None`` before the first.
-        room: of the last attempt.
+        room: of the last attempt; ``None`` before the first.
         first: whether nothing was tried yet.
     """
 
     rejected: list[Step] = field(default_factory=list[Step])
     refused: BudgetError | None = None
-    room: Room = field(default_factory=Room)
+    room: Room | None = None
     first: bool = True
     _made: list[Again] = field(default_factory=list[Again])
 

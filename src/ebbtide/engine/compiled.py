@@ -52,7 +52,7 @@ from ebbtide.torch_seams.aot import boxed
 from ebbtide.torch_seams.dynamo import sizes_as_symbols
 from ebbtide.torch_seams.eager_answers import Answers
 from ebbtide.torch_seams.input_branches import Question, other_answer
-from ebbtide.torch_seams.stance import NotCompiled, OwnStance
+from ebbtide.torch_seams.stance import NO_FRAMES, NotCompiled, OwnStance
 from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]
@@ -153,13 +153,23 @@ class Capture:
             InternalError: if the planned graphs were not what ran.
         """
         arguments = _arguments(call)
-        with departing(flight):
-            if not self.made:
-                outputs, detached = self._first(call, arguments)
-            else:
-                if (other := self.other_answer(call)) is not None:
-                    raise StaleCapture(f"values of its inputs are others than when its step was captured: {other}")
-                outputs, detached = self._guarded(arguments, flight)
+        try:
+            with departing(flight):
+                if not self.made:
+                    outputs, detached = self._first(call, arguments)
+                else:
+                    if (other := self.other_answer(call)) is not None:
+                        raise StaleCapture(f"values of its inputs are others than when its step was captured: {other}")
+                    outputs, detached = self._guarded(arguments, flight)
+        except RuntimeError as error:
+            if NO_FRAMES not in str(error):
+                raise
+            raise CaptureError(
+                "a torch dispatch mode (FlopCounterMode, allow_mutation_on_saved_tensors, ...) is active, under which "
+                "torch compiles nothing, so this call cannot be planned",
+                remedy="leave the mode around training calls; count or trace under torch.no_grad(), or on a copy of "
+                "the model (copy.deepcopy), which is a plain one",
+            ) from None
         if not flight.ran:
             raise InternalError("the planned step did not run: this torch build bypassed the compiled function")
         return outputs, detached

@@ -59,7 +59,6 @@ from ebbtide.signals import signals_wait
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.autograd import release_failed_backward
-from ebbtide.torch_seams.stance import NO_FRAMES
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.units import format_allowed, format_count
 
@@ -165,7 +164,7 @@ def _look(model: FittedModel, call: Call, attempts: Attempts) -> CallContext:
     now = model.observe(call)
     if optimizers.inside is not None:
         optimizers.inside.refuse_surroundings(call.module, checkpointed=now.checkpointed, hooked=bool(now.hooks))
-    if attempts.first and not now.checkpointed and not model.steps.is_no_graph(now):
+    if now.aloft and attempts.first and not now.checkpointed and not model.steps.is_no_graph(now):
         own = [each for each in now.aloft if each.home is model.flights]
         if own and not any(model.learned.windows.expects_forwards(each.slot) for each in own):
             warn_of_forward("another forward of this model")
@@ -290,8 +289,7 @@ def _capture(model: FittedModel, step: Step, call: Call, now: CallContext) -> bo
     """
     piece, flight = step.piece, _flight(model, step, None, now)
     try:
-        with _dispatch_modes_named():
-            inputs = piece.capture.inputs_of(call, flight)
+        inputs = piece.capture.inputs_of(call, flight)
     except StaleCapture:
         raise
     except BaseException:
@@ -349,7 +347,7 @@ def _more_can_be_found_out(
     it were asked for, and the refusal is made anew. So is the capture, if it had no room to ask kernels how they lay
     out results, on which the refusal rests.
     """
-    room, stands = attempts.room, error is attempts.refused
+    room, stands = attempts.room or Room(), error is attempts.refused
     if not stands and step.piece.profiled_without_memory and not room.trial_bytes:
         if attempts.may(Again.CAPTURED_IN_ROOM):
             model.steps.forget(step, now)
@@ -440,8 +438,7 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
     if flight.proves and alone:
         flight.restore = snapshot(step.piece.changed_in(call.module), now.device)
     try:
-        with _dispatch_modes_named():
-            outputs, detached = step.piece.capture(call, flight)
+        outputs, detached = step.piece.capture(call, flight)
     except BaseException as error:
         flight.give_up()
         if isinstance(error, VerificationError) and flight.restore is not None:
@@ -454,22 +451,6 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
     return guarded(outputs, detached)
 
 
-@contextmanager
-def _dispatch_modes_named() -> Generator[None]:
-    """While open, what torch says of a dispatch mode, under which it compiles nothing, is said as a refusal."""
-    try:
-        yield
-    except RuntimeError as error:
-        if NO_FRAMES not in str(error):
-            raise
-        raise CaptureError(
-            "a torch dispatch mode (FlopCounterMode, allow_mutation_on_saved_tensors, ...) is active, under which "
-            "torch compiles nothing, so this call cannot be planned",
-            remedy="leave the mode around training calls; count or trace under torch.no_grad(), or on a copy of "
-            "the model (copy.deepcopy), which is a plain one",
-        ) from None
-
-
 def _ran(model: FittedModel, step: Step, flight: Flight, now: CallContext) -> None:
     """Note that the forward of ``step`` has returned, and have measured what user code does from here on."""
     optimizers, learned = model.optimizers, model.learned
@@ -480,7 +461,7 @@ def _ran(model: FittedModel, step: Step, flight: Flight, now: CallContext) -> No
     if step.forward_calls > 1:
         model.steps.served_again(now)
     plan = None if flight.executable is None else flight.executable.plan
-    optimizers.forward_ran(plan, now, step.piece.hidden_bytes(now.reached) if now.device == "cpu" else 0)
+    optimizers.forward_ran(plan, now, step.resident_bytes(now))
     if now.checkpointed:
         return
     if now.flying_bytes:

@@ -208,13 +208,13 @@ class OptimizerLink:
 
     def end_of(self, now: CallContext) -> StepEnd | None:
         """What is taken where the optimizer steps after a call; ``None`` if it does inside, or is not known."""
-        kept = {"summed": now.accumulating, "gone_bytes": now.flying_bytes}
         if self.offloaded is not None:
-            return replace(self.offloaded.end, **kept)
-        step = self.stepping
-        if step is None or (now.updates and not step.one_by_one):
+            end = self.offloaded.end
+        elif (step := self.stepping) is not None and (step.one_by_one or not now.updates):
+            end = step.end(now.trained)
+        else:
             return None
-        return replace(step.end(now.trained), **kept)
+        return replace(end, summed=now.accumulating, gone_bytes=now.flying_bytes)
 
     def step_in_words(self, now: CallContext) -> str:
         """What is counted of the step of the optimizer that was told of."""
@@ -222,20 +222,20 @@ class OptimizerLink:
             return IN_THE_STEP
         return "" if (step := self.stepping) is None else taken_of(step.taken_bytes(now.trained))
 
-    def forward_ran(self, plan: Plan | None, now: CallContext, hidden_bytes: int) -> None:
+    def forward_ran(self, plan: Plan | None, now: CallContext, resident_bytes: int) -> None:
         """Note under which ``plan`` a forward ran, so that options changed before the step are held against it.
 
         Args:
             plan: that it ran under.
             now: what surrounded its call.
-            hidden_bytes: of inputs that no walk over model and arguments finds.
+            resident_bytes: before that.
         """
         if (step := self.stepping) is None or plan is None or self.inside is not None or now.checkpointed:
             self._at_the_step = None
             return
         self._at_the_step = StepRecheck(
             plan,
-            now.resident_bytes + hidden_bytes,
+            resident_bytes,
             now.trained,
             step.key(now.trained),
             now.accumulating,

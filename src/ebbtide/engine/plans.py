@@ -85,7 +85,7 @@ def _ends_of(step: Step, now: CallContext, learned: Learned, optimizers: Optimiz
     if own is not None:
         yield own
     held = 0 if own is None or optimizers.offloaded is None else own.held_bytes
-    yield replace(hooks_end(learned.after.bytes(now.slot, now.hooks)), held_bytes=held)
+    yield hooks_end(learned.after.bytes(now.slot, now.hooks), held)
     yield StepEnd(step.piece.capture.asked_bytes, held, what=_ASKED, remedy=_ASK_OUTSIDE, before=True)
 
 
