@@ -47,6 +47,7 @@ from ebbtide.report.plan import Plan
 from ebbtide.step.machine import Machine
 from ebbtide.tiers import parse_tiers
 from ebbtide.torch_seams.optimizers import gradient_of
+from ebbtide.torch_seams.storages import parameters_in
 from ebbtide.transfers.links import this_machine
 from ebbtide.transfers.tiers import open_tiers
 from ebbtide.transfers.ways import Way
@@ -118,7 +119,7 @@ def fit(
     if asked.inside:
         refuse_to_step_inside(optimizer, asked.scaler)
     FITTED[model] = fitted = _known_of(model, limit, given, asked, optimizer, opened)
-    fitted.arrivals.watch(model.parameters())
+    fitted.arrivals.watch(parameters_in(model))
     set_class(model, fitted_class(type(model)))
     watch_optimizers(watched_of_fitted)
     watch_batches(watched_of_fitted)

@@ -23,7 +23,7 @@ from ebbtide.errors import UsageError
 from ebbtide.torch_seams.compiling_flag import optimizer_has_stepped, optimizer_steps
 from ebbtide.torch_seams.optimizers import gradient_of
 from ebbtide.torch_seams.stance import left_out_of_traces
-from ebbtide.torch_seams.storages import StorageWatch, version_of
+from ebbtide.torch_seams.storages import StorageWatch, parameters_in, version_of
 
 __all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "Watched", "watch_optimizers"]
 
@@ -238,7 +238,7 @@ def _look_at(
             arrivals.step_in_backward()
             of_none = False
     if by_others:
-        arrivals.others_were_there(watched.model.parameters())
+        arrivals.others_were_there(parameters_in(watched.model))
     if besides or (of_none and by_others):
         watched.calls.count_unplanned(PAST_THE_MODEL)
         raise UsageError(_told(watched, is_planned=is_planned), argument="model")

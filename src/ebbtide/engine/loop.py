@@ -59,6 +59,7 @@ from ebbtide.signals import signals_wait
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.autograd import release_failed_backward
+from ebbtide.torch_seams.storages import parameters_in
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.units import format_allowed, format_count
 
@@ -141,7 +142,7 @@ def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
     release_failed_backward()
     note_planned_again()
     if model.arrivals.watches:
-        model.arrivals.call_begins(call.module.parameters(), first=not model.calls.planned)
+        model.arrivals.call_begins(parameters_in(call.module), first=not model.calls.planned)
     outside, inside = sys.exception(), model.optimizers.inside
     on_device = nullcontext() if call.device == "cpu" else on_device_of([call.module])  # may not be the current one
     aside = nullcontext() if inside is None else inside.applied.aside()

@@ -19,7 +19,7 @@ from ebbtide.torch_seams.storages import (
     StorageWatch,
     buffer_table,
     held_in,
-    module_table,
+    modules_in,
     parameter_table,
     parts_of,
     storage_key,
@@ -112,20 +112,13 @@ _OF_EVERY, _HOOKS = ("param_groups", "state", "defaults"), "_optimizer_"
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Parameters, their gradients and buffers, each module once, and what else its modules hold."""
-    seen = {id(module)}
-    open_modules = [module]
-    while open_modules:
-        each = open_modules.pop()
+    for each in modules_in(module):
         for parameter in parameter_table(each).values():
             if parameter is not None:
                 yield parameter
                 if parameter.is_leaf and (gradient := gradient_of(parameter)) is not None:
                     yield gradient
         yield from (buffer for buffer in buffer_table(each).values() if buffer is not None)
-        for child in module_table(each).values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                open_modules.append(child)
     yield from held_in(module)
 
 

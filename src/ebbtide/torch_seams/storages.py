@@ -16,8 +16,9 @@ __all__ = [
     "buffer_table",
     "has_memory",
     "held_in",
-    "module_table",
+    "modules_in",
     "parameter_table",
+    "parameters_in",
     "parts_of",
     "storage_key",
     "version_of",
@@ -50,16 +51,14 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type
     Parameters, their gradients and buffers, and what else modules hold (:func:`held_in`); each module once. Every
     planned step asks, so it is one plain loop over the tables: torch's own walks take several times as long.
     """
-    seen = {id(module)}
+    modules = list(modules_in(module))
     held: list[object] = []
     hooks: list[int] = []
-    waiting = [module]
     trained: list[bool] = []
     sizes: dict[int, int] = {}
     accumulating = True
     classes: set[type] = set()
-    while waiting:
-        each = waiting.pop()
+    for each in modules:
         classes.add(type(each))
         for parameter in each._parameters.values():
             if parameter is None:
@@ -80,15 +79,30 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type
             if buffer is not None:
                 storage = buffer.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
-        for child in each._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
         held += _attributes(each)
-    for tensor in _tensors(held, seen):
+    for tensor in _tensors(held, set(map(id, modules))):
         storage = tensor.untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
     return bytes(trained), accumulating, sizes, classes, tuple(hooks)
+
+
+def modules_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """``module`` and its children, each once."""
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            if each._modules:
+                waiting += [child for child in each._modules.values() if child is not None]
+
+
+def parameters_in(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters of ``module`` and its children, each once."""
+    own = (parameter for each in modules_in(module) for parameter in each._parameters.values())
+    return [*{id(each): each for each in own if each is not None}.values()]
 
 
 def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -97,9 +111,9 @@ def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     In attributes, in containers and dataclasses in attributes, and all of modules that are there. Of many elements the
     first few say whether there are tensors among them.
     """
-    modules = list(module.modules())
+    modules = list(modules_in(module))
     held = [value for each in modules for value in _attributes(each)]
-    return _tensors(held, {id(each) for each in modules})
+    return _tensors(held, set(map(id, modules)))
 
 
 def _attributes(module: torch.nn.Module) -> Sequence[object]:
@@ -237,8 +251,3 @@ def parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | N
 def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's own buffers by name, the very table (``_buffers``); an entry may be ``None``."""
     return module._buffers
-
-
-def module_table(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
-    """A module's children by name, the very table (``_modules``); an entry may be ``None``."""
-    return module._modules

@@ -53,8 +53,7 @@ def storages_can_be_watched() -> None:
 def modules_keep_tensors_in_tables() -> None:
     """Parameters, buffers and children lie in dictionaries; a tensor put there is the module's."""
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(2, device="meta"))
-    (child,) = storages.module_table(module).values()
-    assert child is not None
+    _, child = storages.modules_in(module)
     expect(set(storages.parameter_table(child)) == {"weight", "bias"}, "parameters lie elsewhere")
     expect("running_mean" in storages.buffer_table(child), "buffers lie elsewhere")
     storages.parameter_table(child)["weight"] = other = torch.nn.Parameter(torch.empty(2))
