@@ -21,6 +21,7 @@ from ebbtide.measurement.resident import tensors_in
 __all__ = ["attributes_of", "is_option", "is_plain", "options_of", "settings_of"]
 
 _RATE = "lr"  # schedules begin at 0
+_SETTINGS = (bool, int, float, str, tuple, type(None))  # not `bool | ...`, which is made anew for every value
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -41,14 +42,14 @@ def settings_of(options: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
 
     Of a number that is whether it is 0; numbers may count steps.
     """
-    plain = (name for name, value in options.items() if isinstance(value, bool | int | float | str | tuple | None))
-    return tuple((name, _said(options[name])) for name in plain if name != _RATE)
+    plain = [(name, value) for name, value in options.items() if isinstance(value, _SETTINGS) and name != _RATE]
+    return tuple([(name, _said(value)) for name, value in plain])
 
 
 def _said(value: object) -> object:
     if isinstance(value, tuple):  # betas
         return tuple(map(_said, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return value if isinstance(value, bool | str | None) else bool(value)
+    return value if value is None or isinstance(value, (bool, str)) else bool(value)
 
 
 def is_option(value: object, depth: int = 4) -> bool:
